@@ -174,7 +174,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = None
     logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _Row("keep this many last tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+        int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+    ] = None
+    truncation_side: Annotated[
+        str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
     ] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
@@ -192,8 +195,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self.stop_token_ids = self.stop_token_ids and list(dict.fromkeys(self.stop_token_ids))
-        if self.stream_interval is not None and self.stream_interval < 1:
-            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # rejects NaN as well
@@ -204,12 +205,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or above 0: a prompt has at least one token")
+        if self.truncation_side not in (None, "left", "right"):
+            raise ValueError(f"truncation_side must be left or right, got {self.truncation_side!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if any(not s for s in self.stop_strings):
-            raise ValueError("stop must not contain an empty string")
-        if self.stop_strings and not self.detokenize:
-            raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
+        self._check_text()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
         if len(self.logprob_token_ids or ()) > MAX_LOGPROB_IDS:
@@ -224,6 +224,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for bias in biases:
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")
+
+    def _check_text(self) -> None:
+        if any(not s for s in self.stop_strings):
+            raise ValueError("stop must not contain an empty string")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}")
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:

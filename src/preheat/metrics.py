@@ -138,6 +138,7 @@ class Metrics(Collector):
         self.adapters: Mapping[str, str] = {}
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
+        self.ignored: Counter[str] = Counter()  # by field
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _REQUEST_SECONDS
         )
@@ -210,6 +211,8 @@ class Metrics(Collector):
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
+        ignored = "Requests with a field that was ignored, by the field."
+        yield counter("request_fields_ignored", ignored, self.ignored, "field")
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()
@@ -232,6 +235,8 @@ class Metrics(Collector):
         yield gauge(
             "num_requests_waiting", "Sequences waiting for their first step.", [waiting for _, waiting in loads]
         )
+        by_reason = [{"capacity": waiting} for _, waiting in loads]
+        yield gauge("num_requests_waiting_by_reason", "The same, by what they wait for.", by_reason, "reason")
         used = [each.blocks_used / max(each.blocks_total, 1) for each in stats]
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         for name, text, of in _COUNTERS:

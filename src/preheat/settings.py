@@ -301,6 +301,12 @@ class Settings:
         "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again.",
         env="VLLM_ENABLE_RESPONSES_API_STORE",
     )
+    request_fields: str = _server(
+        "accept",
+        "Fields of a request that nobody knows: `accept` ignores them and names them in the header `X-Ignored-Fields`; "
+        "`strict` refuses them.",
+        choices=("accept", "strict"),
+    )
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
     max_body_bytes: int = _server(16 * 2**20, "Most bytes in the body of an HTTP request.", low=1024)

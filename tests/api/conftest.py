@@ -99,7 +99,7 @@ class Server:
 
     def wait_until_open(self, seconds: float = 60) -> None:
         """Until the port is open."""
-        self._wait_for("/health", seconds)
+        self._wait_for("/live", seconds)
 
     def wait_until_ready(self, seconds: float = 60) -> None:
         """Until requests are taken."""

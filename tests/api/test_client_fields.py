@@ -84,15 +84,40 @@ def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any],
         assert prompt_of(chat([USER, message, USER])) == plain
 
 
-def test_a_field_that_nobody_knows_must_be_null(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
-    assert chat(what=None).choices and complete(what=None, stream_options=None).choices
-    part = {"type": "text", "text": "hi", "cache_control": None}
-    assert chat([{"role": "user", "content": [part]}]).choices
-    assert refused(chat, [{**USER, "what": 1}])[0] == "messages[0].what"
-    assert refused(chat, [{**USER, "annotations": [{}]}])[0] == "messages[0].annotations"
-    assert refused(chat, [{**USER, "what": None, "why": 1}])[0] == "messages[0].why"
-    assert refused(complete, what=None, why=1)[0] == "why"
-    assert refused(complete, what=None, logit_bias={"5": None})[0] == "logit_bias[...]"  # no field, but a value
+def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_of: Callable[..., str]) -> None:
+    """In the header, once in the log, and in the metric; one that is null is not given."""
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "other": None}
+    strange = {"messages": [{**USER, "content": [part], "what": 1}, {"role": "user", "content": "", "what": 2}],
+               "why\r\n": {"a": 1}, "nothing": None, "max_tokens": 2, "stream_options": None,
+               "reasoning_effort": "high"}  # fmt: skip
+    for number in (1, 2):
+        answer = server.post("/v1/chat/completions", strange | {"stream": number == 2})
+        named = "messages[].content[].cache_control, messages[].what, why%0D%0A, reasoning_effort"
+        assert (answer.status, answer.headers["x-ignored-fields"]) == (200, named)
+        assert server.metric("request_fields_ignored_total", field="messages[].what") == number
+    assert server.log is None or server.log.read_text().count("messages[].what") == 1
+    answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "nothing": None})
+    assert answer.status == 200 and "x-ignored-fields" not in answer.headers
+    refusal = server.post("/v1/completions", {"prompt": "x", "what": 1, "temperature": -1})
+    assert (refusal.status, refusal.headers["x-ignored-fields"]) == (400, "what")
+
+
+def test_what_is_known_and_not_done_is_refused(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    assert refused(chat, [{**USER, "annotations": [{}], "what": 1}])[0] == "messages[0].annotations"
+    assert refused(complete, what=1, logit_bias={"5": None})[0] == "logit_bias[...]"  # no field, but a value
+
+
+def test_strict_fields(folder: Path) -> None:
+    with serving(str(folder), request_fields="strict", chat_template=TEMPLATE) as server:
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "x", "what": None, "why": 1}, "why"),
+            ("/v1/chat/completions", {"messages": [{**USER, "what": 1}]}, "messages[0].what"),
+            ("/v1/chat/completions", {"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort"),
+            ("/v1/responses", {"input": [{**USER, "what": 1}]}, "input[0]"),
+        ):
+            refusal = server.post(path, body)
+            assert (refusal.status, refusal.error["param"]) == (400, param)
+        assert server.post("/v1/completions", {"prompt": "x", "what": None}).status == 200
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -104,7 +129,7 @@ def test_every_chunk_has_the_usage_so_far(complete: Callable[..., Any], chat: Ca
         done = dict.fromkeys(range(n), 0)
         for event in events[:-1]:
             (choice,) = event.choices
-            done[choice.index] += len(choice.model_extra.get("token_ids", ()))
+            done[choice.index] += len(choice.model_extra["token_ids"] or ())
             assert event.usage.completion_tokens == done[choice.index]
             assert event.usage.prompt_tokens == total.prompt_tokens
             assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
@@ -121,8 +146,8 @@ def test_continuous_usage_includes_usage_unless_told_otherwise(
     assert events[-1].choices == []
     last_only = list(complete(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": False}))
     assert [bool(event.usage) for event in last_only] == [False] * (len(last_only) - 1) + [True]
-    no_last = list(chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}))
-    assert all(event.usage and event.choices for event in no_last)
+    none = list(chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}))
+    assert none and all(event.usage is None and event.choices for event in none)
     scored = {"include_usage": True, "continuous_usage_stats": True}
     events = list(complete(stream=True, stream_options=scored, echo=True, max_tokens=0))
     assert {event.usage.completion_tokens for event in events} == {0}

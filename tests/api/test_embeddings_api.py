@@ -80,7 +80,6 @@ REFUSED = [
     ("/pooling", {"input": "x", "task": "classify"}, "task", "Invalid"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "cannot be paired"),
     ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"], "encoding_format": "float"}, "encoding_format", "Unrecognized"),
     ("/v1/completions", {"prompt": "x"}, None, "does not support Completions API"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None, "Chat Completions API"),
     ("/v1/responses", {"input": "x"}, None, "Responses API"),

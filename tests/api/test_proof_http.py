@@ -30,12 +30,12 @@ def test_a_failed_check_keeps_requests_out(folder: Path) -> None:
         while "check at boot" not in (said := server.get("/ready").body.decode()):
             assert time.monotonic() < end, said
             time.sleep(0.05)
-        for answer in (server.get("/ready"), server.post(COMPLETIONS, {"prompt": "x"})):
+        for answer in (server.get("/ready"), server.get("/health"), server.post(COMPLETIONS, {"prompt": "x"})):
             assert answer.status == 503
             assert answer.headers["retry-after"] == "1"
             assert answer.error["code"] == "not_ready"
             assert "chunked: other bits" in answer.error["message"]
-        assert server.get("/health").status == 200
+        assert server.get("/live").status == 200
         assert Record.from_json(server.get("/warmup").body).states["failed"] == 1
         assert server.metric("warmup_items", outcome="failed") == 1
 

@@ -161,7 +161,6 @@ def test_refusals(client: OpenAI) -> None:
         ({"truncation": "auto"}, "truncation"), ({"background": True}, "background"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": []}, "input"), ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ):  # fmt: skip
         with pytest.raises(BadRequestError) as refused:

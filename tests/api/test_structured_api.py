@@ -92,7 +92,7 @@ BAD = [
     ({"structured_outputs": {"grammar": "???"}}, "structured_outputs.grammar", "neither"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
     ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "white space"),
-    ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend", "Unrecognized"),
+    ({"structured_outputs": {"backend": "x"}}, "structured_outputs", "exactly one"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "give one"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "not supported"),

@@ -161,7 +161,6 @@ def test_refusals(client: OpenAI) -> None:
     assert refused(client, tools=[], tool_choice="required").param == "tool_choice"
     other = {"type": "function", "function": {"name": "other"}}
     assert "other" in refused(client, tool_choice=other).message
-    assert refused(client, reasoning_effort="high").param == "reasoning_effort"  # its template does not look at it
 
 
 def test_documents_go_through_a_template_that_wants_them(client: OpenAI, tools_folder: Path) -> None:

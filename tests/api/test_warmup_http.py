@@ -40,7 +40,9 @@ def test_while_it_warms_up(waiting: Server) -> None:
     warmup = waiting.get("/warmup")
     assert warmup.status == 200 and warmup.json == {"state": "starting", "progress": ready.json}
     assert b"12</b> of 40" in waiting.get("/warmup?format=html").body
-    assert waiting.get("/health").status == 200 and waiting.get("/metrics").status == 200
+    for health in (waiting.get("/health"), waiting.get("/ping")):
+        assert health.status == 503 and health.headers["retry-after"] == "1" and health.json == ready.json
+    assert waiting.get("/live").status == 200 and waiting.get("/metrics").status == 200
     assert waiting.metric("warmup_seconds") == 0
     chat = {"messages": [{"role": "user", "content": "x"}]}
     bodies = {COMPLETIONS: {"prompt": "x"}, "/v1/chat/completions": chat, "/tokenize": {"prompt": "x"}}
@@ -49,6 +51,7 @@ def test_while_it_warms_up(waiting: Server) -> None:
         assert refused.status == 503 and refused.error["code"] == "not_ready" and refused.headers["retry-after"] == "1"
     Path(waiting.model, "go").touch()
     waiting.wait_until_ready()
+    assert waiting.get("/health").status == 200
     assert waiting.post(COMPLETIONS, {"prompt": "x"}).status == 200
 
 

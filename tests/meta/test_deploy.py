@@ -56,7 +56,7 @@ def test_a_deployment_probes_drains_and_is_not_root(which):
     (container,) = pod["containers"]
     check_flags([*container.get("command", ["preheat", "serve"])[2:], *container["args"]])
     probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
-    assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/live"}
     assert set(probes.values()) <= PATHS
     drain = float(next(arg for arg in container["args"] if arg.startswith("--shutdown-timeout")).split("=")[1])
     assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PAUSE)]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest
-from preheat.server.schema import ChatRequest, CompletionRequest, decode
+from preheat.server.decoding import decode
+from preheat.server.schema import ChatRequest, CompletionRequest
 from preheat.utils import json_size as module
 from preheat.utils.json_size import MOST_CONTAINERS, MOST_IDS, MOST_VALUES, json_size
 
@@ -62,7 +63,7 @@ def test_a_body_of_too_many_values_is_not_decoded(
     kind: str, most: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert decode(body(kind, most - 4), CompletionRequest).prompt
-    monkeypatch.setattr("preheat.server.schema._decoded", None)
+    monkeypatch.setattr("preheat.server.decoding._decoded", None)
     with pytest.raises(InvalidRequest, match=f"more than {most:,} {said}"):
         decode(body(kind, most + 1), CompletionRequest)
 

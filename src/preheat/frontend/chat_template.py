@@ -98,6 +98,12 @@ class ChatTemplate:
         for source in self._sources.values():
             _check_compiled(source, self._places[source])
 
+    def replaced(self, source: str) -> ChatTemplate:
+        """One with the template ``source``, which a request brings; it is compiled when it is rendered."""
+        other = copy(self)
+        other._sources, other._places = {DEFAULT: source}, {source: "the request"}
+        return other
+
     def check(self) -> None:
         """Raise ModelError if a template fails on one message of a user, other than by its own decision."""
         for name in self._sources:
@@ -111,16 +117,6 @@ class ChatTemplate:
                         f"the chat template{'' if name == DEFAULT else f' {name}'} fails on a single message of a "
                         f"user: {error.__cause__}; {REPLACE}"
                     ) from error
-
-    def replaced(self, source: str) -> ChatTemplate:
-        """Return the same with ``source``, a template, in place of the model's. Raises InvalidRequest."""
-        try:
-            _check_compiled(source, "chat_template")
-        except ModelError as error:
-            raise InvalidRequest(error.message, param="chat_template") from error
-        other = copy(self)
-        other._sources, other._places = {DEFAULT: source}, {source: "chat_template"}
-        return other
 
     def warm_up(self) -> None:
         """Make every process that renders ready for the first conversation."""

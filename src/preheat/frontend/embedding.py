@@ -35,11 +35,13 @@ _ALL = SamplingParams(
 )
 
 
-def asked_of(pooling: Pooling, truncate: int | None = None) -> SamplingParams:
+def asked_of(pooling: Pooling, truncate: int | None = None, side: str | None = None) -> SamplingParams:
     """What the engine is asked for: a report of the last token, or of all tokens of the prompt, which the prefix cache
-    then has none of; a single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``.
+    then has none of; a single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``, ``side`` is
+    ``truncation_side``.
     """
-    return replace(_ALL if pooling.type == "MEAN" else _LAST, truncate_prompt_tokens=truncate)
+    asked = _ALL if pooling.type == "MEAN" else _LAST
+    return replace(asked, truncate_prompt_tokens=truncate, truncation_side=side)
 
 
 def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:

@@ -126,7 +126,7 @@ class InputProcessor:
                     "embeddings: shorten the prompt instead",
                     param="truncate_prompt_tokens",
                 )
-            ids = ids[-kept:]
+            ids = ids[:kept] if params.truncation_side == "right" else ids[-kept:]
             text = None if text is None else self.tokenizer.decode(ids)
         max_tokens = _max_tokens(len(ids), params, limits, cap_length)
         return RequestState(
@@ -376,7 +376,7 @@ def _check_without_tokens(params: SamplingParams) -> None:
 
 
 def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many of the prompt's last tokens ``truncate_prompt_tokens`` keeps."""
+    """How many of the prompt's tokens ``truncate_prompt_tokens`` keeps."""
     asked = params.truncate_prompt_tokens
     if asked is None:
         return sys.maxsize

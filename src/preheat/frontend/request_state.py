@@ -110,6 +110,10 @@ class Choice:
             return len(self.token_ids) > self._sent
         return len(self.parts) > self._sent_parts
 
+    def is_due(self, interval: int) -> bool:
+        """Whether what is new is the beginning, the end, or at least ``interval`` tokens."""
+        return not self._begun or self.finish_reason is not None or len(self.token_ids) - self._sent >= interval
+
     def take_delta(self) -> OutputDelta:
         """What was not sent yet; the caller sends it now."""
         parts, ids, start = self.parts[self._sent_parts :], self.token_ids[self._sent :], self._sent

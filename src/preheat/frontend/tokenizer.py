@@ -206,6 +206,10 @@ class Tokenizer:
             return bytes([piece])
         return piece.encode() if isinstance(piece, str) else piece or b""
 
+    def token_name(self, id: int) -> str:
+        """What the vocabulary calls ``id``."""
+        return str(self._backend.id_to_token(id) or "")
+
     def token_text(self, id: int) -> str:
         """The text of ``id`` alone; incomplete characters become U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")

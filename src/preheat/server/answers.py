@@ -1,4 +1,7 @@
-"""The bodies that we send: OpenAI's shapes, and vLLM's for what only vLLM has."""
+"""The bodies that we send: OpenAI's shapes, and vLLM's for what only vLLM has.
+
+Keys that are null in their answers are null here too, because clients read them without asking whether they are there.
+"""
 
 from __future__ import annotations
 
@@ -59,23 +62,39 @@ class CompletionLogprobs(Struct):
         return CompletionLogprobs(*(getattr(self, name) + getattr(more, name) for name in self.__struct_fields__))
 
 
-class CompletionChoice(Struct):
+class CompletionChunkChoice(Struct):
+    """What an event of a stream says of a choice."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
-class Completion(Struct):
+class CompletionChoice(CompletionChunkChoice):
+    prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: None = None
+
+
+class Whole(Struct, kw_only=True):
+    """What whole answers have in common."""
+
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage | None = None
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class Completion(Whole, kw_only=True):
+    choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -114,9 +133,12 @@ class ChatMessage(Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(Struct):
@@ -125,17 +147,15 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
-class ChatCompletion(Struct):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(Whole, kw_only=True):
     choices: list[ChatChoice]
-    usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -167,7 +187,15 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+
+
+class Rendered(Struct):
+    """The prompt of a conversation, which was not run."""
+
+    request_id: str
+    token_ids: list[int]
+    model: str
 
 
 class ModelCard(Struct):
@@ -182,6 +210,7 @@ class ModelCard(Struct):
     object: Literal["model"] = "model"
     owned_by: str = "preheat"
     parent: str | None = None
+    permission: list[Any] = []
 
 
 class ModelList(Struct):

@@ -1,6 +1,6 @@
 """The server: routes, middleware, and the process that runs them.
 
-The port opens at once, for /health, /ready, /warmup and /metrics; other requests get a 503 until the engine is ready.
+The port opens at once, for /live, /health, /ready, /warmup and /metrics; others get a 503 until the engine is ready.
 SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If an engine dies, running requests end with
 an error and the server exits with status 1.
 """
@@ -33,6 +33,7 @@ from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
+from preheat.server.ignored import HEADER
 from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
 from preheat.server.process import ENGINE
@@ -124,14 +125,17 @@ def build_app(service: Service) -> ASGIApp:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", HEADER],
         )
     )
 
 
 async def _openapi(request: Request) -> Response:
     service: Service = request.app.state.service
-    document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
+    settings = service.settings
+    document = openapi.document(
+        settings.root_path.rstrip("/"), adapters=service.loads_adapters, strict=settings.request_fields == "strict"
+    )
     return Response(document, media_type="application/json")
 
 

@@ -15,7 +15,7 @@ from preheat.server.schema import CompletionRequest, Sampling
 
 _TAKEN = frozenset(
     "n max_tokens temperature seed ignore_eos include_stop_str_in_output skip_special_tokens logprobs "
-    "truncate_prompt_tokens".split()
+    "truncate_prompt_tokens truncation_side".split()
 )
 _USUAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 

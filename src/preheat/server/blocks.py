@@ -34,6 +34,7 @@ class BlocksWriter(Writer):
         self.state, self.form = state, form
         self.answer = ParsedAnswer()
         self.parser = form.parser()
+        self.taken = 0  # tokens that have been read
 
     @abstractmethod
     def begin(self, block: Block) -> bytes:
@@ -61,7 +62,9 @@ class BlocksWriter(Writer):
 
     def read(self) -> list[Part]:
         """What is new of the answer."""
-        parts = self.parser.push(self.choice.take_delta().text)
+        delta = self.choice.take_delta()
+        self.taken += len(delta.token_ids)
+        parts = self.parser.push(delta.text)
         if not self.choice.sent_end:
             return parts
         parts += self.parser.finish()

@@ -12,8 +12,10 @@ from starlette.requests import Request
 
 from preheat.errors import SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
+from preheat.server.decoding import decode
+from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import name_request
-from preheat.server.schema import ForModel, decode
+from preheat.server.schema import ForModel
 from preheat.server.service import Service
 from preheat.server.turns import in_turn
 
@@ -22,6 +24,8 @@ Result = TypeVar("Result")
 
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
+
+_KEPT = "preheat.body"
 
 DISCARD_SECONDS = 0.5
 """How long we keep reading a body that is too large."""
@@ -41,7 +45,10 @@ async def read_json(request: Request, kind: type[Body], default: bytes = b"") ->
     """The decoded body; that of ``default`` if it is empty."""
     data = await read_body(request) or default
     request.state.body_size = len(data)
-    return await in_turn(request, len(data), partial(decode, data, kind))
+    ignored = names_for(request)
+    body = await in_turn(request, len(data), partial(decode, data, kind, ignored))
+    ignore(request, ignored or ())
+    return body
 
 
 async def interpreted(request: Request, work: Callable[[], Result]) -> Result:
@@ -54,8 +61,15 @@ def body_size(request: Request) -> int:
     return int(request.state.body_size)
 
 
+def keep_body(request: Request, data: bytes) -> None:
+    """Let the body ``data``, which was read, be read once more."""
+    request.scope[_KEPT] = data
+
+
 async def read_body(request: Request) -> bytes:
     """The body of ``request``. Raises TooLarge or SlowRequest as soon as that is known."""
+    if (kept := request.scope.get(_KEPT)) is not None:
+        return bytes(kept)
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
@@ -24,12 +26,15 @@ from preheat.server.answers import (
     ChatMessage,
     FunctionCall,
     FunctionDelta,
+    Rendered,
     ToolCall,
     ToolCallDelta,
+    encode,
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, plain_messages, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, allowed_tools, plain_messages, prepared_talk, tool_choice
+from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest
 from preheat.server.stream import CompletionsWriter, event_of
@@ -37,11 +42,26 @@ from preheat.server.stream import CompletionsWriter, event_of
 
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
+    body, state, form = await _asked(request)
+    return _ChatWriter(request, body, [state], form)
+
+
+async def render(request: Request) -> Response:
+    """The token ids of a conversation's prompt."""
+    body, state, _ = await _asked(request)
+    name = body.model or request.app.state.service.names[0]
+    told = await interpreted(request, partial(encode, Rendered(request_id(request), state.prompt_ids, name)))
+    return Response(told, media_type="application/json")
+
+
+async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFormat]:
+    """The body, and the checked request for it."""
     frontend, body = await read_request(request, ChatRequest)
     frontend.check_generates("Chat Completions API")
 
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
         params = _params(frontend, body)
+        body.tools = allowed_tools(body.tools, body.tool_choice)
         return _talk(body), tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls), params
 
     talk, choice, params = await interpreted(request, asked)
@@ -50,13 +70,13 @@ async def chat(request: Request) -> ASGIApp:
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
     as_searches(frontend, body, [state])
-    return _ChatWriter(request, body, [state], form)
+    return body, state, form
 
 
 def _talk(body: ChatRequest) -> Conversation:
-    variables = dict(body.chat_template_kwargs or {})
+    variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning_effort, ("reasoning_effort",)
     return Conversation(
         plain_messages(body.messages),
         body.tools,
@@ -65,11 +85,23 @@ def _talk(body: ChatRequest) -> Conversation:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
+        hints=hints,
     )
 
 
+def _speaker(body: ChatRequest) -> tuple[str, str]:
+    """The role of the answer, and what is put before it (``echo``): the last message, if it is of that role."""
+    last = body.messages[-1]
+    role = last.role if body.add_generation_prompt is False else "assistant"
+    if not body.echo or last.role != role:
+        return role, ""
+    if isinstance(last.content, list):
+        return role, "\n".join(part.text or "" for part in last.content)
+    return role, last.content or ""
+
+
 def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     frontend.input.check_logprobs(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
@@ -87,8 +119,8 @@ class _ChatWriter(CompletionsWriter):
         self._plain, self._answer_format = form.plain, form
         self._parsers: dict[int, AnswerParser] = {}
         self._calling: set[int] = set()  # choices that have called a tool
-        self._role = self._service.settings.response_role
         self._with_reasoning = body.include_reasoning is not False
+        self._role, self._echo = _speaker(body, self._service.settings.response_role)
 
     def whole(self) -> ChatCompletion:
         (state,) = self._states
@@ -109,20 +141,21 @@ class _ChatWriter(CompletionsWriter):
         return self._opening(choice) + event if delta.first else event
 
     def _opening(self, choice: Choice) -> bytes:
-        role = ChatChunkChoice(choice.index, ChatDelta(self._role, ""))
+        role = ChatChunkChoice(choice.index, ChatDelta(self._role, self._echo))
         fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
         if self._continuous:
             fields["usage"] = self.usage_of(choice, 0)
         elif self._usage:
             fields["usage"] = None
-        if self._return_token_ids:
-            fields["prompt_token_ids"] = choice.state.prompt_ids
+        fields["prompt_token_ids"] = choice.state.prompt_ids if self._return_token_ids else None
         return event_of(fields)
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take_delta()
         message = ChatMessage(delta.text) if self._plain else self._message(choice, delta)
         message.role = self._role
+        if self._echo:
+            message.content = self._echo + (message.content or "")
         return ChatChoice(choice.index, message, *self._details(choice, delta))
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
@@ -172,10 +205,8 @@ class _ChatWriter(CompletionsWriter):
 
     def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
         """Logprobs, finish reason, stop reason, token ids."""
-        logprobs = (
-            None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs, self._shows_ids)
-        )
-        ids = delta.token_ids if self._return_token_ids else UNSET
+        logprobs = None if delta.logprobs is None else chat_logprobs(self.names, delta.logprobs)
+        ids = delta.token_ids if self._return_token_ids else None
         return logprobs, self._finish_reason(choice), choice.stop_reason, ids
 
     def _finish_reason(self, choice: Choice) -> str | None:

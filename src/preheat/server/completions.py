@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -17,10 +16,16 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import check_params
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
-from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
+from preheat.server.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+)
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
-from preheat.server.params import completion_logprobs, names_of_tokens, prepared, prompt_logprobs_of, sampling
+from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
 from preheat.server.stream import CompletionsWriter
 
@@ -148,7 +153,7 @@ class _CompletionWriter(CompletionsWriter):
 
     def whole(self) -> Completion:
         n = self._n or self._states[0].params.n
-        choices = [
+        choices: list[Any] = [
             self._choice(place * n + rank, choice)
             for place, state in enumerate(self._states)
             for rank, choice in enumerate(_best(state, n))
@@ -168,24 +173,25 @@ class _CompletionWriter(CompletionsWriter):
     def completion_tokens(self, choice: Choice) -> int:
         return 0 if self._scores_only else super().completion_tokens(choice)
 
-    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
+    def _choice(self, index: int, choice: Choice) -> CompletionChunkChoice:
         delta, state = choice.take_delta(), choice.state
         if self._hides_logprobs:
             delta.logprobs = None
         echo = bool(self._echo and delta.first)
-        answer = CompletionChoice(index, delta.text, None, choice.finish_reason, choice.stop_reason)
+        kind = CompletionChunkChoice if self._stream else CompletionChoice
+        answer = kind(index, delta.text, None, choice.finish_reason, choice.stop_reason)
         if self._scores_only:
             delta = OutputDelta("", [], delta.logprobs and [], delta.first)
-            answer = CompletionChoice(index, "", None, choice.finish_reason and "length")
+            answer = kind(index, "", None, choice.finish_reason and "length")
         if echo:
             answer.text = self._prompt(state).text + answer.text
         if delta.logprobs is not None:
             answer.logprobs = self._logprobs(index, state, delta, echo)
-        if delta.first and self._prompt_logprobs:
+        if isinstance(answer, CompletionChoice) and self._prompt_logprobs:
             answer.prompt_logprobs = self._prompt(state).alternatives
         if self._return_token_ids:
             answer.token_ids = delta.token_ids
-            answer.prompt_token_ids = state.shown_ids if delta.first else UNSET
+            answer.prompt_token_ids = state.shown_ids if delta.first else None
         return answer
 
     def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:
@@ -193,8 +199,7 @@ class _CompletionWriter(CompletionsWriter):
         offset = self._offsets.get(index, 0)
         if before is not None:
             offset = sum(map(len, before.tokens))
-        named = names_of_tokens(state.tokenizer, self._shows_ids)
-        logprobs = completion_logprobs(named, delta.token_ids, delta.logprobs or (), offset)
+        logprobs = completion_logprobs(self.names, delta.token_ids, delta.logprobs or (), offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         return logprobs if before is None else before + logprobs
 
@@ -203,10 +208,9 @@ class _CompletionWriter(CompletionsWriter):
         key = id(state)
         if key not in self._prompts:
             shows = self._echo and state.prompt_logprobs
-            named = names_of_tokens(state.tokenizer, self._shows_ids)
             self._prompts[key] = _Prompt(
                 state.prompt_text if self._echo else "",
-                completion_logprobs(named, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
+                completion_logprobs(self.names, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
                 prompt_logprobs_of(state) if self._prompt_logprobs else [],
             )
         return self._prompts[key]

@@ -14,20 +14,27 @@ from starlette.requests import Request
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.messages import told
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
+from preheat.server.ignored import ignore, strict
 from preheat.server.params import load_images, prepared
 from preheat.server.schema import Message, NamedToolChoice
 from preheat.server.turns import Turns, in_turn
 
+_UNSEEN = "the chat template of this model does not look at {}: leave it out"
+
 
 @dataclass
 class Conversation:
-    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats."""
+    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats. ``hints``
+    are fields of the request that a template may leave alone, and the variables that they set. ``template`` takes the
+    place of the model's.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -36,25 +43,33 @@ class Conversation:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    hints: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    template: str | None = None
 
 
 async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
     """The prompt for a conversation, and the URLs of its images. Raises InvalidRequest for what its template does not
-    look at, and for images if the model sees none.
+    look at, other than hints, and for images if the model sees none.
     """
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    for name, given in (("documents", talk.documents), ("reasoning_effort", talk.variables.get("reasoning_effort"))):
-        if given and not frontend.template.uses(name, talk.tools):
-            raise InvalidRequest(f"the chat template of this model does not look at {name}: leave it out", param=name)
+    template = frontend.template if talk.template is None else frontend.template.replaced(talk.template)
+    if talk.documents and not template.uses("documents", talk.tools):
+        raise InvalidRequest(_UNSEEN.format("documents"), param="documents")
+    for field_name, variables in talk.hints.items():
+        if any(template.uses(name, talk.tools) for name in variables):
+            continue
+        if strict(request):
+            raise InvalidRequest(_UNSEEN.format(field_name), param=field_name)
+        ignore(request, [field_name])
     turns: Turns = request.app.state.service.turns
-    return await turns.render(request, partial(_render, frontend, talk))
+    return await turns.render(request, partial(_render, frontend, template, talk))
 
 
-def _render(frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
+def _render(frontend: Frontend, template: ChatTemplate, talk: Conversation) -> tuple[str, list[str]]:
     messages, sources = take_images(talk.messages)
     frontend.input.check_images(len(sources))
-    text = frontend.template.render(
+    text = template.render(
         messages,
         add_generation_prompt=talk.add_generation_prompt,
         continue_final_message=talk.continue_final_message,
@@ -126,6 +141,19 @@ class _ToolDefinition(msgspec.Struct):
     function: _Function
 
 
+def allowed_tools(
+    tools: list[dict[str, Any]] | None, asked: str | NamedToolChoice | None
+) -> list[dict[str, Any]] | None:
+    """Those of ``tools`` that the choice allows: the model is shown no others. Raises InvalidRequest."""
+    if not isinstance(asked, NamedToolChoice) or asked.allowed_tools is None:
+        return tools
+    names = [tool.function.name for tool in asked.allowed_tools.tools]
+    by_name = {_tool(tool, place).name: tool for place, tool in enumerate(tools or ())}
+    if missing := [name for name in names if name not in by_name]:
+        raise InvalidRequest(f"tool_choice names {missing[0]}, which is no tool", param="tool_choice")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
 def tool_choice(
     tools: Sequence[Mapping[str, Any]] | None,
     asked: str | NamedToolChoice | None,
@@ -133,7 +161,11 @@ def tool_choice(
 ) -> ToolChoice:
     """The choice that a body asks for: by default "auto" if there are tools. Raises InvalidRequest."""
     known = tuple(_tool(tool, place) for place, tool in enumerate(tools or ()))
+    if isinstance(asked, NamedToolChoice) and asked.allowed_tools is not None:
+        asked = asked.allowed_tools.mode
     if isinstance(asked, NamedToolChoice):
+        if asked.function is None:
+            raise InvalidRequest(f"tool_choice.{asked.type} is missing", param="tool_choice")
         named = tuple(tool for tool in known if tool.name == asked.function.name)[:1]
         if not named:
             raise InvalidRequest(f"tool_choice names {asked.function.name}, which is no tool", param="tool_choice")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -37,6 +37,7 @@ from preheat.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
     Texts,
+    texts_of,
 )
 from preheat.server.middleware import request_id
 from preheat.server.params import prepared
@@ -63,8 +64,8 @@ async def score(request: Request) -> ASGIApp:
     """Say how alike texts are."""
     frontend, body = await read_request(request, ScoreRequest)
     frontend.embedding_of("Score API")
-    first, second = _texts(body.text_1), _texts(body.text_2)
-    paired(len(first), len(second), "text_1")
+    name, first, second = body.sides()
+    paired(len(first), len(second), name)
     return _ScoreWriter(request, body, await _states(request, frontend, body, [*first, *second]), len(first))
 
 
@@ -76,11 +77,12 @@ async def rerank(request: Request) -> ASGIApp:
         raise InvalidRequest("documents must not be empty", param="documents")
     if body.top_n is not None and body.top_n < 0:
         raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
-    return _RerankWriter(request, body, await _states(request, frontend, body, [body.query, *body.documents]))
-
-
-def _texts(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
+    if body.max_tokens_per_doc is None:
+        texts = [*texts_of(body.query), *texts_of(body.documents)]
+        return _RerankWriter(request, body, await _states(request, frontend, body, texts))
+    query = await _states(request, frontend, body, texts_of(body.query))
+    body.truncate_prompt_tokens, body.truncation_side = body.max_tokens_per_doc, "right"
+    return _RerankWriter(request, body, query + await _states(request, frontend, body, texts_of(body.documents)))
 
 
 async def _states(
@@ -89,7 +91,7 @@ async def _states(
     """The checked requests for the embeddings of what is ``given``."""
     own = frontend.embedding_of("Embeddings API")
     check_dimensions(own, body.dimensions)
-    params = asked_of(own, body.truncate_prompt_tokens)
+    params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side)
     with _as_input():
         prompts = await interpreted(
             request, partial(listed, frontend, given if isinstance(given, str) else list(given), params)
@@ -190,12 +192,13 @@ class _RerankWriter(_PooledWriter):
 
     def __init__(self, request: Request, body: RerankRequest, states: Sequence[RequestState]) -> None:
         super().__init__(request, body, states)
-        self._documents, self._top = body.documents, body.top_n or len(body.documents)
+        self._documents, self._top = texts_of(body.documents), body.top_n or len(body.documents)
+        self._shows = body.return_documents is not False
 
     def whole(self) -> Reranking:
         query, *others = self.vectors()
         ranked = [
-            Ranked(place, Document(text), cosine(query, other))
+            Ranked(place, Document(text) if self._shows else UNSET, cosine(query, other))
             for place, (text, other) in enumerate(zip(self._documents, others, strict=True))
         ]
         ranked.sort(key=lambda each: -each.relevance_score)

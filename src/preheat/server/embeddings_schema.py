@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct, UnsetType
 
+from preheat.errors import InvalidRequest
 from preheat.server.answers import Usage
 from preheat.server.schema import ForModel, Name, accepted, rejected
 from preheat.utils.json_size import MOST_IDS
@@ -18,6 +19,7 @@ class Texts(ForModel, kw_only=True):
 
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     cache_salt: Name | None = None
     priority: int | None = None
@@ -44,19 +46,55 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     task: Literal["embed"] | None = None
 
 
-class ScoreRequest(Texts, kw_only=True):
-    """POST /v1/score: one text and others, or as many of both."""
+class TextItem(Struct, forbid_unknown_fields=True):
+    """A text as an object, which some clients send."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text: str
+
+
+SomeTexts = str | TextItem | list[str | TextItem]
+
+NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""What the two sides of a score are called."""
+
+
+class ScoreRequest(Texts, kw_only=True):
+    """POST /v1/score: one text and others, or as many of both, by one of four pairs of names."""
+
+    text_1: SomeTexts | None = None
+    text_2: SomeTexts | None = None
+    queries: SomeTexts | None = None
+    documents: SomeTexts | None = None
+    items: SomeTexts | None = None
+    data_1: SomeTexts | None = None
+    data_2: SomeTexts | None = None
+
+    def sides(self) -> tuple[str, list[str], list[str]]:
+        """The name of the first side, and the texts of both. Raises InvalidRequest unless it is one pair."""
+        names = dict.fromkeys(name for pair in NAMES for name in pair)
+        given = tuple(name for name in names if getattr(self, name) is not None)
+        if given not in NAMES:
+            pairs = ", ".join(" and ".join(pair) for pair in NAMES)
+            missing = next((two for one, two in NAMES if given == (one,)), given[0] if given else "text_1")
+            raise InvalidRequest(f"Give two sides to compare: one of {pairs}", param=missing)
+        first, second = (texts_of(getattr(self, name)) for name in given)
+        return given[0], first, second
 
 
 class RerankRequest(Texts, kw_only=True):
-    """POST /v1/rerank. ``top_n`` 0: all."""
+    """POST /v1/rerank. ``top_n`` 0: all. Of a longer document the first ``max_tokens_per_doc`` tokens count."""
 
-    query: str
-    documents: list[str]
+    query: str | TextItem
+    documents: list[str | TextItem]
     top_n: int | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None
+
+
+def texts_of(given: SomeTexts) -> list[str]:
+    """The texts of one side."""
+    items = given if isinstance(given, list) else [given]
+    return [item if isinstance(item, str) else item.text for item in items]
 
 
 class Embedding(Struct):
@@ -108,13 +146,14 @@ class ScoreList(Struct):
 
 class Document(Struct):
     text: str
+    multi_modal: None = None
 
 
 class Ranked(Struct):
     """``index`` is the document's place in the request."""
 
     index: int
-    document: Document
+    document: Document | UnsetType
     relevance_score: float
 
 

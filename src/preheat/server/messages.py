@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from preheat.core import SamplingParams
+from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.answer_parser import Block
@@ -40,7 +40,11 @@ from preheat.server.messages_schema import (
 )
 from preheat.server.middleware import request_id
 from preheat.server.schema import FunctionName, NamedToolChoice
+from preheat.server.structured import converted as constraint
 from preheat.server.turns import in_turn
+
+THINKING = ("enable_thinking", "thinking")
+"""What chat templates call the variable that switches thinking."""
 
 
 async def messages(request: Request) -> ASGIApp:
@@ -51,7 +55,7 @@ async def messages(request: Request) -> ASGIApp:
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
         params = frontend.input.params(
             max_tokens=body.max_tokens, stop=body.stop_sequences, temperature=body.temperature, top_p=body.top_p,
-            top_k=body.top_k,
+            top_k=body.top_k, structured_outputs=_structured(body),
         )  # fmt: skip
         return _talk(body), _choice(body), params
 
@@ -72,7 +76,22 @@ def _talk(body: CountRequest) -> Conversation:
     told = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for message in body.messages:
         told += _plain(message)
-    return Conversation(told, _tools(body), body.chat_template_kwargs or {})
+    variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
+    if body.thinking is not None:
+        for name in THINKING:
+            variables.setdefault(name, body.thinking.type != "disabled")
+        if body.thinking.type == "enabled":
+            hints["thinking"] = THINKING
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+        hints["output_config.effort"] = ("reasoning_effort",)
+    return Conversation(told, _tools(body), variables, hints=hints)
+
+
+def _structured(body: CountRequest) -> StructuredOutputsParams | None:
+    """What the text must be, by the newer of two fields. Raises InvalidRequest for a schema that cannot be kept to."""
+    asked = (body.output_config and body.output_config.format) or body.output_format
+    return constraint({"json": asked.schema}, "output_config.format.schema") if asked else None
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]]:

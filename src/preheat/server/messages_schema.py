@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
-from preheat.server.schema import ForModel, accepted, only, rejected
+from preheat.server.schema import ForModel, accepted, hint, hinted, only, rejected
 
 
 @accepted("cache_control citations")
@@ -68,8 +68,32 @@ class MessagesToolChoice(Struct, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(Struct, forbid_unknown_fields=True):
+    """Enabled and adaptive switch the thinking of a template on, where it can be switched, and disabled off."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Any, hint()] = None
+    display: Annotated[Any, hint("summarized")] = None
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True):
+    """The text of the answer is JSON of this schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+    name: str | None = None
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """``effort`` is the ``reasoning_effort`` of chat templates."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 @accepted("metadata cache_control")
-@rejected("container context_management mcp_servers inference_geo output_config output_format")
+@rejected("container context_management mcp_servers inference_geo")
+@hinted("thread")
 class CountRequest(ForModel, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
@@ -77,7 +101,9 @@ class CountRequest(ForModel, kw_only=True):
     system: str | list[TextOnly] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-    thinking: Annotated[Any, only({"type": "disabled"})] = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -94,8 +120,9 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class OutputText(Struct, tag_field="type", tag="text"):
+    """Without ``citations``: a text that cites nothing has none, and clients refuse null."""
+
     text: str
-    citations: None = None
 
 
 class OutputToolUse(Struct, tag_field="type", tag="tool_use"):

@@ -14,9 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from preheat.errors import InvalidRequest, TooManyRequests, Unauthorized
 from preheat.server.errors import error_response
+from preheat.server.ignored import ignored_header
 from preheat.server.schema import REQUEST_ID
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/live", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"}
+)
 """Paths that need no key and do not count towards the limit."""
 
 
@@ -67,7 +70,7 @@ class EndQuietly:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id and returns it as X-Request-Id."""
+    """Gives each request an id and returns it as X-Request-Id, with the names of ignored fields."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,7 +80,8 @@ class RequestIdMiddleware:
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
+                told = [(b"x-request-id", scope["request_id"].encode()), *ignored_header(scope)]
+                message["headers"] = [*message.get("headers", ()), *told]
             await send(message)
 
         await self._app(scope, receive, tagged)

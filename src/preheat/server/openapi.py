@@ -16,7 +16,18 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, embeddings, messages, operations, responses, schema, status
+from preheat.server import (
+    answers,
+    chat,
+    completions,
+    embeddings,
+    invocations,
+    messages,
+    operations,
+    responses,
+    schema,
+    status,
+)
 from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
     EmbeddingList,
@@ -28,6 +39,7 @@ from preheat.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
 )
+from preheat.server.invocations import InvocationRequest
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
@@ -91,6 +103,11 @@ OPERATIONS = (
     Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
     _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), True),
     _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
+    _posted("/v1/chat/completions/render", chat.render, answers.Rendered, schema.ChatRequest, (504,)),
+    _posted(
+        "/invocations", invocations.invocations, answers.Completion | answers.ChatCompletion, InvocationRequest, (504,),
+        True,
+    ),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
     _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),
@@ -133,8 +150,11 @@ OPERATIONS = (
     Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
     Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
     Operation("/version", status.version, answers.Version),
-    Operation("/health", status.health, answers.Status, None, (500, 504)),
-    Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
+    Operation("/health", status.health, answers.Status, None, (503, 504), instead={503: answers.Starting}),
+    Operation(
+        "/ping", status.ping, answers.Status, None, (503, 504), methods=("get", "post"), instead={503: answers.Starting}
+    ),
+    Operation("/live", status.live, answers.Status),
     Operation("/load", status.load, answers.ServerLoad),
     Operation(
         "/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting | answers.Asleep}
@@ -155,8 +175,10 @@ def served(*, adapters: bool) -> list[Operation]:
 
 
 @functools.cache
-def document(root_path: str = "", *, adapters: bool = True) -> bytes:
-    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`."""
+def document(root_path: str = "", *, adapters: bool = True, strict: bool = False) -> bytes:
+    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`. ``strict``:
+    it refuses unknown fields.
+    """
     kinds: set[Kind] = {ErrorResponse}
     for operation in served(adapters=adapters):
         for kind in (operation.answer, operation.body, *operation.instead.values()):
@@ -165,7 +187,7 @@ def document(root_path: str = "", *, adapters: bool = True) -> bytes:
     for component in components.values():
         _add_ranges(component.get("properties", {}))
         if component.get("additionalProperties") is False:
-            component["additionalProperties"] = {"type": "null"}  # see schema.decode
+            component["additionalProperties"] = {"type": "null"} if strict else True  # see decoding.py
     paths: dict[str, dict[str, Any]] = {}
     for operation in served(adapters=adapters):
         path = operation.path.replace(":path}", "}")

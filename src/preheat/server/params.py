@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,17 @@ from preheat.server.middleware import request_id
 from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
 from preheat.server.turns import in_turn
+
+
+class TokenIds:
+    """Names tokens by their ids (``return_tokens_as_token_ids``), as a server without a tokenizer does."""
+
+    def token_bytes(self, id: int) -> bytes:
+        return self.token_text(id).encode()
+
+    def token_text(self, id: int) -> str:
+        return f"token_id:{id}"
+
 
 REPLICA_HEADER = "X-data-parallel-rank"
 
@@ -133,51 +144,45 @@ def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     return [None if entry is None else by_id(entry) for entry in state.prompt_logprobs]
 
 
-def names_of_tokens(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
-    """What logprobs call a token, by its id: its text, or ``token_id:5``."""
-    return "token_id:{}".format if as_ids else tokenizer.token_text
-
-
 def completion_logprobs(
-    named: Callable[[int], str], ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
+    names: Tokenizer | TokenIds, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
 ) -> CompletionLogprobs:
     """The shape of /v1/completions for tokens whose names begin at character ``offset``."""
     answer = CompletionLogprobs([], [], [], [])
     for id, entry in zip(ids, entries, strict=True):
-        text = named(id)
+        text = names.token_text(id)
         answer.tokens.append(text)
         answer.text_offset.append(offset)
         offset += len(text)
         answer.token_logprobs.append(None if entry is None else max(entry.logprob, _LOWEST))
-        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_name(named, entry)))
+        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_text(names, entry)))
     return answer
 
 
-def _top_by_name(named: Callable[[int], str], entry: TokenLogprobs) -> dict[str, float]:
-    """Of tokens with the same name, the most likely one counts; the chosen token is always included."""
+def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str, float]:
+    """Of tokens with the same text, the most likely one counts; the chosen token is always included."""
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
-        text = named(id)
+        text = names.token_text(id)
         top[text] = max(logprob, top.get(text, _LOWEST))
     return top
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], as_ids: bool = False) -> ChatLogprobs:
-    """The shape of /v1/chat/completions; the bytes are those of the token, also where it is named by its id."""
-
-    def told(id: int, logprob: float) -> tuple[str, float, list[int]]:
-        piece = tokenizer.token_bytes(id)
-        name = f"token_id:{id}" if as_ids else piece.decode(errors="replace")
-        return name, max(logprob, _LOWEST), list(piece)
-
+def chat_logprobs(names: Tokenizer | TokenIds, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """The shape of /v1/chat/completions."""
     return ChatLogprobs(
         [
             answers.encoded(
                 answers.TokenLogprob(
-                    *told(entry.token, entry.logprob),
-                    [answers.TopLogprob(*told(id, logprob)) for id, logprob in entry.top],
+                    *_token(names, entry.token, entry.logprob),
+                    [answers.TopLogprob(*_token(names, id, logprob)) for id, logprob in entry.top],
                 )
             )
             for entry in entries
         ]
     )
+
+
+def _token(names: Tokenizer | TokenIds, id: int, logprob: float) -> tuple[str, float, list[int]]:
+    piece = names.token_bytes(id)
+    return piece.decode(errors="replace"), max(logprob, _LOWEST), list(piece)

@@ -23,11 +23,14 @@ from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, allowed_tools, prepared_talk, tool_choice
+from preheat.server.decoding import Names, converted
+from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import request_id
-from preheat.server.params import sampling_fields
+from preheat.server.params import chat_logprobs, sampling_fields
 from preheat.server.responses_schema import (
     ITEMS,
+    LOGPROBS,
     Deleted,
     FunctionCallItem,
     FunctionChoice,
@@ -53,8 +56,9 @@ from preheat.server.responses_schema import (
     TextPart,
 )
 from preheat.server.responses_store import ResponseStore, Stored
-from preheat.server.schema import FunctionName, NamedToolChoice
-from preheat.server.structured import converted
+from preheat.server.schema import AllowedTool, AllowedTools, FunctionName, NamedToolChoice
+from preheat.server.structured import converted as constraint
+from preheat.server.structured import the_one
 
 
 async def responses(request: Request) -> ASGIApp:
@@ -70,11 +74,16 @@ async def responses(request: Request) -> ASGIApp:
         )
     previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
 
+    ignored = names_for(request)
+
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
-        talk = _talk(body, [*previous, *_messages(body.input)])
-        return talk, _choice(body, talk.tools), _params(frontend, body)
+        talk = _talk(body, [*previous, *_messages(body.input, ignored)])
+        asked = _asked_choice(body)
+        talk.tools = allowed_tools(talk.tools, asked)
+        return talk, tool_choice(talk.tools, asked, body.parallel_tool_calls), _params(frontend, body)
 
     talk, choice, params = await interpreted(request, asked)
+    ignore(request, ignored or ())
     messages = talk.messages[1:] if body.instructions else talk.messages
     state, form = await prepared_talk(
         request, frontend, talk, choice, params,
@@ -86,19 +95,24 @@ async def responses(request: Request) -> ASGIApp:
 
 def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversation:
     told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
-    variables = dict(body.chat_template_kwargs or {})
+    variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning is not None and body.reasoning.effort is not None:
-        variables["reasoning_effort"] = body.reasoning.effort
-    return Conversation(
-        told, [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))], variables
-    )
+        variables["reasoning_effort"], hints["reasoning.effort"] = body.reasoning.effort, ("reasoning_effort",)
+    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
+    return Conversation(told, tools, variables, hints=hints)
 
 
-def _choice(body: ResponsesRequest, tools: list[dict[str, Any]] | None) -> ToolChoice:
+def _asked_choice(body: ResponsesRequest) -> str | NamedToolChoice | None:
+    """The choice in the form of chats. Raises InvalidRequest for one that lacks a part."""
     asked = body.tool_choice
-    if isinstance(asked, FunctionChoice):
-        return tool_choice(tools, NamedToolChoice(FunctionName(asked.name)), body.parallel_tool_calls)
-    return tool_choice(tools, asked, body.parallel_tool_calls)
+    if not isinstance(asked, FunctionChoice):
+        return asked
+    if asked.type == "allowed_tools":
+        tools = [AllowedTool(FunctionName(tool.name)) for tool in asked.tools or ()]
+        return NamedToolChoice(type=asked.type, allowed_tools=AllowedTools(asked.mode or "auto", tools))
+    if asked.name is None:
+        raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
+    return NamedToolChoice(FunctionName(asked.name))
 
 
 async def response(request: Request) -> Response:
@@ -135,10 +149,13 @@ def _nested(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _params(frontend: Frontend, body: ResponsesRequest) -> SamplingParams:
-    structured = _structured(body.text.format) if body.text and body.text.format else None
-    return frontend.input.params(
-        **sampling_fields(body), max_tokens=body.max_output_tokens, structured_outputs=structured
-    )
+    given = sampling_fields(body)
+    asked = _structured(body.text.format) if body.text and body.text.format else None
+    given["structured_outputs"] = the_one({"text.format": asked, "structured_outputs": given["structured_outputs"]})
+    if LOGPROBS in (body.include or ()):
+        frontend.input.check_logprobs(body.top_logprobs, "top_logprobs")
+        given["logprobs"] = body.top_logprobs or 0
+    return frontend.input.params(**given, max_tokens=body.max_output_tokens)
 
 
 def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
@@ -148,10 +165,10 @@ def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True)
     if asked.schema is None:
         raise InvalidRequest("text.format.schema is missing", param="text.format.schema")
-    return converted({"json": asked.schema}, "text.format.schema")
+    return constraint({"json": asked.schema}, "text.format.schema")
 
 
-def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = None) -> list[dict[str, Any]]:
     """The input as messages for a chat template. Reasoning and calls belong to the assistant's message around them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -159,7 +176,7 @@ def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         raise InvalidRequest("input must not be empty", param="input")
     messages: list[dict[str, Any]] = []
     for place, raw in enumerate(given):
-        item = _item(raw, f"input[{place}]")
+        item = _item(raw, f"input[{place}]", ignored)
         if isinstance(item, FunctionOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
@@ -169,15 +186,12 @@ def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _item(raw: dict[str, Any], param: str) -> Item:
+def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
     kind = raw.get("type") or "message"
     if kind not in ITEMS:
         raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported", param=param)
-    known = {name: value for name, value in raw.items() if value is not None}
-    try:
-        return msgspec.convert(known, ITEMS[kind])
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+    given = {name: value for name, value in raw.items() if value is not None}
+    return converted(given, ITEMS[kind], ignored, "input[]", param)
 
 
 def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:
@@ -220,7 +234,7 @@ class _ResponsesWriter(BlocksWriter):
     ) -> None:
         super().__init__(request, state, form, bool(body.stream))
         self._id, self._messages, self._store = request_id(request), messages, store
-        self._sequence = 0
+        self._sequence = self._told = 0
         self._response = ResponseObject(
             id=f"resp_{self._id}",
             created_at=int(time.time()),
@@ -237,6 +251,10 @@ class _ResponsesWriter(BlocksWriter):
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=state.params.top_p,
+            top_logprobs=body.top_logprobs or 0,
+            user=body.user,  # type: ignore[attr-defined]
+            prompt_cache_key=body.prompt_cache_key,  # type: ignore[attr-defined]
+            safety_identifier=body.safety_identifier,  # type: ignore[attr-defined]
         )
 
     def whole(self) -> ResponseObject:
@@ -257,19 +275,19 @@ class _ResponsesWriter(BlocksWriter):
         return events + self._event("response.content_part.added", self._where(block) | {"part": _part(block, "")})
 
     def extend(self, block: Block, text: str) -> bytes:
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        more: dict[str, Any] = {"logprobs": self._logprobs(fresh=True)} if block.kind == "content" else {}
         return self._event(f"{_EVENTS[block.kind]}.delta", self._where(block) | {"delta": text} | more)
 
     def end(self, block: Block) -> bytes:
         where = self._where(block)
         said: dict[str, Any] = {"text": block.text}
         if block.kind == "content":
-            said["logprobs"] = []
+            said["logprobs"] = self._logprobs()
         elif block.kind == "call":
             said = {"arguments": block.text, "name": block.name}
         events = self._event(f"{_EVENTS[block.kind]}.done", where | said)
         if block.kind != "call":
-            events += self._event("response.content_part.done", where | {"part": _part(block, block.text)})
+            events += self._event("response.content_part.done", where | {"part": self._part(block)})
         done = {"output_index": self._place, "item": self._item(block)}
         return events + self._event("response.output_item.done", done)
 
@@ -308,10 +326,26 @@ class _ResponsesWriter(BlocksWriter):
     def _item(self, block: Block, status: str = "completed", place: int | None = None) -> OutputItem:
         name = f"{self._id}_{self._place if place is None else place}"
         if block.kind == "content":
-            return OutputMessage(f"msg_{name}", [OutputText(block.text)], status)
+            return OutputMessage(f"msg_{name}", [self._text(block)], status)
         if block.kind == "reasoning":
             return OutputReasoning(f"rs_{name}", [ReasoningText(block.text)], status=status)
         return OutputCall(f"fc_{name}", block.id, block.name, block.text, status)
+
+    def _part(self, block: Block) -> OutputText | ReasoningText:
+        return self._text(block) if block.kind == "content" else ReasoningText(block.text)
+
+    def _text(self, block: Block) -> OutputText:
+        return OutputText(block.text, logprobs=self._logprobs())
+
+    def _logprobs(self, *, fresh: bool = False) -> list[Any]:
+        """Log-probabilities of the tokens behind the reasoning, all or those that no event has told."""
+        if self.choice.logprobs is None:
+            return []
+        seen = self.choice.logprobs[: self.taken]
+        begin = self.parser.reasoning_tokens(self.choice.token_ids[: self.taken])
+        if fresh:
+            begin, self._told = max(begin, self._told), self.taken
+        return chat_logprobs(self._frontend.tokenizer, seen[begin:]).content
 
     def _where(self, block: Block) -> dict[str, Any]:
         """Which part of the answer an event is about: the last one."""

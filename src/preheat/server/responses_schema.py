@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, only, rejected, with_fields
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hint, hinted, only, rejected, with_fields
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 class TextOptions(Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, only("medium")] = None
+    verbosity: Annotated[Any, hint("medium")] = None
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
@@ -42,19 +42,39 @@ class FunctionTool(Struct, forbid_unknown_fields=True):
     description: str | None = None
 
 
-class FunctionChoice(Struct, forbid_unknown_fields=True):
-    """The function that must be called."""
-
-    type: Literal["function"]
+@accepted("description parameters strict")
+class NamedFunction(Struct, forbid_unknown_fields=True):
     name: str
+    type: Literal["function"] = "function"
 
 
-_NOT_HERE = {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "structured_outputs"}
+@accepted("description parameters strict")
+class FunctionChoice(Struct, forbid_unknown_fields=True):
+    """The function that must be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[NamedFunction] | None = None
 
 
-@with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items() if name not in _NOT_HERE})
-@accepted("user safety_identifier prompt_cache_key prompt_cache_retention stream_options")
-@rejected("conversation prompt max_tool_calls context_management")
+_NOT_HERE = {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids"}
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+Include = Literal[
+    "reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "web_search_call.action.sources", "web_search_call.results",
+]  # fmt: skip
+"""What may be asked for; of tools that the server runs there is nothing."""
+
+
+@with_fields({name: kind | None for name, kind in SAMPLING_HINTS.items() if name not in _NOT_HERE})
+@accepted("user safety_identifier prompt_cache_key prompt_cache_retention stream_options session_id")
+@hinted("vllm_xargs max_tool_calls")
+@rejected("conversation prompt context_management previous_input_messages previous_response mm_processor_kwargs")
 class ResponsesRequest(ForModel, kw_only=True):
     """POST /v1/responses. ``input`` is a text, or a list of messages, calls of functions and their outputs."""
 
@@ -73,11 +93,12 @@ class ResponsesRequest(ForModel, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Include] | None = None
+    include_reasoning: bool | None = None
+    top_logprobs: int | None = None
     truncation: Annotated[Any, only("disabled")] = None
     background: Annotated[Any, only(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
-    top_logprobs: Annotated[Any, only(0)] = None
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -222,6 +243,18 @@ class ResponseObject(Struct, kw_only=True):
     top_p: float = 1.0
     truncation: str = "disabled"
     background: bool = False
+    top_logprobs: int | None = None
+    user: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    service_tier: str = "auto"
+    max_tool_calls: None = None
+    prompt: None = None
+    conversation: None = None
+    completed_at: int | None = None
+    kv_transfer_params: None = None
+    input_messages: None = None
+    output_messages: None = None
     object: Literal["response"] = "response"
 
 

@@ -1,28 +1,22 @@
 """The bodies that clients send: one struct each, which decodes, checks and describes itself in /openapi.json.
 
 A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`only` are not
-implemented: they are accepted at the values that change nothing and rejected by name at any other. A field that is null
-is one that was not given, whether it is known or not: clients send the fields of others with null in them.
+implemented: they are accepted at the values that change nothing and rejected by name at any other. What becomes of the
+fields that no struct here has: :mod:`preheat.server.decoding`.
 """
 
 from __future__ import annotations
 
-import codecs
-import functools
-import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, Struct
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
-from preheat.errors import InvalidRequest
-from preheat.utils.exact_json import exact_number
-from preheat.utils.json_size import MOST_IDS, MOST_VALUES, check_size
+from preheat.utils.json_size import MOST_IDS, MOST_VALUES
 
-Body = TypeVar("Body", bound="ForModel")
 Kind = TypeVar("Kind", bound=Struct)
 
 REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
@@ -33,13 +27,6 @@ Name = Annotated[str, Meta(max_length=1024)]
 
 FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
-_PATH = re.compile(r"`\$([^`]*)`")
-_UNKNOWN = "unknown field `"
-_FIELD_PROBLEMS = {
-    _UNKNOWN: "Unrecognized request argument supplied",
-    "required field `": "Missing required parameter",
-}
-
 
 def only(*values: object) -> Meta:
     """A field that is accepted at these values and null, and rejected by name at any other."""
@@ -47,6 +34,13 @@ def only(*values: object) -> Meta:
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
 
+def hint(*values: object) -> Meta:
+    """A field that asks for nothing at these values and null. It is ignored at any other, and named as unknown ones."""
+    allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
+    return Meta(description=f"Ignored, and named in X-Ignored-Fields, unless it is {allowed}.", extra={IDLE: values})
+
+
+IDLE = "idle values"
 _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
@@ -76,9 +70,7 @@ class UnloadLoraAdapterRequest(ForModel, kw_only=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: the usage in a last event; ``continuous_usage_stats``: in every event, and in a last
-    one unless ``include_usage`` is false.
-    """
+    """The usage in a last event unless ``include_usage`` is false, with ``continuous_usage_stats`` in every one."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -103,6 +95,11 @@ def accepted(names: str) -> Callable[[type[Kind]], type[Kind]]:
 def rejected(names: str) -> Callable[[type[Kind]], type[Kind]]:
     """Add fields that exist in the API and are rejected by name here."""
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
+
+
+def hinted(names: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Add fields that a client may leave out: see :func:`hint`."""
+    return with_fields(dict.fromkeys(names.split(), Annotated[Any, hint()]))
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -138,10 +135,14 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 
 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
-@accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention")
-@rejected("guided_decoding_backend kv_transfer_params")
+@accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
+@hinted("vllm_xargs guided_decoding_backend")
+@rejected("kv_transfer_params ec_transfer_params watermarking repetition_detection")
 class Sampling(ForModel, kw_only=True):
-    """What completions and chat completions have in common; the fields that we read by name are written out."""
+    """What completions and chat completions have in common; the fields that we read by name are written out.
+
+    ``spaces_between_special_tokens`` changes nothing: a text has the spaces that its tokens have.
+    """
 
     n: int | None = None
     max_tokens: int | None = None
@@ -159,12 +160,14 @@ class Sampling(ForModel, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    store: Annotated[Any, only(False)] = None
+    store: Annotated[Any, hint(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     early_stopping: Annotated[Any, only(False)] = None
     length_penalty: float | None = None
     logits_processors: Annotated[Any, only([])] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     use_beam_search: bool | None = None
 
 
@@ -227,22 +230,38 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Annotated[Any, only([])] = None
 
 
+@accepted("description parameters strict")
 class FunctionName(Struct, forbid_unknown_fields=True):
+    """The function's name; some clients give the whole tool."""
+
     name: str
 
 
-class NamedToolChoice(Struct, forbid_unknown_fields=True):
-    """The tool that must be called."""
-
+class AllowedTool(Struct, forbid_unknown_fields=True):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    """The only tools that may be called, or one of which must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True):
+    """The tool that must be called, or those that may be."""
+
+    function: FunctionName | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | None = None
 
 
 _TOOLS = Meta(description="Shown to the model by its chat template.")
 
 
 @accepted("prediction")
-@rejected("chat_template audio mm_processor_kwargs verbosity web_search_options")
+@rejected("chat_template audio mm_processor_kwargs media_io_kwargs return_prompt_text web_search_options")
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions. ``documents`` and ``reasoning_effort`` are for chat templates that look at them."""
 
@@ -259,7 +278,8 @@ class ChatRequest(Sampling, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    echo: Annotated[Any, only(False)] = None
+    echo: bool | None = None
+    verbosity: Annotated[Any, hint("medium")] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -276,6 +296,7 @@ class TokenizeRequest(ForModel, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     return_token_strs: bool | None = None
+    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
 
 
 class DetokenizeRequest(ForModel, kw_only=True):
@@ -297,97 +318,3 @@ class ErrorBody(Struct):
 
 class ErrorResponse(Struct):
     error: ErrorBody
-
-
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported."""
-    check_size(data, "The body", kind.most_values)
-    try:
-        body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("The body is nested too deeply") from error
-    _check_only(body, "")
-    return body
-
-
-def _decoded(data: bytes, kind: type[Body]) -> Body:
-    body: Body
-    try:
-        body = _decoder(kind).decode(data)
-    except msgspec.ValidationError as error:
-        if _UNKNOWN not in str(error):
-            raise
-        known = _without_unknown_nulls(_ANYTHING.decode(data), _described(kind))
-        body = msgspec.convert(known, kind, str_keys=True)
-    return body
-
-
-_described = functools.cache(inspect.type_info)
-_ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
-
-
-def _without_unknown_nulls(value: Any, kind: inspect.Type) -> Any:
-    """``value``, decoded JSON, without the fields that are null and that the structs in ``kind`` do not have."""
-    match kind:
-        case inspect.StructType() if isinstance(value, dict):
-            fields = {field.encode_name: field.type for field in kind.fields}
-            return {
-                name: _without_unknown_nulls(item, fields[name]) if name in fields else item
-                for name, item in value.items()
-                if name in fields or item is not None
-            }
-        case inspect.ListType() if isinstance(value, list):
-            return [_without_unknown_nulls(item, kind.item_type) for item in value]
-        case inspect.UnionType():
-            for each in kind.types:
-                value = _without_unknown_nulls(value, each)
-        case inspect.Metadata():
-            return _without_unknown_nulls(value, kind.type)
-    return value
-
-
-@functools.cache
-def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind, float_hook=exact_number)
-
-
-def _invalid(message: str) -> InvalidRequest:
-    """msgspec's message in OpenAI's words, with its ``param``."""
-    problem = message.partition(" - at `")[0]
-    path = next(iter(_PATH.findall(message)), "").lstrip(".")
-    for start, said in _FIELD_PROBLEMS.items():
-        if name := problem.partition(start)[2].rstrip("`"):
-            field = f"{path}.{name}" if path else name
-            return InvalidRequest(f"{said}: {field}", param=field)
-    return InvalidRequest(f"Invalid value for {path or 'the body'}: {problem}", param=path or None)
-
-
-@functools.cache
-def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object]]]:
-    """The fields of ``kind`` that are accepted at certain values only, with these values."""
-    found = []
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        for meta in typing.get_args(hint)[1:]:
-            if isinstance(meta, Meta) and meta.extra_json_schema:
-                found.append((name, meta.extra_json_schema["enum"]))
-    return found
-
-
-def _check_only(body: Struct, path: str) -> None:
-    """Reject what is not supported, in ``body`` and in the structs in it."""
-    for name, values in _only_fields(type(body)):
-        value = getattr(body, name)
-        if value is not None and not any(value == known and type(value) is type(known) for known in values):
-            hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
-            raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if isinstance(value, Struct):
-            _check_only(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Struct):
-            for position, item in enumerate(value):
-                _check_only(item, f"{path}{name}[{position}].")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from preheat.core import Progress, ToEngine
-from preheat.errors import EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
+from preheat.errors import Asleep, EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
 from preheat.server.live import LiveRecords
@@ -142,8 +143,12 @@ class Service:
         return name
 
     def check_health(self) -> None:
-        """Raise EngineDead or StepTimeout; starting and draining are healthy."""
+        """Raise the reason why no requests should come: all but a sleep, which ``/wake_up`` ends."""
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            error = EngineDead(self.dead)
+            error.status = NotReady.status
+            raise error
         if reason := self.stalled or self.silent:
             raise StepTimeout(reason)
+        with suppress(Asleep):
+            _ = self.frontend

@@ -31,7 +31,7 @@ PATIENCE = 1.0
 """Seconds that a client waits for an engine in the middle of a step to say what is new."""
 
 
-_ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+_ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "chat_template")
 
 
 def _service(request: Request) -> Service:
@@ -48,8 +48,16 @@ def _starting(progress: Progress) -> answers.Starting:
 
 
 async def health(request: Request) -> Response:
-    """Whether server and engine are alive, even while the engine starts."""
-    _service(request).check_health()
+    """Whether requests may be sent here; a sleeping engine is healthy."""
+    service = _service(request)
+    if progress := service.progress:
+        return _json(_starting(progress), 503, RETRY)
+    service.check_health()
+    return _json(answers.Status("ok"))
+
+
+async def live(_: Request) -> Response:
+    """Whether the process answers, whatever becomes of the engine."""
     return _json(answers.Status("ok"))
 
 
@@ -164,7 +172,7 @@ async def tokenize(request: Request) -> Response:
         talk = Conversation(
             messages, body.tools, body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message is True,
+            continue_final_message=body.continue_final_message is True, template=body.chat_template,
         )  # fmt: skip
         (text, images), special = await rendered(request, frontend, talk), body.add_special_tokens is True
         if images:
@@ -174,7 +182,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens(frontend: Frontend, text: str, special: bool, with_strings: bool) -> Response:
     ids = frontend.input.encode_to_count(text, special)
-    strings = [frontend.tokenizer.token_text(id) for id in ids] if with_strings else None
+    strings = [frontend.tokenizer.token_name(id) for id in ids] if with_strings else None
     return _json(answers.Tokens(len(ids), frontend.limits().max_model_len, ids, strings))
 
 

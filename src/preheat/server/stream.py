@@ -17,6 +17,7 @@ from preheat.frontend.request_state import Choice, RequestState
 from preheat.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage, encode
 from preheat.server.errors import error_body
 from preheat.server.middleware import request_id
+from preheat.server.params import TokenIds
 from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
@@ -71,11 +72,11 @@ class WholeWriter(ABC):
 
 
 class Writer(WholeWriter):
-    """As its base, or sends a ``stream`` of events."""
+    """As its base, or sends a ``stream`` of events, each of ``interval`` tokens but the first and the last."""
 
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
-        self._stream = stream
+        self._stream, self.interval = stream, 1
         for state in states:
             state.stream = stream
 
@@ -111,7 +112,7 @@ class Writer(WholeWriter):
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
         body, opened = self.opening(), set[int]()
         while True:
-            due = [(first, choice) for first, choice in pending if choice.has_delta]
+            due = [(first, choice) for first, choice in pending if choice.has_delta and choice.is_due(self.interval)]
             for first, choice in due:
                 if first not in opened:
                     opened.add(first)
@@ -153,12 +154,12 @@ class CompletionsWriter(Writer):
             "model": body.model or self._service.names[0],
         }
         self._event_fields = {**self._fields, "object": self.event_object}
-        options = body.stream_options or StreamOptions()
-        self._continuous = bool(options.continuous_usage_stats)
-        settings = self._service.settings
-        asked = self._continuous if options.include_usage is None else options.include_usage
-        self._usage = asked or settings.enable_force_include_usage
-        self._shows_ids = settings.return_tokens_as_token_ids
+        options, settings = body.stream_options or StreamOptions(include_usage=False), self._service.settings
+        self._usage = options.include_usage is not False or settings.enable_force_include_usage
+        self._continuous = self._usage and bool(options.continuous_usage_stats)
+        self.interval = body.stream_interval or 1
+        by_id = body.return_tokens_as_token_ids or settings.return_tokens_as_token_ids
+        self.names = TokenIds() if by_id else self._frontend.tokenizer
         self._head = b'data: %b,"choices":[' % encode(self._event_fields)[:-1]  # the same in each event
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 

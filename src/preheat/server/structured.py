@@ -5,6 +5,7 @@ All of them become one :class:`~preheat.core.StructuredOutputsParams`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -20,25 +21,29 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 
 def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
     """What the text of ``body`` must be; None if it is free. Raises InvalidRequest if several fields say it."""
-    formatted = response_format(body.response_format) if body.response_format is not None else None
-    guided = {name: getattr(body, name) for name in GUIDED if getattr(body, name) is not None}
-    given = {"response_format": formatted, "structured_outputs": body.structured_outputs, **guided}  # type: ignore[attr-defined]
-    names = [name for name, value in given.items() if value is not None]
-    if body.guided_whitespace_pattern is not None and not guided:
+    if body.guided_whitespace_pattern is not None and all(getattr(body, name) is None for name in GUIDED):
         raise InvalidRequest(
             "guided_whitespace_pattern belongs to guided_json; with structured_outputs it is whitespace_pattern",
             param="guided_whitespace_pattern",
         )
-    if len(names) > 1:
+    given: dict[str, StructuredOutputsParams | None] = {
+        "response_format": response_format(body.response_format) if body.response_format is not None else None,
+        "structured_outputs": body.structured_outputs,  # type: ignore[attr-defined]
+    }
+    for name, meant in GUIDED.items():
+        if (value := getattr(body, name)) is not None:
+            given[name] = converted({meant: value, "whitespace_pattern": body.guided_whitespace_pattern}, name)
+    return the_one(given)
+
+
+def the_one(given: Mapping[str, StructuredOutputsParams | None]) -> StructuredOutputsParams | None:
+    """What the fields of these names say; some clients say the same twice. Raises InvalidRequest if they differ."""
+    said = {name: value for name, value in given.items() if value is not None}
+    first = next(iter(said.values()), None)
+    if any(value != first for value in said.values()):
+        names = list(said)
         raise InvalidRequest(f"{' and '.join(names)} both say what the text must be; give one", param=names[1])
-    if not names:
-        return None
-    (name,) = names
-    if name in GUIDED:
-        asked = {GUIDED[name]: given[name], "whitespace_pattern": body.guided_whitespace_pattern}
-        return converted(asked, name)
-    found: StructuredOutputsParams = given[name]
-    return found
+    return first
 
 
 def response_format(asked: ResponseFormat) -> StructuredOutputsParams | None:

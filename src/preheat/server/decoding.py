@@ -1,0 +1,181 @@
+"""From the JSON of a body to its struct.
+
+A field that no struct has is ignored and named, or refused by a caller that does not take the names. A field that is
+null is one that was not given, whether it is known or not: clients send the fields of others with null in them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import re
+import typing
+from decimal import Decimal
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+from preheat.errors import InvalidRequest
+from preheat.server.schema import IDLE, ForModel
+from preheat.utils.exact_json import exact_number
+from preheat.utils.json_size import check_size
+
+Body = TypeVar("Body", bound=ForModel)
+Kind = TypeVar("Kind")
+Names = dict[str, None]
+"""Names of ignored fields, each once, in order; the places in lists are left out, as in ``messages[].name``."""
+
+_PATH = re.compile(r"`\$([^`]*)`")
+_UNKNOWN = "unknown field `"
+_FIELD_PROBLEMS = {
+    _UNKNOWN: "Unrecognized request argument supplied",
+    "required field `": "Missing required parameter",
+}
+
+
+def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
+    """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported.
+
+    The names of fields that ``kind`` does not have are added to ``ignored``; with None they are refused.
+    """
+    check_size(data, "The body", kind.most_values)
+    try:
+        body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind, ignored)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("The body is nested too deeply") from error
+    _check_only(body, "", "", ignored)
+    return body
+
+
+def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, param: str) -> Kind:
+    """A part of a body that was decoded as any JSON, as :func:`decode` does it. ``at``: its name in ``ignored``;
+    ``param``: its name in errors.
+    """
+    try:
+        known = _known(value, _described(kind), ignored, at)
+        return msgspec.convert(known, kind, str_keys=True, builtin_types=(Decimal,))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+
+
+def _decoded(data: bytes, kind: type[Body], ignored: Names | None) -> Body:
+    body: Body
+    try:
+        body = _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        if _UNKNOWN not in str(error):
+            raise
+        known = _known(_ANYTHING.decode(data), _described(kind), ignored, "")
+        body = msgspec.convert(known, kind, str_keys=True)
+    return body
+
+
+_described = functools.cache(inspect.type_info)
+_ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
+
+
+def _known(value: Any, kind: inspect.Type, ignored: Names | None, at: str) -> Any:
+    """``value``, decoded JSON, without what the structs in ``kind`` do not have: fields that are null, and those whose
+    names may be added to ``ignored``.
+    """
+    match kind:
+        case inspect.StructType() if isinstance(value, dict) and _is_of(value, kind):
+            return _known_fields(value, kind, ignored, at)
+        case inspect.ListType() if isinstance(value, list):
+            return [_known(item, kind.item_type, ignored, f"{at}[]") for item in value]
+        case inspect.UnionType():
+            for each in kind.types:
+                value = _known(value, each, ignored, at)
+        case inspect.Metadata():
+            return _known(value, kind.type, ignored, at)
+    return value
+
+
+def _is_of(value: dict[str, Any], kind: inspect.StructType) -> bool:
+    return kind.tag_field is None or value.get(kind.tag_field) == kind.tag
+
+
+def _known_fields(value: dict[str, Any], kind: inspect.StructType, ignored: Names | None, at: str) -> dict[str, Any]:
+    fields = {field.encode_name: field.type for field in kind.fields}
+    found = {}
+    for name, item in value.items():
+        here = f"{at}.{name}" if at else name
+        if name in fields:
+            found[name] = _known(item, fields[name], ignored, here)
+        elif name == kind.tag_field or (item is not None and ignored is None):
+            found[name] = item
+        elif item is not None and ignored is not None:
+            ignored[here] = None
+    return found
+
+
+@functools.cache
+def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, float_hook=exact_number)
+
+
+def _invalid(message: str) -> InvalidRequest:
+    """msgspec's message in OpenAI's words, with its ``param``."""
+    problem = message.partition(" - at `")[0]
+    path = next(iter(_PATH.findall(message)), "").lstrip(".")
+    for start, said in _FIELD_PROBLEMS.items():
+        if name := problem.partition(start)[2].rstrip("`"):
+            field = f"{path}.{name}" if path else name
+            return InvalidRequest(f"{said}: {field}", param=field)
+    return InvalidRequest(f"Invalid value for {path or 'the body'}: {problem}", param=path or None)
+
+
+@functools.cache
+def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object], bool]]:
+    """The fields of ``kind`` that do nothing but at certain values: their names, these values, and whether they are
+    ignored at others.
+    """
+    found = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        for meta in typing.get_args(hint)[1:]:
+            if isinstance(meta, Meta) and meta.extra and IDLE in meta.extra:
+                found.append((name, list(meta.extra[IDLE]), True))
+            elif isinstance(meta, Meta) and meta.extra_json_schema:
+                found.append((name, meta.extra_json_schema["enum"], False))
+    return found
+
+
+def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None:
+    """Reject what is not supported, in ``body`` and in the structs in it; name what is ``ignored``."""
+    for name, values, is_hint in _only_fields(type(body)):
+        value = getattr(body, name)
+        if value is None or any(value == known and type(value) is type(known) for known in values):
+            continue
+        if is_hint and ignored is not None:
+            ignored[f"{at}{name}"] = None
+            continue
+        hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
+        raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, Struct):
+            _check_only(value, f"{path}{name}.", f"{at}{name}.", ignored)
+        elif isinstance(value, list) and _may_hold_structs(type(body), name):
+            for position, item in enumerate(value):
+                if isinstance(item, Struct):
+                    _check_only(item, f"{path}{name}[{position}].", f"{at}{name}[].", ignored)
+
+
+@functools.cache
+def _may_hold_structs(kind: type[Struct], name: str) -> bool:
+    """Whether the field ``name`` may be a list with structs in it; lists of ids may have millions of items."""
+    found = next(field.type for field in _fields(kind) if field.name == name)
+    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+    items = [each.item_type for each in kinds if isinstance(each, inspect.ListType)]
+    inner = [one for item in items for one in (item.types if isinstance(item, inspect.UnionType) else (item,))]
+    return any(isinstance(one, inspect.StructType) for one in inner)
+
+
+def _fields(kind: type[Struct]) -> tuple[inspect.Field, ...]:
+    described = _described(kind)
+    return described.fields if isinstance(described, inspect.StructType) else ()

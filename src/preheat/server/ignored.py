@@ -1,0 +1,75 @@
+"""Fields of requests that are not looked at: named in a header of the answer, once in the log, and in a metric."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from preheat.server.decoding import Names
+
+logger = logging.getLogger(__name__)
+
+HEADER = "X-Ignored-Fields"
+OTHERS = "others"
+"""What the metric calls the fields that came after the first ones."""
+
+MOST_SHOWN = 32
+"""Names in a header."""
+
+MOST_CHARS = 64
+"""Characters of a name: clients choose them."""
+
+MOST_COUNTED = 256
+"""Different names that the log and the metric tell apart."""
+
+_SCOPE = "preheat.ignored"
+
+
+def strict(request: Request) -> bool:
+    """Whether unknown fields are refused (``--request-fields``)."""
+    return bool(request.app.state.service.settings.request_fields == "strict")
+
+
+def names_for(request: Request) -> Names | None:
+    """Where the names of unknown fields are put while a request is decoded; None: they are refused."""
+    return None if strict(request) else {}
+
+
+def ignore(request: Request, names: Iterable[str]) -> None:
+    """Tell the client and the operator that fields of these ``names`` change nothing."""
+    counts: Counter[str] = request.app.state.service.metrics.ignored
+    told = request.scope.setdefault(_SCOPE, {})
+    for name in map(_shown, names):
+        if name not in told:
+            told[name] = None
+            _count(counts, name)
+
+
+def _count(counts: Counter[str], name: str) -> None:
+    """Count ``name``, and log it if it is new. The number of different names is bounded: clients choose them."""
+    if name not in counts:
+        if len(counts) >= MOST_COUNTED:
+            name = OTHERS
+        else:
+            logger.warning("The request field %s is ignored; --request-fields strict refuses unknown ones", name)
+    counts[name] += 1
+
+
+def ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The header of an answer that names what was ignored; nothing, if nothing was."""
+    names = list(scope.get(_SCOPE, ()))
+    if not names:
+        return []
+    more = [f"{len(names) - MOST_SHOWN}%20more"] * (len(names) > MOST_SHOWN)
+    return [(HEADER.lower().encode(), ", ".join([*names[:MOST_SHOWN], *more]).encode())]
+
+
+def _shown(name: str) -> str:
+    """``name`` in letters that a header and a line of a log may have."""
+    short = name if len(name) <= MOST_CHARS else f"{name[:MOST_CHARS]}..."
+    return quote(short, safe="[].$@+~", errors="replace")

@@ -1,0 +1,53 @@
+"""POST /invocations: SageMaker's door to the endpoint that the body fits."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from preheat.errors import InvalidRequest
+from preheat.server import chat, completions, embeddings
+from preheat.server.body import keep_body, read_body
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class InvocationRequest(Struct):
+    """The fields by which a body is told: the first one that is there counts."""
+
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+    prompt_embeds: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
+    query: Raw | UnsetType = UNSET
+    text_1: Raw | UnsetType = UNSET
+    queries: Raw | UnsetType = UNSET
+    data_1: Raw | UnsetType = UNSET
+
+
+_ENDPOINTS: dict[str, Endpoint] = {
+    "messages": chat.chat,
+    "prompt": completions.completions,
+    "prompt_embeds": completions.completions,
+    "input": embeddings.embeddings,
+    "query": embeddings.rerank,
+    **dict.fromkeys(("text_1", "queries", "data_1"), embeddings.score),
+}
+
+
+async def invocations(request: Request) -> ASGIApp:
+    """Answer as the endpoint that the body fits."""
+    data = await read_body(request)
+    try:
+        asked = msgspec.json.decode(data, type=InvocationRequest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The body is not a JSON object: {error}") from error
+    name = next((name for name in _ENDPOINTS if getattr(asked, name) is not UNSET), None)
+    if name is None:
+        raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}: it fits no endpoint")
+    keep_body(request, data)
+    return await _ENDPOINTS[name](request)
