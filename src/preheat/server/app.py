@@ -40,6 +40,7 @@ from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown
 from preheat.server.supervisor import Supervisor
+from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
 from preheat.utils.gc import settle
@@ -109,10 +110,13 @@ def build_app(service: Service) -> ASGIApp:
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
+    paths = {op.endpoint: op.path for op in operations}
+    if settings.ui:
+        routes.append(Route("/", try_it))
+        paths[try_it] = "/"
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
-    paths = {op.endpoint: op.path for op in operations}
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
     origins, every = settings.allowed_origins, ["*"]

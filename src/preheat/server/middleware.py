@@ -16,7 +16,7 @@ from preheat.errors import InvalidRequest, TooManyRequests, Unauthorized
 from preheat.server.errors import error_response
 from preheat.server.schema import REQUEST_ID
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key and do not count towards the limit."""
 
 
