@@ -250,6 +250,11 @@ class Settings:
     enable_responses_store: bool = _server(
         False, "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again."
     )
+    api: str = _server(
+        "openai",
+        "`ollama` serves Ollama's API too, for desktop tools: see docs/try-it.md.",
+        choices=("openai", "ollama"),
+    )
     ui: bool = _server(True, "Show a page at `/` on which the model can be tried: see docs/try-it.md.")
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)

@@ -106,7 +106,7 @@ def _bound_pauses() -> None:
 
 def build_app(service: Service) -> ASGIApp:
     """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
-    operations = openapi.served(adapters=service.loads_adapters)
+    operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
@@ -129,7 +129,10 @@ def build_app(service: Service) -> ASGIApp:
 
 async def _openapi(request: Request) -> Response:
     service: Service = request.app.state.service
-    document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
+    settings = service.settings
+    document = openapi.document(
+        settings.root_path.rstrip("/"), adapters=service.loads_adapters, ollama=settings.api == "ollama"
+    )
     return Response(document, media_type="application/json")
 
 

@@ -49,14 +49,14 @@ async def embeddings(request: Request) -> ASGIApp:
     """Make embeddings of texts."""
     frontend, body = await read_request(request, EmbeddingRequest)
     frontend.embedding_of("Embeddings API")
-    return _EmbeddingWriter(request, body, await _states(request, frontend, body, body.input))
+    return _EmbeddingWriter(request, body, await embedded_states(request, frontend, body, body.input))
 
 
 async def pooling(request: Request) -> ASGIApp:
     """Pool the hidden states of texts."""
     frontend, body = await read_request(request, PoolingRequest)
     frontend.embedding_of("Pooling API")
-    return _PoolingWriter(request, body, await _states(request, frontend, body, body.input))
+    return _PoolingWriter(request, body, await embedded_states(request, frontend, body, body.input))
 
 
 async def score(request: Request) -> ASGIApp:
@@ -65,7 +65,7 @@ async def score(request: Request) -> ASGIApp:
     frontend.embedding_of("Score API")
     first, second = _texts(body.text_1), _texts(body.text_2)
     paired(len(first), len(second), "text_1")
-    return _ScoreWriter(request, body, await _states(request, frontend, body, [*first, *second]), len(first))
+    return _ScoreWriter(request, body, await embedded_states(request, frontend, body, [*first, *second]), len(first))
 
 
 async def rerank(request: Request) -> ASGIApp:
@@ -76,14 +76,14 @@ async def rerank(request: Request) -> ASGIApp:
         raise InvalidRequest("documents must not be empty", param="documents")
     if body.top_n is not None and body.top_n < 0:
         raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
-    return _RerankWriter(request, body, await _states(request, frontend, body, [body.query, *body.documents]))
+    return _RerankWriter(request, body, await embedded_states(request, frontend, body, [body.query, *body.documents]))
 
 
 def _texts(given: str | list[str]) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
-async def _states(
+async def embedded_states(
     request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
 ) -> list[RequestState]:
     """The checked requests for the embeddings of what is ``given``."""
@@ -112,7 +112,7 @@ def _as_input() -> Iterator[None]:
         raise type(error)(error.message.replace(error.param or "", name, 1), param=name) from error
 
 
-class _PooledWriter(WholeWriter):
+class PooledWriter(WholeWriter):
     """What the endpoints have in common; ``prefix`` begins the answer's id."""
 
     prefix: str
@@ -139,7 +139,7 @@ class _PooledWriter(WholeWriter):
         return Usage(tokens, 0, tokens, PromptTokensDetails(sum(state.cached_tokens for state in self._states)))
 
 
-class _VectorWriter(_PooledWriter):
+class _VectorWriter(PooledWriter):
     """Of the endpoints that answer with vectors."""
 
     def __init__(self, request: Request, body: EmbeddingRequest, states: Sequence[RequestState]) -> None:
@@ -170,7 +170,7 @@ class _PoolingWriter(_VectorWriter):
         return PoolingList(**self._fields, data=data, usage=self.usage())
 
 
-class _ScoreWriter(_PooledWriter):
+class _ScoreWriter(PooledWriter):
     prefix = "score"
 
     def __init__(self, request: Request, body: ScoreRequest, states: Sequence[RequestState], first: int) -> None:
@@ -185,7 +185,7 @@ class _ScoreWriter(_PooledWriter):
         return ScoreList(**self._fields, data=data, usage=self.usage())
 
 
-class _RerankWriter(_PooledWriter):
+class _RerankWriter(PooledWriter):
     prefix = "rerank"
 
     def __init__(self, request: Request, body: RerankRequest, states: Sequence[RequestState]) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from preheat.errors import InvalidRequest, TooManyRequests, Unauthorized
 from preheat.server.errors import error_response
+from preheat.server.ignored import ignored_header
 from preheat.server.schema import REQUEST_ID
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"})
@@ -77,7 +78,8 @@ class RequestIdMiddleware:
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
+                named = (b"x-request-id", scope["request_id"].encode())
+                message["headers"] = [*message.get("headers", ()), named, *ignored_header(scope)]
             await send(message)
 
         await self._app(scope, receive, tagged)
