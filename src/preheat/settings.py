@@ -307,6 +307,12 @@ class Settings:
         "`strict` refuses them.",
         choices=("accept", "strict"),
     )
+    api: str = _server(
+        "openai",
+        "`ollama` serves Ollama's API too, for desktop tools: see docs/try-it.md.",
+        choices=("openai", "ollama"),
+    )
+    ui: bool = _server(True, "Show a page at `/` on which the model can be tried: see docs/try-it.md.")
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
     max_body_bytes: int = _server(16 * 2**20, "Most bytes in the body of an HTTP request.", low=1024)

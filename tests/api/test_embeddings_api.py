@@ -18,7 +18,7 @@ POOLER = {"pooling_type": "MEAN", "normalize": True}
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[Server]:
     options = {"runner": "pooling", "pooler_config": POOLER, "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
-    with serving("bundled", engine=None, max_num_seqs=8, **options) as running:
+    with serving("bundled", engine=None, max_num_seqs=8, api="ollama", **options) as running:
         yield running
 
 
@@ -101,3 +101,13 @@ def test_a_server_that_generates_says_so(scripted: Server) -> None:
     ):  # fmt: skip
         answer = scripted.post(path, body)
         assert answer.status == 400 and f"The model does not support {what}" in answer.error["message"]
+
+
+def test_ollamas_embeddings_are_the_same(embedder: Server) -> None:
+    answer = embedder.post("/api/embed", {"model": "bundled", "input": TEXTS, "options": {"num_ctx": 1}})
+    assert answer.json["embeddings"] == vectors(embedder, TEXTS) and answer.json["prompt_eval_count"] > len(TEXTS)
+    assert answer.headers["x-ignored-fields"] == "options.num_ctx"
+    one = embedder.post("/api/embed", {"input": TEXTS[0]}).json["embeddings"]
+    assert one == answer.json["embeddings"][:1]
+    assert embedder.post("/api/show", {"model": "bundled"}).json["capabilities"] == ["embedding"]
+    assert "makes embeddings" in embedder.post("/api/generate", {"prompt": "x"}).json["error"]

@@ -42,6 +42,7 @@ from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown
 from preheat.server.supervisor import Supervisor
+from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
 from preheat.utils.gc import settle
@@ -107,15 +108,18 @@ def _bound_pauses() -> None:
 
 def build_app(service: Service) -> ASGIApp:
     """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
-    operations = openapi.served(adapters=service.loads_adapters)
+    operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     settings = service.settings
     if not settings.disable_fastapi_docs:
         routes.append(Route("/openapi.json", _openapi))
+    paths = {op.endpoint: op.path for op in operations}
+    if settings.ui:
+        routes.append(Route("/", try_it))
+        paths[try_it] = "/"
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
-    paths = {op.endpoint: op.path for op in operations}
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
     return EndQuietly(
@@ -134,7 +138,10 @@ async def _openapi(request: Request) -> Response:
     service: Service = request.app.state.service
     settings = service.settings
     document = openapi.document(
-        settings.root_path.rstrip("/"), adapters=service.loads_adapters, strict=settings.request_fields == "strict"
+        settings.root_path.rstrip("/"),
+        adapters=service.loads_adapters,
+        ollama=settings.api == "ollama",
+        strict=settings.request_fields == "strict",
     )
     return Response(document, media_type="application/json")
 

@@ -1,7 +1,8 @@
-"""Answers that are lists of blocks (reasoning, text, calls), whole or as events: /v1/responses and /v1/messages."""
+"""Answers that are lists of blocks (reasoning, text, calls): of /v1/responses, /v1/messages and Ollama's API."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from typing import Any
 
@@ -19,6 +20,15 @@ from preheat.server.stream import Writer
 def named_event(name: str, fields: dict[str, Any]) -> bytes:
     """One server-sent event with a name, which is its ``type`` too."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Those that a limit has cut off are left out, where they must be an object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class BlocksWriter(Writer):

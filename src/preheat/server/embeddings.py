@@ -50,14 +50,14 @@ async def embeddings(request: Request) -> ASGIApp:
     """Make embeddings of texts."""
     frontend, body = await read_request(request, EmbeddingRequest)
     frontend.embedding_of("Embeddings API")
-    return _EmbeddingWriter(request, body, await _states(request, frontend, body, body.input))
+    return _EmbeddingWriter(request, body, await embedded_states(request, frontend, body, body.input))
 
 
 async def pooling(request: Request) -> ASGIApp:
     """Pool the hidden states of texts."""
     frontend, body = await read_request(request, PoolingRequest)
     frontend.embedding_of("Pooling API")
-    return _PoolingWriter(request, body, await _states(request, frontend, body, body.input))
+    return _PoolingWriter(request, body, await embedded_states(request, frontend, body, body.input))
 
 
 async def score(request: Request) -> ASGIApp:
@@ -66,7 +66,7 @@ async def score(request: Request) -> ASGIApp:
     frontend.embedding_of("Score API")
     name, first, second = body.sides()
     paired(len(first), len(second), name)
-    return _ScoreWriter(request, body, await _states(request, frontend, body, [*first, *second]), len(first))
+    return _ScoreWriter(request, body, await embedded_states(request, frontend, body, [*first, *second]), len(first))
 
 
 async def rerank(request: Request) -> ASGIApp:
@@ -79,13 +79,15 @@ async def rerank(request: Request) -> ASGIApp:
         raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
     if body.max_tokens_per_doc is None:
         texts = [*texts_of(body.query), *texts_of(body.documents)]
-        return _RerankWriter(request, body, await _states(request, frontend, body, texts))
-    query = await _states(request, frontend, body, texts_of(body.query))
+        return _RerankWriter(request, body, await embedded_states(request, frontend, body, texts))
+    query = await embedded_states(request, frontend, body, texts_of(body.query))
     body.truncate_prompt_tokens, body.truncation_side = body.max_tokens_per_doc, "right"
-    return _RerankWriter(request, body, query + await _states(request, frontend, body, texts_of(body.documents)))
+    return _RerankWriter(
+        request, body, query + await embedded_states(request, frontend, body, texts_of(body.documents))
+    )
 
 
-async def _states(
+async def embedded_states(
     request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
 ) -> list[RequestState]:
     """The checked requests for the embeddings of what is ``given``."""
@@ -114,7 +116,7 @@ def _as_input() -> Iterator[None]:
         raise type(error)(error.message.replace(error.param or "", name, 1), param=name) from error
 
 
-class _PooledWriter(WholeWriter):
+class PooledWriter(WholeWriter):
     """What the endpoints have in common; ``prefix`` begins the answer's id."""
 
     prefix: str
@@ -141,7 +143,7 @@ class _PooledWriter(WholeWriter):
         return Usage(tokens, 0, tokens, PromptTokensDetails(sum(state.cached_tokens for state in self._states)))
 
 
-class _VectorWriter(_PooledWriter):
+class _VectorWriter(PooledWriter):
     """Of the endpoints that answer with vectors."""
 
     def __init__(self, request: Request, body: EmbeddingRequest, states: Sequence[RequestState]) -> None:
@@ -172,7 +174,7 @@ class _PoolingWriter(_VectorWriter):
         return PoolingList(**self._fields, data=data, usage=self.usage())
 
 
-class _ScoreWriter(_PooledWriter):
+class _ScoreWriter(PooledWriter):
     prefix = "score"
 
     def __init__(self, request: Request, body: ScoreRequest, states: Sequence[RequestState], first: int) -> None:
@@ -187,7 +189,7 @@ class _ScoreWriter(_PooledWriter):
         return ScoreList(**self._fields, data=data, usage=self.usage())
 
 
-class _RerankWriter(_PooledWriter):
+class _RerankWriter(PooledWriter):
     prefix = "rerank"
 
     def __init__(self, request: Request, body: RerankRequest, states: Sequence[RequestState]) -> None:

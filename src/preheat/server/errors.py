@@ -43,10 +43,21 @@ def anthropic_error(error: PreheatError) -> dict[str, str]:
     return {"type": _KINDS.get(error.status, "api_error"), "message": _short(error.message)}
 
 
+OLLAMA = "/api/"
+"""Where Ollama's clients call: errors are a text there."""
+
+
+def ollama_error(error: PreheatError) -> dict[str, str]:
+    """Ollama's error object, which is also the last line of a stream that fails."""
+    return {"error": _short(error.message)}
+
+
 def error_response(error: PreheatError, path: str = "") -> Response:
     """The HTTP answer, in the shape that clients of ``path`` expect."""
     if path.startswith(ANTHROPIC):
         body = encode({"type": "error", "error": anthropic_error(error)})
+    elif path.startswith(OLLAMA):
+        body = encode(ollama_error(error))
     else:
         body = encode(error_body(error))
     return Response(body, error.status, _HEADERS.get(error.status), "application/json")
@@ -59,6 +70,7 @@ async def _rejected(request: Request, error: PreheatError) -> Response:
 _NOT_SERVED = {
     "/v1/audio": "preheat runs models of text; it neither hears nor speaks",
     "/v1/images": "preheat runs models of text; it draws no images",
+    "/api/": "of Ollama's API there are, with --api ollama, chat, generate, embed, tags, ps, show and version",
     "/classify": "preheat runs no classifiers; it generates, or makes embeddings",
     **dict.fromkeys(
         ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from preheat.frontend.answer_parser import Block
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
-from preheat.server.blocks import BlocksWriter, named_event
+from preheat.server.blocks import BlocksWriter, call_arguments, named_event
 from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, prepared_talk, rendered, tool_choice
 from preheat.server.errors import anthropic_error
@@ -213,13 +212,4 @@ def _block(block: Block) -> OutputBlock:
         return OutputText(block.text)
     if block.kind == "reasoning":
         return OutputThinking(block.text)
-    return OutputToolUse(block.id, block.name, _object(block.text))
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call. Those that a limit has cut off are left out, because they are an object here."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return OutputToolUse(block.id, block.name, call_arguments(block.text))

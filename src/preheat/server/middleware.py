@@ -18,7 +18,7 @@ from preheat.server.ignored import ignored_header
 from preheat.server.schema import REQUEST_ID
 
 OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/live", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"}
+    {"/", "/health", "/ping", "/live", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"}
 )
 """Paths that need no key and do not count towards the limit."""
 

@@ -23,6 +23,9 @@ from preheat.server import (
     embeddings,
     invocations,
     messages,
+    ollama,
+    ollama_models,
+    ollama_schema,
     operations,
     responses,
     schema,
@@ -50,6 +53,7 @@ Kind = type[msgspec.Struct]
 Kinds = Kind | types.UnionType
 
 _REF = "#/components/schemas/{name}"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _ERRORS = {
     400: "The request cannot be served; the message says what to change.",
@@ -71,7 +75,8 @@ class Operation:
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
     ``instead``: bodies that replace the error's. ``formats``: what the query may ask for, ``queries`` its other fields,
-    which are texts. ``of_adapters``: it is only there where clients may load them.
+    which are texts. ``streams``: the media type of an answer in parts. ``of_adapters``: it is only there where clients
+    may load them.
     """
 
     path: str
@@ -79,7 +84,7 @@ class Operation:
     answer: Kinds | None = None
     body: Kind | None = None
     errors: tuple[int, ...] = ()
-    streams: bool = False
+    streams: str = ""
     instead: Mapping[int, Kinds] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
@@ -96,17 +101,17 @@ _posted = functools.partial(Operation, methods=("post",))
 _operated = functools.partial(_posted, errors=_OPERATED)
 
 OPERATIONS = (
-    _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
-    _posted("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), True),
-    _posted("/v1/responses", responses.responses, ResponseObject, ResponsesRequest, (504,), True),
+    _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), EVENTS),
+    _posted("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), EVENTS),
+    _posted("/v1/responses", responses.responses, ResponseObject, ResponsesRequest, (504,), EVENTS),
     Operation("/v1/responses/{id}", responses.response, ResponseObject, None, (404,)),
     Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
-    _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), True),
+    _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), EVENTS),
     _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
     _posted("/v1/chat/completions/render", chat.render, answers.Rendered, schema.ChatRequest, (504,)),
     _posted(
         "/invocations", invocations.invocations, answers.Completion | answers.ChatCompletion, InvocationRequest, (504,),
-        True,
+        EVENTS,
     ),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
@@ -169,18 +174,34 @@ OPERATIONS = (
 """Every route but that of the document itself."""
 
 
-def served(*, adapters: bool) -> list[Operation]:
-    """The routes of a server, with those for loading ``adapters`` or without."""
-    return [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
+OLLAMA = (
+    _posted("/api/chat", ollama.chat, ollama_schema.OllamaChatAnswer, ollama_schema.OllamaChatRequest, (504,), LINES),
+    _posted(
+        "/api/generate", ollama.generate, ollama_schema.OllamaGenerateAnswer, ollama_schema.OllamaGenerateRequest,
+        (504,), LINES,
+    ),
+    _posted("/api/embed", ollama.embed, ollama_schema.OllamaEmbedAnswer, ollama_schema.OllamaEmbedRequest, (504,)),
+    _posted("/api/show", ollama_models.show, ollama_schema.OllamaShown, ollama_schema.OllamaShowRequest),
+    Operation("/api/tags", ollama_models.tags, ollama_schema.OllamaModels),
+    Operation("/api/ps", ollama_models.ps, ollama_schema.OllamaModels),
+    Operation("/api/version", ollama_models.version, ollama_schema.OllamaVersion),
+)  # fmt: skip
+"""The routes of ``--api ollama``."""
+
+
+def served(*, adapters: bool, ollama: bool = False) -> list[Operation]:
+    """The routes of a server, with those for loading ``adapters`` and those of ``ollama``, or without."""
+    own = [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
+    return [*own, *(OLLAMA if ollama else ())]
 
 
 @functools.cache
-def document(root_path: str = "", *, adapters: bool = True, strict: bool = False) -> bytes:
+def document(root_path: str = "", *, adapters: bool = True, ollama: bool = False, strict: bool = False) -> bytes:
     """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`. ``strict``:
     it refuses unknown fields.
     """
     kinds: set[Kind] = {ErrorResponse}
-    for operation in served(adapters=adapters):
+    for operation in served(adapters=adapters, ollama=ollama):
         for kind in (operation.answer, operation.body, *operation.instead.values()):
             kinds |= set(_each(kind))
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -189,7 +210,7 @@ def document(root_path: str = "", *, adapters: bool = True, strict: bool = False
         if component.get("additionalProperties") is False:
             component["additionalProperties"] = {"type": "null"} if strict else True  # see decoding.py
     paths: dict[str, dict[str, Any]] = {}
-    for operation in served(adapters=adapters):
+    for operation in served(adapters=adapters, ollama=ollama):
         path = operation.path.replace(":path}", "}")
         paths.setdefault(path, {}).update(dict.fromkeys(operation.methods, _described(operation)))
     servers = {"servers": [{"url": root_path}]} if root_path else {}
@@ -217,7 +238,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         _content(operation.answer) if operation.answer else {"text/plain": {"schema": {"type": "string"}}}
     )
     if operation.streams:
-        answer["text/event-stream"] = {"schema": _EVENT}
+        answer[operation.streams] = {"schema": _EVENT if operation.streams == EVENTS else {"type": "string"}}
     for media in operation.formats.values():
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}

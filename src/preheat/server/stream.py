@@ -25,8 +25,6 @@ from preheat.server.turns import in_slices
 
 FLOAT_BYTES = 4
 
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
 
 def event_of(message: Struct | dict[str, Any]) -> bytes:
     """One server-sent event."""
@@ -72,7 +70,12 @@ class WholeWriter(ABC):
 
 
 class Writer(WholeWriter):
-    """As its base, or sends a ``stream`` of events, each of ``interval`` tokens but the first and the last."""
+    """As its base, or sends a ``stream`` of events, each of ``interval`` tokens but the first and the last.
+
+    ``media`` is the type of the stream.
+    """
+
+    media = "text/event-stream; charset=utf-8"
 
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
@@ -108,7 +111,8 @@ class Writer(WholeWriter):
         running.raise_error()
         if running.gone:
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        headers = [(b"content-type", self.media.encode()), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
         body, opened = self.opening(), set[int]()
         while True:

@@ -1,0 +1,275 @@
+"""Ollama's API for desktop tools (``--api ollama``): /api/chat, /api/generate, /api/embed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec import UNSET, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from preheat.core import SamplingParams, StructuredOutputsParams
+from preheat.errors import InvalidRequest, PreheatError
+from preheat.frontend.answer_format import AnswerFormat
+from preheat.frontend.answer_parser import Block
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.messages import call_of, told
+from preheat.frontend.request_state import RequestState
+from preheat.server.answers import encode
+from preheat.server.blocks import BlocksWriter, call_arguments
+from preheat.server.body import interpreted, read_json
+from preheat.server.conversation import Conversation, prepared_talk, tool_choice
+from preheat.server.embeddings import PooledWriter, embedded_states
+from preheat.server.embeddings_schema import EmbeddingRequest
+from preheat.server.errors import ollama_error
+from preheat.server.ignored import ignore
+from preheat.server.ollama_models import served_name
+from preheat.server.ollama_schema import (
+    OllamaAnswerMessage,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaDone,
+    OllamaEmbedAnswer,
+    OllamaEmbedRequest,
+    OllamaFunction,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaGenerating,
+    OllamaMessage,
+    OllamaRequest,
+    OllamaToolCall,
+)
+from preheat.server.params import prepared
+from preheat.server.structured import converted
+
+Body = TypeVar("Body", bound=OllamaRequest)
+
+_SAMPLING = {
+    "num_predict": "max_tokens", "seed": "seed", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+    "min_p": "min_p", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty", "stop": "stop",
+}  # fmt: skip
+"""The options that are sampling fields, and the names of the fields."""
+
+_IDLE = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+"""Options that would change the draw in a way that is not here, and their values that do not."""
+
+_NANOSECONDS = 1e9
+
+
+async def chat(request: Request) -> ASGIApp:
+    """Answer a conversation, in Ollama's form."""
+    frontend, body = await _read(request, OllamaChatRequest)
+    frontend.check_generates("Ollama chat API")
+    if not body.messages:
+        return _loaded(body, partial(OllamaChatAnswer, message=OllamaAnswerMessage()))
+    params = _params(request, frontend, body)
+    messages = await interpreted(request, partial(_plain, body.messages))
+    talk = Conversation(messages, body.tools, _variables(frontend, body, body.tools))
+    return _ChatWriter(request, body, *await _prepared(request, frontend, talk, params))
+
+
+async def generate(request: Request) -> ASGIApp:
+    """Answer a prompt, in Ollama's form."""
+    frontend, body = await _read(request, OllamaGenerateRequest)
+    frontend.check_generates("Ollama generate API")
+    if not body.prompt:
+        return _loaded(body, partial(OllamaGenerateAnswer, response=""))
+    params = _params(request, frontend, body)
+    if body.raw:
+        if given := next((name for name in ("system", "images", "think") if getattr(body, name)), None):
+            raise InvalidRequest(f"{given} has no meaning with raw: a raw prompt has no template", param=given)
+        (state,) = await prepared(
+            request, [body.prompt], params, add_special_tokens=True, cache_salt="", cap_length=params.max_tokens is None
+        )
+        return _GenerateWriter(request, body, state, AnswerFormat())
+    system = [OllamaMessage("system", body.system)] if body.system else []
+    said = [*system, OllamaMessage("user", body.prompt, images=body.images)]
+    talk = Conversation(await interpreted(request, partial(_plain, said)), None, _variables(frontend, body, None))
+    return _GenerateWriter(request, body, *await _prepared(request, frontend, talk, params))
+
+
+async def embed(request: Request) -> ASGIApp:
+    """Make embeddings of texts, in Ollama's form."""
+    frontend, body = await _read(request, OllamaEmbedRequest)
+    frontend.embedding_of("Ollama embed API")
+    ignore(request, [f"options.{name}" for name in body.options or ()])
+    if body.truncate:
+        ignore(request, ["truncate"])  # a text that is too long is refused
+    asked = EmbeddingRequest(input=body.input, dimensions=body.dimensions, model=body.model)
+    return _EmbedWriter(request, asked, await embedded_states(request, frontend, asked, asked.input))
+
+
+async def _read(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
+    """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
+    service = request.app.state.service
+    body = await read_json(request, kind)
+    request.state.lora_name = service.adapter_of(served_name(service, body.model))
+    if body.keep_alive is not None:
+        ignore(request, ["keep_alive"])
+    return service.frontend, body
+
+
+async def _prepared(
+    request: Request, frontend: Frontend, talk: Conversation, params: SamplingParams
+) -> tuple[RequestState, AnswerFormat]:
+    choice = await interpreted(request, partial(tool_choice, talk.tools, None, None))
+    return await prepared_talk(request, frontend, talk, choice, params, cap_length=params.max_tokens is None)
+
+
+def _params(request: Request, frontend: Frontend, body: OllamaGenerating) -> SamplingParams:
+    """The sampling parameters of a body. Options that have no meaning here are ignored, and named."""
+    options = {name: value for name, value in (body.options or {}).items() if value is not None}
+    for name, idle in _IDLE.items():
+        if options.pop(name, idle) != idle:
+            raise InvalidRequest(f"options.{name} is not supported: leave it out", param=f"options.{name}")
+    ignore(request, [f"options.{name}" for name in options if name not in _SAMPLING])
+    given = {field: options[name] for name, field in _SAMPLING.items() if name in options}
+    if isinstance(given.get("max_tokens"), int) and given["max_tokens"] < 0:
+        del given["max_tokens"]  # up to the model's length
+    return frontend.input.params(**given, structured_outputs=_format(body.format))
+
+
+def _format(asked: str | dict[str, Any] | None) -> StructuredOutputsParams | None:
+    if asked is None or asked == "":
+        return None
+    if asked == "json":
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(asked, str):
+        raise InvalidRequest('format must be "json" or a JSON schema', param="format")
+    return converted({"json": asked}, "format")
+
+
+def _variables(frontend: Frontend, body: OllamaGenerating, tools: object) -> dict[str, Any]:
+    """What ``think`` means for a chat template: templates have several names for it."""
+    if body.think is None:
+        return {}
+    if isinstance(body.think, str):
+        return {"reasoning_effort": body.think}
+    switches = [name for name in ("enable_thinking", "thinking") if frontend.template.uses(name, tools)]
+    if body.think and not switches and frontend.formats.reasoning is None:
+        raise InvalidRequest("This model does not support thinking: leave think out", param="think")
+    return dict.fromkeys(switches, body.think)
+
+
+def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """``messages`` as chat templates expect them."""
+    return told([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
+
+
+def _message(message: OllamaMessage, at: str) -> Mapping[str, Any]:
+    content: Any = message.content
+    if message.images:
+        urls = [{"url": f"data:image/png;base64,{data}"} for data in message.images]  # the type is read from the data
+        images = [{"type": "image_url", "image_url": url} for url in urls]
+        content = [*images, {"type": "text", "text": message.content or ""}]
+    calls = [
+        call_of(call.id, call.function.name, call.function.arguments, f"{at}.tool_calls[{place}]")
+        for place, call in enumerate(message.tool_calls or ())
+    ]
+    return {
+        "role": message.role, "content": "" if content is None else content, "reasoning": message.thinking,
+        "tool_calls": calls, "name": message.tool_name, "tool_call_id": message.tool_call_id,
+    }  # fmt: skip
+
+
+def _loaded(body: OllamaGenerating, answer: Any) -> Response:
+    """The answer to a request without a prompt, which asks for the model to be loaded: it is."""
+    done = answer(model=body.model or "", created_at=_now(), done=True, done_reason="load")
+    return Response(encode(done), media_type="application/json")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+class _OllamaWriter(BlocksWriter):
+    """Sends an answer as one object, or as a stream of lines with one each."""
+
+    media = "application/x-ndjson"
+    kind: type[OllamaDone]
+
+    def __init__(self, request: Request, body: OllamaGenerating, state: RequestState, form: AnswerFormat) -> None:
+        super().__init__(request, state, form, body.stream is not False)
+        self._model = body.model or self._service.names[0]
+
+    def fields(self, content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
+        """The fields of an answer, or of a line, that say something."""
+        raise NotImplementedError
+
+    def whole(self) -> Struct:
+        self.read_all()
+        calls = [_call(block, place) for place, block in enumerate(self.answer.calls)]
+        said = self.fields(self.answer.text("content"), self.answer.text("reasoning"), calls)
+        return self._object(said, self._done())
+
+    def begin(self, block: Block) -> bytes:
+        return b""
+
+    def extend(self, block: Block, text: str) -> bytes:
+        if block.kind == "call" or not text:
+            return b""  # a call is sent as a whole, when it has ended
+        return self._line(self.fields(thinking=text) if block.kind == "reasoning" else self.fields(text))
+
+    def end(self, block: Block) -> bytes:
+        if block.kind != "call":
+            return b""
+        return self._line(self.fields(calls=[_call(block, len(self.answer.calls) - 1)]))
+
+    def last(self, error: PreheatError | None) -> bytes:
+        if error is not None:
+            return encode(ollama_error(error)) + b"\n"
+        return self._line(self.fields(), self._done())
+
+    def _line(self, said: dict[str, Any], done: dict[str, Any] | None = None) -> bytes:
+        return encode(self._object(said, done)) + b"\n"
+
+    def _object(self, said: dict[str, Any], done: dict[str, Any] | None = None) -> Struct:
+        return self.kind(model=self._model, created_at=_now(), done=done is not None, **said, **(done or {}))  # type: ignore[call-arg]
+
+    def _done(self) -> dict[str, Any]:
+        """Why the answer ended, counts, and times."""
+        state, now = self.state, time.monotonic()
+        first = state.first_token_at or now
+        spans = {"total": now - state.arrived_at, "prompt_eval": first - state.arrived_at, "eval": now - first}
+        return {
+            "done_reason": "length" if self.choice.finish_reason == "length" else "stop",
+            "load_duration": 0,
+            "prompt_eval_count": len(state.prompt_ids),
+            "eval_count": self.completion_tokens,
+            **{f"{name}_duration": int(seconds * _NANOSECONDS) for name, seconds in spans.items()},
+        }
+
+
+class _ChatWriter(_OllamaWriter):
+    kind = OllamaChatAnswer
+
+    def fields(self, content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
+        return {"message": OllamaAnswerMessage(content, thinking or UNSET, list(calls) or UNSET)}
+
+
+class _GenerateWriter(_OllamaWriter):
+    kind = OllamaGenerateAnswer
+
+    def fields(self, content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
+        return {"response": content, "thinking": thinking or UNSET}
+
+
+def _call(block: Block, index: int) -> OllamaToolCall:
+    return OllamaToolCall(OllamaFunction(block.name, call_arguments(block.text), index), block.id)
+
+
+class _EmbedWriter(PooledWriter):
+    prefix = "embd"
+
+    def whole(self) -> OllamaEmbedAnswer:
+        taken = time.monotonic() - min(state.arrived_at for state in self._states)
+        return OllamaEmbedAnswer(
+            model=self._fields["model"], embeddings=[vector.tolist() for vector in self.vectors(True)],
+            total_duration=int(taken * _NANOSECONDS), prompt_eval_count=self.usage().prompt_tokens,
+        )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The bodies of Ollama's API: its shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from preheat.server.schema import ForModel, only, rejected
+
+Images = list[str]
+"""Images in base64."""
+
+
+class OllamaFunction(Struct, forbid_unknown_fields=True):
+    """A call's function; ``index`` is what answers add."""
+
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A call that the model made."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(Struct, forbid_unknown_fields=True):
+    """A message. ``tool_name`` is the tool that a result is of."""
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaRequest(ForModel, kw_only=True):
+    """What all bodies have. ``options`` has the sampling fields, under Ollama's names; models stay loaded."""
+
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None
+
+
+class OllamaGenerating(OllamaRequest, kw_only=True):
+    """What requests for a text have in common. They are streamed unless ``stream`` is false. ``format``: "json", or a
+    JSON schema.
+    """
+
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    truncate: Annotated[Any, only(False)] = None
+    shift: Annotated[Any, only(False)] = None
+    logprobs: Annotated[Any, only(False)] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+
+
+class OllamaChatRequest(OllamaGenerating, kw_only=True):
+    """POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@rejected("template width height steps")
+class OllamaGenerateRequest(OllamaGenerating, kw_only=True):
+    """POST /api/generate. ``raw``: the prompt as it is, without the chat template."""
+
+    prompt: str | None = None
+    system: str | None = None
+    images: Images | None = None
+    raw: bool | None = None
+    suffix: Annotated[Any, only("")] = None
+    context: Annotated[Any, only([])] = None
+
+
+class OllamaEmbedRequest(OllamaRequest, kw_only=True):
+    """POST /api/embed."""
+
+    input: str | list[str]
+    dimensions: int | None = None
+    truncate: bool | None = None
+
+
+class OllamaShowRequest(ForModel, kw_only=True):
+    """POST /api/show. ``name`` is an older name of ``model``."""
+
+    name: str | None = None
+    verbose: bool | None = None
+
+
+class OllamaDone(Struct, omit_defaults=True, kw_only=True):
+    """The last fields of an answer, times in nanoseconds."""
+
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaAnswerMessage(Struct):
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
+    role: Literal["assistant"] = "assistant"
+
+
+class OllamaChatAnswer(OllamaDone, kw_only=True):
+    """A whole answer, or a line of one."""
+
+    model: str
+    created_at: str
+    message: OllamaAnswerMessage
+    done: bool
+
+
+class OllamaGenerateAnswer(OllamaDone, kw_only=True):
+    """A whole answer, or a line of one."""
+
+    model: str
+    created_at: str
+    response: str
+    done: bool
+    thinking: str | UnsetType = UNSET
+
+
+class OllamaEmbedAnswer(Struct, kw_only=True):
+    model: str
+    embeddings: list[Any]
+    total_duration: int
+    prompt_eval_count: int
+    load_duration: int = 0
+
+
+class OllamaDetails(Struct):
+    """What is unknown is empty."""
+
+    format: str = "safetensors"
+    family: str = ""
+    families: list[str] = []
+    parent_model: str = ""
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(Struct, kw_only=True):
+    """A name that is served. ``digest`` tells models apart; ``size`` is not known to the server."""
+
+    name: str
+    model: str
+    modified_at: str
+    digest: str
+    details: OllamaDetails
+    size: int = 0
+    context_length: int | UnsetType = UNSET
+
+
+class OllamaModels(Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Struct, kw_only=True):
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+    modelfile: str = ""
+    parameters: str = ""
+
+
+class OllamaVersion(Struct):
+    version: str
