@@ -13,13 +13,13 @@ from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH, read_config
 
 
-def write_adapter(folder: Path, seed: int, rank: int = 4, **fields: Any) -> Path:
-    """An adapter of the bundled model's attention, strong enough that its answers are others."""
+def write_adapter(folder: Path, seed: int, rank: int = 4, model: Path = BUNDLED_PATH, **fields: Any) -> Path:
+    """An adapter of a model's attention, strong enough that its answers are others."""
     from preheat.lora.adapter import adapted_modules
 
     draw = torch.Generator().manual_seed(seed)
     targets, tensors = ("q_proj", "v_proj", "o_proj"), {}
-    for module, (outputs, inputs) in adapted_modules(read_spec(read_config(BUNDLED_PATH))).items():
+    for module, (outputs, inputs) in adapted_modules(read_spec(read_config(model))).items():
         if module.endswith(targets):
             tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw)
             tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)

@@ -28,12 +28,13 @@ from preheat.execution.input_batch import Packer
 from preheat.execution.offload import HostTier
 from preheat.execution.sleep import sleepable_weights
 from preheat.grammar.service import Grammars, open_grammars
-from preheat.lora.boot import adapter_parts, check_mode, open_adapters
+from preheat.lora.boot import adapter_parts, open_adapters
 from preheat.lora.service import Adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
+from preheat.model.traits import check_traits
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
@@ -181,8 +182,8 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
     mode = resolve(backend.facts, settings)
-    settings = for_ranks(for_replica(settings, backend.facts), backend, mode)
-    check_mode(settings, mode)
+    check_traits(with_defaults(settings, backend.facts), backend.facts, mode)
+    settings = for_ranks(for_replica(settings, backend.facts), backend.facts)
     backend.prepare(settings, cache_root(settings))
     return backend, settings, mode
 

@@ -15,8 +15,9 @@ import torch
 
 from preheat.backends.base import Backend, SleepMemory
 from preheat.backends.names import HOST
+from preheat.combinations import check, traits_of
 from preheat.core import Command, EngineState
-from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError
+from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError, SettingsError
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import BlockCache
 from preheat.execution.sleep import CACHE, WEIGHTS
@@ -162,6 +163,8 @@ class Elastic:
             raise InvalidRequest("the engine was started without --enable-sleep-mode, which sleep needs")
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 0, 1 or 2, not {level}", param="level")
+        if not LEVELS[level].get(WEIGHTS, True):
+            self._check_supported()  # nothing else brings weights back
 
     def sleep(self, level: int) -> None:
         """Running sequences keep their tokens: the rest is computed again when the engine is awake."""
@@ -233,6 +236,7 @@ class Elastic:
         check = self._check()
         check.begin()
         check.run("finite")
+        self._scheduler.adapters.forget()  # the check has put its own into their places
         self.state.digest = self._monitor.record.proof.digest
 
     @property
@@ -241,12 +245,11 @@ class Elastic:
 
     def _check_supported(self) -> None:
         """Raise InvalidRequest, saying what to change, where weights cannot be updated."""
-        if self._settings.tensor_parallel_size > 1 or self._settings.tp_invariant:
-            raise InvalidRequest("weights that several devices share cannot be updated yet")
-        if self._settings.enable_lora:
-            raise InvalidRequest("weights below adapters cannot be updated yet: start the engine without --enable-lora")
-        if reason := self._backend.facts.fixed_weights:
-            raise InvalidRequest(f"weights cannot be updated on {self._backend.facts.name}: {reason}")
+        facts, on = self._backend.facts, traits_of(self._settings) | {"updates"}
+        try:
+            check(on, {f"on {facts.name}": facts.lacks})
+        except SettingsError as error:
+            raise InvalidRequest(error.message) from None
 
 
 def _plain_copy(source: torch.Tensor, out: torch.Tensor) -> None:

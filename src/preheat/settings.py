@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from preheat.backends.names import DEVICES, HOST
+from preheat.combinations import check_settings
 from preheat.errors import SettingsError
-from preheat.utils.adapters import check_lora
+from preheat.utils.adapters import check_names
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.files import read_given, shown, why_unread
 from preheat.utils.given import given_options
-from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
@@ -638,68 +638,12 @@ class Settings:
                 f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}",
                 param="tensor_parallel_size",
             )
-        if self.tensor_parallel_size > 1 and self.tp_invariant is False:
-            raise SettingsError(
-                "tp_invariant is the only order in which several devices add: leave it out, or set "
-                "tensor_parallel_size to 1",
-                param="tp_invariant",
-            )
-        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size * self.pipeline_parallel_size == 1:
-            raise SettingsError(
-                "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
-                "tensor_parallel_size or pipeline_parallel_size",
-                param="distributed_executor_backend",
-            )
-        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size * self.pipeline_parallel_size > 1:
-            raise SettingsError(
-                "distributed_executor_backend uni runs one rank: leave it out, or set tensor_parallel_size and "
-                "pipeline_parallel_size to 1",
-                param="distributed_executor_backend",
-            )
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")
-        if self.skip_warmup and self.on_cold == "raise":
-            raise SettingsError(
-                "on_cold raise would fail every first request without warm-up: drop skip_warmup", param="on_cold"
-            )
-        for_text = (self.tokenizer, self.chat_template, self.default_chat_template_kwargs)
-        if self.skip_tokenizer_init and any(each is not None for each in for_text):
-            raise SettingsError(
-                "skip_tokenizer_init leaves no use for tokenizer, chat_template and default_chat_template_kwargs: "
-                "drop it, or them",
-                param="skip_tokenizer_init",
-            )
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise SettingsError(
-                "enable_auto_tool_choice needs a tool_call_parser: name the one of the model", param="tool_call_parser"
-            )
         structured_config(self.structured_outputs_config)
         if self.root_path.strip("/") and not self.root_path.startswith("/"):
             raise SettingsError(f"root_path {self.root_path!r} must begin with a slash", param="root_path")
-        if (self.quantization == "inc") != (self.quant_config is not None):
-            raise SettingsError(
-                "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none",
-                param="quant_config",
-            )
-        if self.kv_cache_dtype == "fp8_inc" and self.quantization != "inc":
-            raise SettingsError(
-                "kv_cache_dtype fp8_inc takes its scales from QUANT_CONFIG: add --quantization inc, or write fp8",
-                param="kv_cache_dtype",
-            )
-        if self.num_scheduler_steps > 1 and self.async_scheduling is False:
-            raise SettingsError(
-                f"num_scheduler_steps {self.num_scheduler_steps} asks for steps that are prepared ahead, and "
-                "async_scheduling is off: drop one of them",
-                param="num_scheduler_steps",
-            )
-        _ = self.speculation
-        check_lora(self)
         transfer_config(self.weight_transfer_config)
-        _check_elastic(self)
-        _check_replicas(self)
-        _check_prompt_embeds(self)
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
+        check_names(self)
+        check_settings(self)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise SettingsError(f"block_size must be a power of two, got {self.block_size}", param="block_size")
 
@@ -728,61 +672,6 @@ class Settings:
         if path is not None:
             values = {"config": path, **_from_file(path), **values}
         return cls(**with_bucketing_policy(without_unused(values, args or {}, env)))
-
-
-def _check_elastic(settings: Settings) -> None:
-    """Raise SettingsError for what excludes each other."""
-    if kv_events_config(settings.kv_events_config).publishes and not settings.enable_prefix_caching:
-        raise SettingsError(
-            "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false",
-            param="kv_events_config",
-        )
-    if settings.kv_offloading_size and not settings.enable_prefix_caching:
-        raise SettingsError(
-            "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false",
-            param="kv_offloading_size",
-        )
-    if settings.enable_sleep_mode and settings.enable_lora:
-        raise SettingsError(
-            "enable_sleep_mode is for models without adapters yet: drop it, or enable_lora", param="enable_sleep_mode"
-        )
-    shares = settings.tensor_parallel_size > 1 or settings.tp_invariant
-    for name in ("kv_offloading_size", "enable_sleep_mode"):
-        if shares and getattr(settings, name):
-            raise SettingsError(
-                f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
-            )
-
-
-def _check_replicas(settings: Settings) -> None:
-    """Raise SettingsError for what several replicas cannot do."""
-    refused = {
-        "server_dev_mode": (settings.server_dev_mode, "an operator's commands go to one engine yet"),
-        "enable_sleep_mode": (settings.enable_sleep_mode, "an operator's commands go to one engine yet"),
-        "allow_runtime_lora_updating": (settings.allow_runtime_lora_updating, "replicas read adapters at boot alone"),
-        "kv_events_config": (
-            kv_events_config(settings.kv_events_config).publishes,
-            "all replicas would publish at one endpoint",
-        ),
-    }
-    for name, (given, why) in refused.items():
-        if settings.data_parallel_size > 1 and given:
-            raise SettingsError(f"data_parallel_size: {why}: leave {name} out, or run one engine", param=name)
-
-
-def _check_prompt_embeds(settings: Settings) -> None:
-    """Raise SettingsError for what prompts of embeddings exclude."""
-    speculates = settings.speculation
-    refused = {
-        "tensor_parallel_size": (settings.tensor_parallel_size > 1 or settings.tp_invariant)
-        and "is for one device that shares no layers yet",
-        "speculative_config": speculates is not None
-        and speculates.model is not None
-        and "leaves a model that drafts without tokens to read; other methods draft",
-    }
-    for name, why in refused.items():
-        if settings.enable_prompt_embeds and why:
-            raise SettingsError(f"enable_prompt_embeds {why}: drop it, or change {name}", param=name)
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:

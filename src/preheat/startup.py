@@ -33,8 +33,10 @@ from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.shard import shard, sums_leaves
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.stage import stage_of
+from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.plan import commands
+from preheat.plan.modes import with_defaults
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
@@ -181,11 +183,12 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
 
     The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
     """
+    facts = facts_of(settings.device)
+    check_traits(with_defaults(settings, facts), facts)
     spec, folder = _spec(settings), find_model(settings, with_weights=False)
     if (pooling := pooling_of(settings, folder, read_config(folder, settings.hf_overrides))) is not None:
         spec = without_head(spec, pooling.max_length)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
-    facts = facts_of(settings.device)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)
     check_backend(spec, facts)
     weights = bytes_by_scheme(spec, facts, 4 if dtype == "float32" else 2)

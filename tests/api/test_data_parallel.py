@@ -19,6 +19,7 @@ from preheat.backends.base import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU
+from preheat.combinations import check, traits_of
 from preheat.core import Ready
 from preheat.errors import SettingsError
 from preheat.parallel.share import for_replica
@@ -179,7 +180,7 @@ def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads(CPU, data_parallel_size=2, tensor_parallel_size=2) == 2
     assert threads(CPU, data_parallel_size=2, num_threads=5) == 5
     with pytest.raises(SettingsError, match="Gaudi"):
-        threads(HPU, data_parallel_size=2)
+        check(traits_of(Settings(data_parallel_size=2)), {"on hpu": HPU.lacks})
 
 
 async def streams(server: Server, count: int, victim: int) -> list[bytes]:

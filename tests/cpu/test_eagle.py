@@ -21,7 +21,7 @@ from preheat.execution import eagle
 from preheat.execution.features import Features
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
-from preheat.plan.modes import check_options
+from preheat.model.traits import check_traits
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
@@ -261,7 +261,7 @@ def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"execution_mode": "compile"}, "execution mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
+    [({"execution_mode": "compile"}, "mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
 )
 def test_what_it_does_not_work_with_is_named(saved, options, message):
     with pytest.raises(SettingsError, match=message):
@@ -270,8 +270,9 @@ def test_what_it_does_not_work_with_is_named(saved, options, message):
 
 def test_a_device_on_which_no_head_ever_ran_is_named(saved):
     asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
-    with pytest.raises(SettingsError, match="eagle3 does not work with hpu yet"):
-        check_options(Settings.load({"model": saved.target, **asked}), FACTS["hpu"])
+    settings, facts = Settings.load({"model": saved.target, **asked, "bucketing_policy": "unified"}), FACTS["hpu"]
+    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be had on hpu"):
+        check_traits(settings, facts)
 
 
 def test_a_head_that_is_asked_for_as_a_model_is_named(saved):

@@ -249,8 +249,8 @@ def test_the_plan_is_printed(checkpoint):
 
 def test_what_cannot_pool_is_refused(checkpoint):
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    for more, why in (({"tp_invariant": True}, "tensor_parallel_size"), (drafts, "with speculative_config")):
-        with pytest.raises(SettingsError, match=f"pooling is not available .*{why}"):
+    for name, more in {"speculative_config": drafts, "enable_lora": {"enable_lora": True}}.items():
+        with pytest.raises(SettingsError, match=rf"pooling \(runner\) and .*{name}.* do not work together"):
             LLM(str(checkpoint), runner="pooling", **OPTIONS | more)
     llm = LLM(str(checkpoint), runner="pooling", **OPTIONS)
     with pytest.raises(InvalidRequest, match="maximum context length is 256"):

@@ -23,7 +23,7 @@ from preheat.backends.shards import LeafLinear, Leaves
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import read_adapter
-from preheat.model.adapters import AdapterSeats, check_adapters
+from preheat.model.adapters import AdapterSeats, check_tiles
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -199,14 +199,13 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def test_ranks_that_would_have_no_tile_are_refused_before_anything_is_loaded(folder):
+def test_ranks_that_would_have_no_tile_are_refused_before_anything_is_loaded():
     own = Settings(
         model="bundled", enable_lora=True, fully_sharded_loras=True, tensor_parallel_size=4, max_lora_rank=63
     )
-    spec = read_spec(read_config(folder / "base"))
     with pytest.raises(SettingsError, match="to 64 or more"):
-        check_adapters(own, spec)
-    check_adapters(replace(own, max_lora_rank=64), spec)
+        check_tiles(own)
+    check_tiles(replace(own, max_lora_rank=64))
 
 
 SHARED: dict[str, Any] = {

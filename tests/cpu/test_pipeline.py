@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.sharing import CpuSharing
 from preheat.backends.meeting import OneNode
 from preheat.errors import ModelError, RankDied, SettingsError
@@ -19,7 +18,6 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.stage import stage_of
 from preheat.parallel.groups import Groups, Pipe
-from preheat.parallel.share import for_ranks
 from preheat.settings import Settings
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_tensor_parallel import OPTIONS, answers, record_of
@@ -105,14 +103,10 @@ def test_what_travels_keeps_its_bits(kind, same, tmp_path):
 
 
 def test_what_stages_do_not_do_is_refused_by_name(tmp_path):
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    refused = {"enable_lora": True, "kv_cache_dtype": "fp8", "speculative_config": drafts}
+    refused = {"enable_lora": True, "kv_offloading_size": 1.0, "execution_mode": "compile"}
     for name, value in refused.items():
-        with pytest.raises(SettingsError, match=f"{name} = .* does not work with pipeline_parallel_size"):
-            for_ranks(Settings(pipeline_parallel_size=2, **{name: value}), CpuBackend(), "eager")
+        with pytest.raises(SettingsError, match=f"{name}.* do not work together yet: .*leave pipeline_parallel_size"):
+            Settings(pipeline_parallel_size=2, **{name: value})
     save_checkpoint(MODELS["llama"], tmp_path)
     with pytest.raises(ModelError, match="has 3 layers, so --pipeline-parallel-size is 3 at most"):
         stage_of(read_spec(read_config(tmp_path)), 0, 4)
-    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    with pytest.raises(ModelError, match="quantized models have no stages yet"):
-        stage_of(read_spec(read_config(tmp_path) | quantized), 0, 2)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from preheat import LLM
+from preheat import LLM, LoRARequest
 from preheat.errors import InvalidRequest, ModelError, NotInvariant, NotReady, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.residence import Dropped
 from preheat.model.update import is_packed, tensors_of
 from preheat.settings import Settings
 from preheat.utils.memory import used_memory
+from tests.adapters import write_adapter
 from tests.cpu.test_boot_check import SMALL
 from tests.cpu.test_weight_update import GREEDY, PROMPT, tokens
 
@@ -84,6 +85,27 @@ def test_what_runs_is_kept_through_a_sleep(engine):
             engine.advance()
         assert state.output().outputs[0].token_ids == expected
     engine.loop.scheduler.check()
+
+
+def test_adapters_are_put_back(tmp_path):
+    """The check that ends a sleep has adapters of its own, which take the places of those that are served."""
+    engine = LLM(**SMALL, enable_sleep_mode=True, enable_lora=True, max_lora_rank=4)
+    adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", 1)))
+
+    def answers() -> list[list[int]]:
+        asked = [PROMPT, PROMPT]
+        found = engine.generate(asked, GREEDY, use_tqdm=False, lora_request=[adapter, None])
+        return [each.outputs[0].token_ids for each in found]
+
+    expected = answers()
+    assert expected[0] != expected[1]
+    engine.sleep(1)
+    engine.wake_up()
+    assert answers() == expected
+    engine.loop.scheduler.check()
+    with pytest.raises(InvalidRequest, match=r"updates of weights .* adapters .*do not work together yet"):
+        engine.sleep(2)
+    assert answers() == expected
 
 
 def test_bits_that_changed_are_found(engine, monkeypatch):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -26,13 +27,13 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
 from preheat.backends.meeting import OneNode
-from preheat.errors import ModelError, RankDied, SettingsError
+from preheat.errors import RankDied, SettingsError
 from preheat.model import shard as shards
 from preheat.model import sources
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
-from preheat.model.files import BUNDLED_PATH, read_config
-from preheat.model.loader import FromHost, check_shares, load_weights
+from preheat.model.files import read_config
+from preheat.model.loader import FromHost, load_weights
 from preheat.model.shard import shard
 from preheat.ops.leaves import tree_sum
 from preheat.parallel import channel
@@ -171,38 +172,28 @@ def test_dummy_weights_are_those_of_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sharing", "mode", "said"),
-    [(None, "eager", "not available on cpu yet"), (CpuSharing(), "compile", "execution mode compile cannot")],
-)
-def test_what_ranks_cannot_do_is_refused(sharing, mode, said, monkeypatch):
-    monkeypatch.setattr(CpuBackend, "sharing", sharing)
-    for settings in (Settings(tensor_parallel_size=2), Settings(tp_invariant=True)):
-        with pytest.raises(SettingsError, match=said):
-            for_ranks(settings, CpuBackend(), mode)
-    assert for_ranks(Settings(), CpuBackend(), mode) == Settings()
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"quantization": "inc", "quant_config": "inc.json"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"speculative_config": {"model": "bundled", "num_speculative_tokens": 2}},
+        {"execution_mode": "compile"},
     ],
 )
 def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
     name = next(iter(options))
-    with pytest.raises(SettingsError, match=f"{name} does not work with tensor_parallel_size"):
-        for_ranks(Settings(tp_invariant=True, **options), CpuBackend(), "eager")
+    for ranks in ({"tp_invariant": True}, {"tensor_parallel_size": 2}):
+        with pytest.raises(SettingsError, match=f"{name}.* do not work together yet.*tensor_parallel_size"):
+            Settings(**ranks, **options)
 
 
-def test_quantized_layers_are_refused_where_ranks_have_no_kernels(monkeypatch):
-    monkeypatch.setattr(CpuSharing, "quantized", False)
-    with pytest.raises(SettingsError, match="quantization does not work with tensor_parallel_size"):
-        for_ranks(Settings(tp_invariant=True, quantization="fp8"), CpuBackend(), "eager")
-    spec = read_spec(read_config(BUNDLED_PATH), "fp8")
-    with pytest.raises(ModelError, match="cannot share quantized layers on cpu yet"):
-        check_shares(spec, CpuBackend())
-    check_shares(read_spec(read_config(BUNDLED_PATH)), CpuBackend())
+@pytest.mark.parametrize(
+    ("lacks", "options"),
+    [(("tensor_parallel",), {}), (("tensor_parallel", "w8a8"), {"quantization": "fp8"})],
+)
+def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, monkeypatch):
+    monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
+    with pytest.raises(SettingsError, match="cannot be had on cpu: nobody has built it: leave tensor_parallel_size"):
+        LLM(tp_invariant=True, **OPTIONS, **options)
 
 
 def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
@@ -215,7 +206,7 @@ def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
 
 def test_ranks_have_the_same_threads_whatever_their_number():
     found = {
-        for_ranks(Settings(tensor_parallel_size=size, tp_invariant=True), CpuBackend(), "eager").num_threads
+        for_ranks(Settings(tensor_parallel_size=size, tp_invariant=True), CpuBackend.facts).num_threads
         for size in (1, 2, 4)
     }
     assert len(found) == 1 and None not in found

@@ -214,9 +214,9 @@ def test_pause(llm):
 
 def test_a_device_that_knows_its_weights_refuses(llm, changed, monkeypatch):
     monkeypatch.setattr(
-        llm.loop.executor.backend, "facts", replace(CpuBackend.facts, fixed_weights="they are baked in")
+        llm.loop.executor.backend, "facts", replace(CpuBackend.facts, lacks={("updates",): "weights are baked in"})
     )
     before = llm.state
-    with pytest.raises(InvalidRequest, match="weights cannot be updated on cpu: they are baked in"):
+    with pytest.raises(InvalidRequest, match="cannot be had on cpu: weights are baked in"):
         llm.update_weights(changed)
     assert llm.state == before

@@ -121,6 +121,7 @@ class ToyBackend:
     facts = base.Facts(
         name="toy", split=16, machine=base.Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
         modes=base.Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),
+        lacks=dict.fromkeys([("tensor_parallel",), ("pipeline",), ("adapters",)], "it is a toy"),
     )  # fmt: skip
     device, fingerprint, peak_memory = torch.device("cpu"), "toy", staticmethod(lambda run: run() or 0)
     cold_sources = staticmethod(lambda: dict.fromkeys(ORIGINS, cold.Watched("none", "it is a toy")))

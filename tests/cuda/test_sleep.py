@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, LoRARequest, SamplingParams
 from preheat.errors import InvalidRequest, NotInvariant
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.update import tensors_of
+from tests.adapters import write_adapter
 from tests.cuda.test_engine import ROOMY, model
 
 __all__ = ["model"]  # a fixture
@@ -46,6 +47,26 @@ def test_level_1_keeps_addresses_and_bits(engine):
     assert [each.data_ptr() for each in (*weights(engine), cache)] == places
     assert all(torch.equal(*pair) for pair in zip(weights(engine), before, strict=True))
     assert digest and engine.state.digest == digest and tokens(engine) == said
+
+
+def test_adapters_are_put_back(tmp_path):
+    """Their places are at the addresses that graphs know, and the check that ends a sleep has taken them."""
+    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 8, "skip_warmup": False, "max_lora_rank": 4}
+    engine = LLM("bundled", device="cuda", enable_sleep_mode=True, enable_lora=True, on_cold="raise", **options)
+    adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", 1)))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def answers() -> list[list[int]]:
+        found = engine.generate([PROMPT, PROMPT], params, lora_request=[adapter, None])
+        return [each.outputs[0].token_ids for each in found]
+
+    expected = answers()
+    assert expected[0] != expected[1]
+    engine.sleep(1)
+    engine.wake_up()
+    assert answers() == expected
+    with pytest.raises(InvalidRequest, match="updates of weights"):
+        engine.sleep(2)
 
 
 def test_level_2_loses_the_weights_until_an_update_brings_all():

@@ -12,7 +12,7 @@ import pytest
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
 # Every part may use these, and they may use only each other.
-BASE = {"core", "settings", "limits", "errors", "metrics", "utils", "backends.names"}
+BASE = {"core", "settings", "combinations", "limits", "errors", "metrics", "utils", "backends.names"}
 
 # Every part, and the parts that it may import. What a platform is in general, the protocol and the facts' type, is
 # "backends.base"; "backends" are the platforms themselves, which the boot picks from.

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.backends.hpu.facts import FACTS as HPU
+from preheat.combinations import check, traits_of
 from preheat.core import Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.plan.modes import check_options
 from preheat.schedule.adapters import AdapterPlaces
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
@@ -126,6 +126,6 @@ def test_places_are_reused_least_recently_begun_first():
 
 @pytest.mark.parametrize("facts", [HPU], ids=lambda facts: facts.name)
 def test_devices_without_kernels_for_adapters_refuse_them(facts):
-    with pytest.raises(SettingsError, match=f"turned on on {facts.name}: it has no kernels for adapters") as error:
-        check_options(Settings(enable_lora=True), facts)
+    with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: it has no kernels for adapters") as error:
+        check(traits_of(Settings(enable_lora=True)), {f"on {facts.name}": facts.lacks})
     assert error.value.param == "enable_lora"

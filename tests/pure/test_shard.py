@@ -130,8 +130,6 @@ def test_what_nobody_has_said_how_to_cut_is_refused():
     other = replace(layer.mlp, down=replace(layer.mlp.down, format="other"))
     with pytest.raises(ModelError, match="stored as other yet"):
         shard(replace(DENSE, layers=(replace(layer, mlp=other),)), 0, 2)
-    with pytest.raises(ModelError, match="see images yet"):
-        shard(replace(DENSE, vision=object()), 0, 2)
 
 
 def test_norms_and_embeddings_are_whole():

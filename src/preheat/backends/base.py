@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from preheat.combinations import Lacks
 from preheat.limits import Limits
 from preheat.ops.kinds import Activation, NormKind, Scheme
 from preheat.settings import Settings
@@ -88,11 +89,10 @@ class Facts:
     ``host_sampler``: sampling is a plain function on the host, which runs the same code for any number of rows.
     ``quantized``: what computes quantized layers, by :attr:`preheat.ops.kinds.Scheme.kind`; others are refused.
     ``own_graph_memory``: a graph shares its working memory with no other. ``simulated``: it is a fake, which every
-    result says. ``fixed_weights``: why the weights of a loaded model cannot be replaced, if so; ``cannot_pool``: why it
-    makes no embeddings; ``cannot_replicate``: why it runs one engine alone. ``block_size``, ``max_num_seqs``,
-    ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``: options
-    that must stay at their default, with the reason. ``ignored``: options of another platform's software, which have no
-    effect here, as a warning says.
+    result says. ``lacks``: the traits that it cannot have, alone or together, with the reason. ``block_size``,
+    ``max_num_seqs``, ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``:
+    options that must stay at their default, with the reason. ``ignored``: options of another platform's software, which
+    have no effect here, as a warning says.
     """
 
     name: str
@@ -108,14 +108,12 @@ class Facts:
     host_sampler: bool = False
     own_graph_memory: bool = False
     simulated: bool = False
-    fixed_weights: str = ""
-    cannot_pool: str = ""
-    cannot_replicate: str = ""
     block_size: int = 64
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    lacks: Lacks = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
 
@@ -591,10 +589,8 @@ class Link(Collective, Protocol):
 
 class Sharing(Protocol):
     """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
-    depend on how many ranks there are; see :mod:`preheat.ops.leaves`. ``quantized``: weights may be.
+    depend on how many ranks there are; see :mod:`preheat.ops.leaves`.
     """
-
-    quantized: bool
 
     def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
         """Meet the other ranks. ``check``, which raises where a rank has died, is called while one waits for them. One

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from preheat.backends.base import Mode
-from preheat.errors import SettingsError
 from preheat.lora.adapter import read_adapter
 from preheat.lora.service import NO_ADAPTERS, Adapters
 from preheat.model.adapters import Packed
@@ -30,15 +28,6 @@ class PackedAdapter:
 
 ReadPacked = Callable[[str, str], PackedAdapter]
 """``read(name, path)``: see :data:`preheat.lora.service.Read`."""
-
-
-def check_mode(settings: Settings, mode: Mode) -> None:
-    """Raise SettingsError for an execution mode that does not go with adapters."""
-    if settings.enable_lora and mode == "compile":
-        raise SettingsError(
-            "enable_lora does not go with execution mode compile yet: a region is compiled without adapters; use eager",
-            param="execution_mode",
-        )
 
 
 def adapter_reader(model: LoadedModel) -> ReadPacked:

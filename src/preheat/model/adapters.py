@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from preheat.backends.base import (
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec, MoeSpec
+from preheat.model.specs import EmbeddingSpec, LinearSpec, MoeSpec
 from preheat.ops.embedding import rounded
 from preheat.ops.lora import TILE, LowRank
 from preheat.settings import Settings
@@ -195,17 +195,8 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
     return [torch.cat(found[name]) for name in names]
 
 
-def check_adapters(settings: Settings, spec: ModelSpec) -> None:
-    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``, or with ranks."""
-    if not settings.enable_lora:
-        return
-    reasons: Iterable[tuple[bool, str, str]] = (
-        (settings.quantization == "inc", "quantization", "layers of INC's files have no places for them"),
-        (spec.head is None, "runner", "an engine that pools has not tried them"),
-    )  # fmt: skip
-    for given, name, reason in reasons:
-        if given:
-            raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
+def check_tiles(settings: Settings) -> None:
+    """Raise SettingsError if adapters that ranks divide would leave one of them none."""
     least = settings.tensor_parallel_size * TILE
     if settings.fully_sharded_loras and settings.max_lora_rank < least:
         raise SettingsError(
@@ -216,16 +207,15 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
 
 
 def make_seats(
-    settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype, collective: Collective | None = None
+    settings: Settings, backend: Backend, dtype: torch.dtype, collective: Collective | None = None
 ) -> AdapterSeats | None:
     """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``, whose layers those of the
     ``collective`` share; None: adapters are off. Raises SettingsError where they cannot be served.
     """
-    check_adapters(settings, spec)
     if not settings.enable_lora:
         return None
-    if backend.adapters is None:
-        raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
+    check_tiles(settings)
+    assert backend.adapters is not None, "its facts say that it lacks adapters"
     facts = backend.facts
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)

@@ -108,11 +108,6 @@ def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
         raise ModelError(
             f"method eagle3 drafts with a head of {ARCHITECTURE}, and config.json has architectures {names}"
         )
-    if target.vision is not None:
-        raise SettingsError(
-            "speculative_config: method eagle3 does not work with a model that sees images: leave it out",
-            param="speculative_config",
-        )
     config = Config(ARCHITECTURE, values).with_defaults(max_position_embeddings=2048, num_hidden_layers=1)
     config.require_unquantized()
     for name in ("tie_word_embeddings", "norm_before_fc", "fc_norm", "norm_output"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, Collective, Linear, Norm, Sharing
 from preheat.backends.names import HOST
-from preheat.errors import ModelError, SettingsError
+from preheat.errors import ModelError
 from preheat.model.adapters import AdapterSeats, make_seats
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of
@@ -40,7 +40,7 @@ from preheat.model.layers import (
 )
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.quantize import quantize
-from preheat.model.shard import head_tile, shard, sums_leaves
+from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
     TIED_HEAD,
@@ -100,10 +100,7 @@ def load_model(
     config = read_config(folder, settings.hf_overrides)
     spec = spec_of(config, settings)
     if (pooling := pooling_of(settings, folder, config)) is not None:
-        _check_pools(settings, spec, backend)
         spec = without_head(spec, pooling.max_length)
-    if settings.enable_prompt_embeds:
-        _check_takes_embeds(spec)
     name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     if remark:
         logger.info("%s", remark)
@@ -117,9 +114,8 @@ def load_model(
     spec = stage_of(spec, stage, settings.pipeline_parallel_size)
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
-        check_shares(spec, backend)
     check_backend(spec, backend.facts)
-    seats = make_seats(settings, spec, backend, dtype, collective)
+    seats = make_seats(settings, backend, dtype, collective)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
@@ -133,49 +129,6 @@ def load_model(
     sizes = bytes_by_scheme(whole, backend.facts, dtype.itemsize)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
     return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
-
-
-def check_shares(spec: ModelSpec, backend: Backend) -> None:
-    """Raise ModelError for quantized layers on a backend whose ranks have no kernels for them."""
-    if any(scheme is not None for scheme in spec.weight_bytes(1)) and not (
-        backend.sharing and backend.sharing.quantized
-    ):
-        raise ModelError(
-            f"ranks cannot share quantized layers on {backend.facts.name} yet: leave --tensor-parallel-size and "
-            "--tp-invariant out",
-            param="tensor_parallel_size",
-        )
-
-
-def _check_takes_embeds(spec: ModelSpec) -> None:
-    """Raise SettingsError unless a prompt's embeddings are the rows of a table as they are, and nothing else."""
-    refused = {
-        "sees images": spec.vision is not None,
-        "scales the embeddings of its tokens": spec.embedding.scale is not None,
-        "adds learned positions to the embeddings of its tokens": spec.positions is not None,
-    }
-    for why, holds in refused.items():
-        if holds:
-            raise SettingsError(
-                f"enable_prompt_embeds does not work yet with a model that {why}: leave it out",
-                param="enable_prompt_embeds",
-            )
-
-
-def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
-    """Raise SettingsError for what an engine that pools cannot have yet."""
-    refused = {
-        "device": backend.facts.cannot_pool and f"on this device ({backend.facts.cannot_pool})",
-        "tensor_parallel_size": sums_leaves(settings) and "with tensor_parallel_size",
-        "speculative_config": settings.speculation is not None and "with speculative_config",
-        "model": spec.vision is not None and "for models that see images",
-        "enable_prompt_embeds": settings.enable_prompt_embeds and "with enable_prompt_embeds",
-    }
-    for name, why in refused.items():
-        if why:
-            raise SettingsError(
-                f"pooling is not available yet {why}: write --runner generate, or change it", param=name
-            )
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:

@@ -41,8 +41,6 @@ def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
     """What ``rank`` of ``world`` ranks has of ``spec``. Raises ModelError, saying what to change, for what cannot be
     divided.
     """
-    if spec.vision is not None:
-        raise _not_yet("models that see images")
     cut = _Cut(rank, world)
     return replace(spec, layers=tuple(map(cut.layer, spec.layers)), head=spec.head and cut.head(spec.head))
 

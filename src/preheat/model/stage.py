@@ -15,20 +15,16 @@ from preheat.model.specs import ModelSpec
 
 def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
     """What stage ``number`` of ``stages`` has of ``spec``. Earlier stages have a layer more where layers do not divide,
-    so no stage's KV cache is larger than the first one's. Raises ModelError, saying what to change, for what has no
-    stages.
+    so no stage's KV cache is larger than the first one's. Raises ModelError for more stages than layers.
     """
     if stages == 1:
         return spec
     count = len(spec.layers)
     if stages > count:
-        raise _error(f"the model has {count} layers, so --pipeline-parallel-size is {count} at most")
-    if spec.vision is not None:
-        raise _error("models that see images have no stages yet: leave --pipeline-parallel-size out")
-    if spec.head is None:
-        raise _error("pooling has no stages yet: leave --pipeline-parallel-size out, or write --runner generate")
-    if any(scheme is not None for scheme in spec.weight_bytes(1)):
-        raise _error("quantized models have no stages yet: leave --pipeline-parallel-size out")
+        raise ModelError(
+            f"the model has {count} layers, so --pipeline-parallel-size is {count} at most",
+            param="pipeline_parallel_size",
+        )
     first, end = (-(-at * count // stages) for at in (number, number + 1))
     begins, ends = number == 0, number == stages - 1
     return replace(
@@ -38,7 +34,3 @@ def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
         positions=spec.positions if begins else None,
         elsewhere=("embedding",) * (not begins and not (ends and spec.tied)) + ("head",) * (not ends),
     )
-
-
-def _error(why: str) -> ModelError:
-    return ModelError(why, param="pipeline_parallel_size")

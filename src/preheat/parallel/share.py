@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from preheat.backends.base import Backend, Collective, Facts, Mode
+from preheat.backends.base import Backend, Collective, Facts
 from preheat.backends.cold import Counted
 from preheat.backends.meeting import OneNode
-from preheat.errors import SettingsError
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
 from preheat.lora.boot import ReadPacked
@@ -40,8 +39,9 @@ class Share:
     def open(cls, settings: Settings, backend: Backend) -> Share:
         """Start the other ranks, if there are to be any; they load their shards while this one does."""
         world = world_size(settings)
-        if not has_groups(settings) or backend.sharing is None:
+        if not has_groups(settings):
             return cls(None, None, build)
+        assert backend.sharing is not None, "its facts say that it lacks ranks"
         if world == 1:
             return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
         ranks = Ranks(settings, cache_root(settings), _launcher(settings, backend))
@@ -79,19 +79,9 @@ class Share:
 
 
 def for_replica(settings: Settings, facts: Facts) -> Settings:
-    """``settings`` with the threads of one of several replicas, which share a host's cores. Raises SettingsError where
-    replicas have not been tried.
-    """
+    """``settings`` with the threads of one of several replicas, which share a host's cores."""
     if settings.data_parallel_size == 1:
         return settings
-    if facts.cannot_replicate:
-        raise SettingsError(f"data_parallel_size: {facts.cannot_replicate}: run one engine", param="data_parallel_size")
-    if settings.distributed_executor_backend == "ray":
-        raise SettingsError(
-            "data_parallel_size: replicas whose ranks are actors have not been tried: let Ray Serve run the replicas, "
-            "or drop distributed_executor_backend",
-            param="data_parallel_size",
-        )
     if not facts.on_host or settings.num_threads:
         return settings
     ranks = leaves_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
@@ -108,68 +98,12 @@ def _launcher(settings: Settings, backend: Backend) -> Launcher:
     return RankActors(world_size(settings), "CPU" if backend.facts.on_host else "GPU")
 
 
-def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
-    """``settings`` with the threads of one of several ranks, the same on 1, 2 and 4 of them, as bits depend on it.
-
-    Raises SettingsError for what several ranks cannot run.
-    """
-    _check_stages(settings, backend)
-    if not sums_leaves(settings):
-        return settings
-    if backend.sharing is None:
-        raise SettingsError(
-            f"tensor_parallel_size and tp_invariant are not available on {backend.facts.name} yet: leave them out",
-            param="tensor_parallel_size",
-        )
-    if mode == "compile":
-        raise SettingsError(
-            "execution mode compile cannot compile what ranks exchange: leave it out, or leave tensor_parallel_size "
-            "and tp_invariant out",
-            param="execution_mode",
-        )
-    alone = {
-        "speculative_config": settings.speculation is not None,
-        "quantization": settings.quantization == "inc"
-        or (settings.quantization is not None and not backend.sharing.quantized),
-    }
-    if name := next((name for name, given in alone.items() if given), None):
-        raise SettingsError(
-            f"{name} does not work with tensor_parallel_size or tp_invariant yet: leave one of them out", param=name
-        )
-    if not backend.facts.on_host:
+def for_ranks(settings: Settings, facts: Facts) -> Settings:
+    """``settings`` with the threads of one of several ranks, the same on 1, 2 and 4 of them, as bits depend on it."""
+    if not sums_leaves(settings) or not facts.on_host:
         return settings
     threads = max((os.cpu_count() or 1) // leaves_of(settings.tensor_parallel_size), 1)
     return replace(settings, num_threads=settings.num_threads or threads)
-
-
-def _check_stages(settings: Settings, backend: Backend) -> None:
-    """Raise SettingsError for what a pipeline cannot run."""
-    if settings.pipeline_parallel_size == 1:
-        return
-    if not backend.facts.on_host or backend.sharing is None:
-        raise SettingsError(
-            f"pipeline_parallel_size is not available on {backend.facts.name} yet: leave it out, or run with "
-            "tensor_parallel_size",
-            param="pipeline_parallel_size",
-        )
-    alone = {
-        "speculative_config": settings.speculation is not None,
-        "enable_lora": settings.enable_lora,
-        "enable_prompt_embeds": settings.enable_prompt_embeds,
-        "kv_cache_dtype": settings.kv_cache_dtype != "auto",
-        "quantization": settings.quantization is not None,
-        "kv_offloading_size": bool(settings.kv_offloading_size),
-        "enable_sleep_mode": settings.enable_sleep_mode,
-        "weight_transfer_config": settings.weight_transfer_config is not None,
-        "server_dev_mode": settings.server_dev_mode,
-        "execution_mode": settings.execution_mode == "compile",
-        "data_parallel_size": settings.data_parallel_size > 1,
-    }
-    if name := next((name for name, given in alone.items() if given), None):
-        raise SettingsError(
-            f"{name} = {getattr(settings, name)} does not work with pipeline_parallel_size yet: leave one of them out",
-            param=name,
-        )
 
 
 def contract_parts(settings: Settings) -> dict[str, object]:

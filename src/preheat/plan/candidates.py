@@ -78,12 +78,6 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
     """``phases`` and that of steps whose rows end with drafts, if there are any: the rows of decode steps, by width."""
     if not options.verify_widths:
         return phases
-    if not policy_named(options.bucketing_policy).mixed_steps:
-        raise SettingsError(
-            "speculation needs steps that mix prompts and decoding: use --bucketing-policy unified, without a file or "
-            "ranges of prompts or blocks",
-            param="speculative_config",
-        )
     if options.verify_widths[-1] > limits.max_num_batched_tokens:
         raise SettingsError(
             f"a row of {options.verify_widths[-1]} tokens, drafts included, exceeds max_num_batched_tokens "

@@ -119,16 +119,3 @@ def check_options(settings: Settings, facts: Facts) -> None:
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )
-    if settings.speculation is not None and settings.speculation.method == "eagle3":
-        _check_head(settings, facts)
-
-
-def _check_head(settings: Settings, facts: Facts) -> None:
-    """Raise SettingsError for what a head of EAGLE-3 does not work with."""
-    why = None
-    if facts.pads_context:
-        why = f"{facts.name} yet: its programs have never run with one"
-    elif asked(settings) == "compile":
-        why = "execution mode compile: leave it out"
-    if why:
-        raise SettingsError(f"speculative_config: method eagle3 does not work with {why}", param="speculative_config")

@@ -87,6 +87,12 @@ class AdapterPlaces:
             else:
                 self._free.append(self._placed.pop(adapter.digest))
 
+    def forget(self) -> None:
+        """Every place is free, as something else was put into it. No sequence may hold one."""
+        assert not self._users, "a running sequence would lose its adapter"
+        self._free, self._loads = list(range(self.count)), []
+        self._placed.clear()
+
     @property
     def held(self) -> Counter[str]:
         """How many sequences hold a place, by digest."""

@@ -60,34 +60,11 @@ def _module(text: str) -> LoraModule:
     return module
 
 
-def check_lora(settings: Settings) -> None:
-    """Raise SettingsError, naming the option, for options of adapters that contradict each other."""
+def check_names(settings: Settings) -> None:
+    """Raise SettingsError for an adapter that has a name of the model itself."""
     for module in lora_modules(settings.lora_modules):
         if module.name in model_names(settings):
             raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
-    if not settings.enable_lora:
-        for name in ("lora_modules", "lora_root", "fully_sharded_loras"):
-            if getattr(settings, name):
-                raise SettingsError(f"{name} needs enable_lora: set it, or drop {name}", param=name)
-        return
-    if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
-        raise SettingsError(
-            f"max_cpu_loras ({settings.max_cpu_loras}) must be at least max_loras ({settings.max_loras}): the host "
-            "keeps what the device has",
-            param="max_cpu_loras",
-        )
-    if settings.fully_sharded_loras and settings.tensor_parallel_size == 1:
-        raise SettingsError(
-            "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
-            "fully_sharded_loras out",
-            param="fully_sharded_loras",
-        )
-    host = settings.max_cpu_loras or settings.max_loras
-    if len(settings.lora_modules) > host:
-        raise SettingsError(
-            f"lora_modules names {len(settings.lora_modules)} adapters and the host keeps {host}: raise max_cpu_loras",
-            param="max_cpu_loras",
-        )
 
 
 def path_below(root: str | None, path: str) -> str:

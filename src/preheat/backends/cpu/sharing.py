@@ -24,8 +24,6 @@ from preheat.ops.quantization import QuantizedWeight, plain
 class CpuSharing:
     """See :class:`preheat.backends.base.Sharing`."""
 
-    quantized = True
-
     def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
         return SharedMemory(meeting, check) if isinstance(meeting, OneNode) else Sockets(meeting, check)
 

@@ -28,6 +28,11 @@ FACTS = Facts(
         "w4a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),
     },
     ignored=NO_BRIDGE,
+    lacks={
+        ("pipeline",): "nobody has tried stages there",
+        ("tensor_parallel", "text_drafts"): "nobody has tried it there",
+        ("tensor_parallel", "pooling"): "nobody has tried it there",
+    },
     rejected={
         "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "contiguous_pa": "attention reads every block where it lies",

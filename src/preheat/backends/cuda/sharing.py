@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 class CudaSharing:
     """See :class:`preheat.backends.base.Sharing`; for a rank on the GPU of ``backend``."""
 
-    quantized = True
-
     def __init__(self, backend: CudaBackend, tiles: LeafTiles) -> None:
         self._backend, self._tiles = backend, tiles
 

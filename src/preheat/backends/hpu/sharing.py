@@ -29,8 +29,6 @@ from preheat.ops.quantization import QuantizedWeight
 class HpuSharing:
     """See :class:`preheat.backends.base.Sharing`. ``sizes`` are there once the backend is prepared."""
 
-    quantized = False
-
     def __init__(self, sizes: Callable[[], Sizes]) -> None:
         self._sizes = sizes
 

@@ -1,0 +1,343 @@
+"""What goes with what: the one table of features, and the rules between options.
+
+A feature is a :class:`Trait`. The settings turn most traits on; the model, the execution mode or a request turns on the
+rest. Every pair of traits has a row in :data:`ROWS`: the test that says that the two work together, or the reason why
+they do not. A backend or a model may lack more, see :data:`Lacks`. docs/combinations.md is written from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from preheat.errors import SettingsError
+from preheat.utils.kv_events import kv_events_config
+
+Lacks = Mapping[tuple[str, ...], str]
+"""What a backend or a model cannot do: traits that are not there, alone or together, and the reason."""
+
+
+class Trait(NamedTuple):
+    """A feature that can be on.
+
+    ``option`` turns it off, as ``off`` says. ``on`` tells from the settings whether it is on; None: the settings do not
+    know.
+    """
+
+    name: str
+    option: str
+    on: Callable[[Any], object] | None
+    off: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.option})" if self.option else self.name
+
+    @property
+    def remedy(self) -> str:
+        """What turns it off."""
+        return self.off or f"leave {self.option} out"
+
+
+def _drafts(*methods: str) -> Callable[[Any], object]:
+    return lambda s: s.speculation is not None and s.speculation.method in methods
+
+
+def _publishes(settings: Any) -> bool:
+    return kv_events_config(settings.kv_events_config).publishes
+
+
+def _mode(name: str) -> Trait:
+    return Trait(f"mode {name}", "execution_mode", lambda s: s.execution_mode == name, "choose another execution_mode")
+
+
+_MODEL, _ASKED = "choose another model", "ask for it elsewhere"
+
+TRAITS: Mapping[str, Trait] = MappingProxyType({
+    "tensor_parallel": Trait(
+        "layers that ranks share", "tensor_parallel_size", lambda s: s.tensor_parallel_size > 1 or s.tp_invariant,
+        "leave tensor_parallel_size and tp_invariant out"),
+    "pipeline": Trait("stages of layers", "pipeline_parallel_size", lambda s: s.pipeline_parallel_size > 1),
+    "replicas": Trait("replicas", "data_parallel_size", lambda s: s.data_parallel_size > 1),
+    "ray": Trait(
+        "ranks that are actors of Ray", "distributed_executor_backend",
+        lambda s: s.distributed_executor_backend == "ray"),
+    "adapters": Trait("adapters", "enable_lora", lambda s: s.enable_lora),
+    "w8a8": Trait("layers of 8 bits with inputs of 8 bits", "", None, f"leave quantization out or {_MODEL}"),
+    "w8a16": Trait("layers of 8 bits", "", None, _MODEL),
+    "w4a16": Trait("layers of 4 bits", "", None, _MODEL),
+    "inc": Trait("measured ranges of INC", "quantization", lambda s: s.quantization == "inc"),
+    "fp8_cache": Trait("a KV cache of 8 bits", "kv_cache_dtype", lambda s: s.kv_cache_dtype.startswith("fp8")),
+    "text_drafts": Trait(
+        "drafts from text or grammars", "speculative_config", _drafts("ngram", "suffix", "grammar")),
+    "draft_model": Trait("a draft model", "speculative_config", _drafts("draft_model")),
+    "eagle3": Trait("drafts of an EAGLE-3 head", "speculative_config", _drafts("eagle3")),
+    "structured": Trait("structured outputs", "", None, _ASKED),
+    "beam_search": Trait("beam search", "", None, _ASKED),
+    "images": Trait("a model that sees images", "", None, _MODEL),
+    "prompt_embeds": Trait("embeddings as prompts", "enable_prompt_embeds", lambda s: s.enable_prompt_embeds),
+    "pooling": Trait("pooling", "runner", None, "write --runner generate"),
+    "sleep": Trait("sleep", "enable_sleep_mode", lambda s: s.enable_sleep_mode),
+    "operator": Trait("an operator's commands over HTTP", "server_dev_mode", lambda s: s.server_dev_mode),
+    "updates": Trait(
+        "updates of weights", "weight_transfer_config", lambda s: s.weight_transfer_config is not None),
+    "offload": Trait("a KV cache on the host", "kv_offloading_size", lambda s: s.kv_offloading_size),
+    "events": Trait(
+        "events of the KV cache", "kv_events_config", _publishes),
+    "split": Trait(
+        "buckets of prompts and decoding apart", "bucketing_policy", lambda s: s.bucketing_policy == "split",
+        "use --bucketing-policy unified, without a file or ranges of prompts or blocks"),
+    **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs")},
+})  # fmt: skip
+"""Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
+
+ONE_OF = ("eager lazy compile graphs", "text_drafts draft_model eagle3")
+"""Traits of which an engine has one at most."""
+
+
+class Works(NamedTuple):
+    """Each of ``left`` works with each of ``right``, as ``test`` says."""
+
+    test: str
+    left: str
+    right: str
+
+
+class Refused(NamedTuple):
+    """Each of ``left`` is refused with each of ``right``. ``yet``: nothing but work is in the way."""
+
+    left: str
+    right: str
+    reason: str
+    yet: bool = True
+
+
+Row = Works | Refused
+
+
+def pairs(row: Row) -> Iterator[tuple[str, str]]:
+    """The pairs of traits that ``row`` decides."""
+    return ((left, right) for left in row.left.split() for right in row.right.split() if left != right)
+
+
+_DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
+_GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas"
+
+_REFUSED: tuple[Refused, ...] = (
+    Refused("inc", "tensor_parallel", "its ranges are of whole layers, which nobody has divided"),
+    Refused("inc", "adapters", "layers of INC's files have no places for them"),
+    Refused("inc", _FORMATS, "it rounds a checkpoint that is not quantized", yet=False),
+    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have what drafts"),
+    Refused(_DRAFTS, "split", "speculation needs steps that mix prompts and decoding", yet=False),
+    Refused("compile", "tensor_parallel pipeline", "what ranks exchange cannot be compiled"),
+    Refused("compile", "adapters", "a region is compiled without adapters"),
+    Refused("eagle3", "images", "no head was made for one"),
+    Refused("eagle3", "compile", "what the head reads between layers is not compiled"),
+    Refused("images", "tensor_parallel", "only the first rank would get them"),
+    Refused("images", "pipeline", "every stage would load the encoder of images"),
+    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would follow"),
+    Refused("updates", "adapters", "adapters lie in the layers that change"),
+    Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
+    Refused("events", "replicas", "all replicas would publish at one endpoint"),
+    Refused("pipeline", "replicas", "nobody has tried replicas of several stages"),
+    Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
+    Refused("ray", "draft_model eagle3 images sleep offload updates compile",
+            "it runs ranks, which do not go with that"),
+    Refused("adapters", "pipeline", "a stage knows no adapters of the layers of others"),
+    Refused("prompt_embeds", "tensor_parallel", "only the first rank would get them"),
+    Refused("prompt_embeds", "images", "both fill places between a prompt's tokens"),
+    Refused("prompt_embeds", "draft_model eagle3", "what drafts would have no tokens to read"),
+    Refused("pooling", "adapters", "requests for embeddings cannot name one"),
+    Refused("pooling", "images prompt_embeds", "an engine that pools reads text alone"),
+    Refused("pooling", f"{_DRAFTS} structured beam_search", "an engine that pools generates nothing", yet=False),
+    Refused("lazy", _GAUDI, "the device that has this mode lacks it"),
+)  # fmt: skip
+
+_HERE = "tests/cpu/test_combinations.py::"
+_API = "tests/api/test_data_parallel.py::"
+_RANKS = "tests/cpu/test_quantized_ranks.py::test_bits_do_not_depend_on_the_number_of_ranks"
+
+
+def _together(names: str, test: str = "test_together") -> Works:
+    """All of ``names`` on at once, in an engine on a CPU; the test takes its cases from here."""
+    return Works(_HERE + test, names, names)
+
+
+def _on_gaudi(names: str) -> Works:
+    """All of ``names`` on at once, on a fake Gaudi."""
+    return _together(names, "test_together_on_a_fake_gaudi")
+
+
+_WORKS: tuple[Works, ...] = (
+    _together("eager adapters w8a8 text_drafts structured beam_search prompt_embeds fp8_cache offload events operator"),
+    _together("eager adapters w8a16 draft_model structured beam_search fp8_cache offload events operator sleep"),
+    _together("eager adapters w4a16 eagle3 structured beam_search fp8_cache offload events operator"),
+    _together("eager inc text_drafts structured beam_search prompt_embeds fp8_cache offload events sleep operator "
+              "updates"),
+    _together("eager inc draft_model sleep updates operator fp8_cache"),
+    _together("eager inc eagle3 sleep updates operator"),
+    _together("eager w8a8 w8a16 w4a16"),
+    _together("eager w8a16 text_drafts prompt_embeds sleep updates"),
+    _together("eager w4a16 text_drafts prompt_embeds sleep updates"),
+    _together("eager w8a8 draft_model sleep updates"),
+    _together("eager w8a8 eagle3 structured beam_search sleep updates offload events"),
+    _together("eager w4a16 draft_model"),
+    _together("eager w8a16 eagle3"),
+    _together("eager images w8a8 adapters text_drafts structured beam_search fp8_cache offload events operator"),
+    _together("eager images w4a16 adapters draft_model structured"),
+    _together("eager images w8a16 updates sleep split"),
+    _together("eager images inc split"),
+    _together("eager pooling w8a8 fp8_cache sleep operator offload events split updates"),
+    _together("eager pooling w8a16"),
+    _together("eager pooling w4a16"),
+    _together("eager pooling inc"),
+    _together("eager split w8a8 adapters fp8_cache structured beam_search offload events operator prompt_embeds"),
+    _together("eager split w8a16 sleep updates"),
+    _together("eager split w4a16 structured"),
+    _together("eager split inc"),
+    _together("compile w8a8 draft_model structured beam_search fp8_cache offload events sleep operator updates"),
+    _together("compile w8a16 text_drafts prompt_embeds"),
+    _together("compile w4a16 images split"),
+    _together("compile inc"),
+    _together("compile pooling"),
+    _together("tensor_parallel eager w8a8 adapters structured beam_search events operator split fp8_cache"),
+    _together("tensor_parallel eager text_drafts"),
+    _together("tensor_parallel eager pooling"),
+    _together("pipeline eager w8a8 text_drafts structured beam_search events fp8_cache operator"),
+    _together("pipeline eager w8a16 prompt_embeds split"),
+    _together("pipeline eager pooling inc"),
+    _together("pipeline graphs tensor_parallel w4a16 text_drafts structured"),
+    _on_gaudi("lazy w8a16 text_drafts structured beam_search fp8_cache events operator prompt_embeds"),
+    _on_gaudi("lazy w4a16 draft_model"),
+    _on_gaudi("lazy images split"),
+    _on_gaudi("lazy inc"),
+    _on_gaudi("lazy tensor_parallel"),
+    _on_gaudi("graphs w8a16 text_drafts structured beam_search fp8_cache events operator prompt_embeds"),
+    _on_gaudi("graphs w4a16 draft_model"),
+    _on_gaudi("graphs images split"),
+    _on_gaudi("graphs inc"),
+    Works(_RANKS, "tensor_parallel", "w8a16 w4a16"),
+    Works("tests/cpu/test_hpu_features.py::test_two_cards_have_the_bits_of_one", "tensor_parallel", "graphs"),
+    Works("tests/cuda/test_lora.py::test_mixed_is_each_alone_by_graphs_and_nothing_is_cold", "graphs", "adapters"),
+    Works("tests/cuda/test_lora.py::test_beside_float8_weights_mixed_is_each_alone", "graphs", "w8a8"),
+    Works("tests/cuda/test_speculation.py::test_answers_are_those_without", "graphs", "eagle3"),
+    Works("tests/cuda/test_pooling.py::test_the_same_bits_in_every_way", "graphs", "pooling"),
+    Works("tests/cuda/test_sleep.py::test_level_1_keeps_addresses_and_bits", "graphs", "sleep"),
+    Works("tests/cuda/test_elastic.py::test_an_update_makes_a_fresh_engine", "graphs", "updates"),
+    Works("tests/cuda/test_elastic.py::test_blocks_come_back_with_their_bits", "graphs", "offload"),
+    # A replica is an engine of its own, and a rank is the same process whoever starts it.
+    Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
+    Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
+    Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
+          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured beam_search images prompt_embeds pooling offload split eager "
+          "compile graphs"),
+    Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
+          f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured beam_search "
+          "prompt_embeds pooling operator events split eager lazy graphs"),
+)  # fmt: skip
+
+ROWS: tuple[Row, ...] = (*_REFUSED, *_WORKS)
+
+
+class Rule(NamedTuple):
+    """Options that do not fit each other, or values that do not. ``message`` may name any option of ``s``."""
+
+    param: str | None
+    broken: Callable[[Any], object]
+    message: str
+
+
+def _of_adapters(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda s: getattr(s, name) and not s.enable_lora,
+        f"{name} needs enable_lora: set it, or drop {name}",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
+         "tp_invariant is the only order in which several devices add: leave it out, or set tensor_parallel_size to 1"),
+    Rule("distributed_executor_backend",
+         lambda s: s.distributed_executor_backend == "ray" and s.tensor_parallel_size * s.pipeline_parallel_size == 1,
+         "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
+         "tensor_parallel_size or pipeline_parallel_size"),
+    Rule("distributed_executor_backend",
+         lambda s: s.distributed_executor_backend == "uni" and s.tensor_parallel_size * s.pipeline_parallel_size > 1,
+         "distributed_executor_backend uni runs one rank: leave it out, or set tensor_parallel_size and "
+         "pipeline_parallel_size to 1"),
+    Rule(None, lambda s: (s.ssl_keyfile is None) != (s.ssl_certfile is None),
+         "ssl_keyfile and ssl_certfile belong together: give both or none"),
+    Rule(None, lambda s: s.ssl_ca_certs is not None and s.ssl_certfile is None,
+         "ssl_ca_certs needs ssl_certfile and ssl_keyfile"),
+    Rule("on_cold", lambda s: s.skip_warmup and s.on_cold == "raise",
+         "on_cold raise would fail every first request without warm-up: drop skip_warmup"),
+    Rule("skip_tokenizer_init",
+         lambda s: s.skip_tokenizer_init
+         and not (s.tokenizer is s.chat_template is s.default_chat_template_kwargs is None),
+         "skip_tokenizer_init leaves no use for tokenizer, chat_template and default_chat_template_kwargs: drop it, "
+         "or them"),
+    Rule("tool_call_parser", lambda s: s.enable_auto_tool_choice and s.tool_call_parser is None,
+         "enable_auto_tool_choice needs a tool_call_parser: name the one of the model"),
+    Rule("quant_config", lambda s: (s.quantization == "inc") != (s.quant_config is not None),
+         "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none"),
+    Rule("kv_cache_dtype", lambda s: s.kv_cache_dtype == "fp8_inc" and s.quantization != "inc",
+         "kv_cache_dtype fp8_inc takes its scales from QUANT_CONFIG: add --quantization inc, or write fp8"),
+    Rule("num_scheduler_steps", lambda s: s.num_scheduler_steps > 1 and s.async_scheduling is False,
+         "num_scheduler_steps {s.num_scheduler_steps} asks for steps that are prepared ahead, and async_scheduling is "
+         "off: drop one of them"),
+    Rule("kv_events_config", lambda s: _publishes(s) and not s.enable_prefix_caching,
+         "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false"),
+    Rule("kv_offloading_size", lambda s: s.kv_offloading_size and not s.enable_prefix_caching,
+         "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false"),
+    Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,
+         "data_parallel_size: replicas read adapters at boot alone: leave allow_runtime_lora_updating out, or run one "
+         "engine"),
+    *map(_of_adapters, ("lora_modules", "lora_root", "fully_sharded_loras")),
+    Rule("max_cpu_loras", lambda s: s.enable_lora and s.max_cpu_loras is not None and s.max_cpu_loras < s.max_loras,
+         "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps what the device "
+         "has"),
+    Rule("fully_sharded_loras", lambda s: s.fully_sharded_loras and s.tensor_parallel_size == 1,
+         "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
+         "fully_sharded_loras out"),
+    Rule("max_cpu_loras", lambda s: len(s.lora_modules) > (s.max_cpu_loras or s.max_loras),
+         "lora_modules names more adapters than the host keeps: raise max_cpu_loras"),
+)  # fmt: skip
+"""What options need of each other."""
+
+
+def check_settings(settings: Any) -> None:
+    """Raise SettingsError for options that contradict each other, and for traits that do not go together."""
+    for rule in RULES:
+        if rule.broken(settings):
+            raise SettingsError(rule.message.format(s=settings), param=rule.param)
+    check(traits_of(settings))
+
+
+def traits_of(settings: Any) -> frozenset[str]:
+    """The traits that ``settings`` turn on."""
+    return frozenset(name for name, trait in TRAITS.items() if trait.on is not None and trait.on(settings))
+
+
+def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({})) -> None:
+    """Raise SettingsError, naming all sides and what to change, if the traits ``on`` do not go together.
+
+    ``lacking``: what is not there, by where that is.
+    """
+    for row in ROWS:
+        if isinstance(row, Refused):
+            for pair in pairs(row):
+                _refuse(on, pair, f"do not work together{' yet' * row.yet}: {row.reason}")
+    for where, lacks in lacking.items():
+        for names, reason in lacks.items():
+            _refuse(on, names, f"cannot be had {where}: {reason}")
+
+
+def _refuse(on: Collection[str], names: tuple[str, ...], why: str) -> None:
+    """Raise SettingsError if all of ``names`` are ``on``."""
+    if not set(names) <= set(on):
+        return
+    traits = [TRAITS[name] for name in names]
+    said, remedies = " and ".join(map(str, traits)), " or ".join(dict.fromkeys(trait.remedy for trait in traits))
+    param = next((trait.option for trait in traits if trait.option), None)
+    raise SettingsError(f"{said} {why}: {remedies}", param=param)

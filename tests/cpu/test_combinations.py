@@ -1,0 +1,278 @@
+"""Features together: an engine with all of a set gives what one with nothing else gives, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from preheat import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
+from preheat.calibration import calibrate
+from preheat.combinations import ROWS, TRAITS, Works, traits_of
+from preheat.model.files import BUNDLED_PATH
+from preheat.schedule import prefix
+from preheat.settings import Settings
+from tests.adapters import write_adapter
+from tests.cpu.fake_hpu import FAKES, inserted
+from tests.cpu.quantized import inputs_of, scheme
+from tests.llava import picture, save_llava
+from tests.tokenizers import byte_level
+
+
+def cases(name: str) -> list[str]:
+    """The sets of traits that the table says the test ``name`` tries."""
+    test = f"tests/cpu/test_combinations.py::{name}"
+    return [row.left for row in ROWS if isinstance(row, Works) and row.test == test]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that write the checkpoints
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32, "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "seed": 0, "device": "cpu", "dtype": "float32", "num_threads": 1, "cache_dir": "off",
+    "skip_warmup": True, "boot_check": "off", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "block_size": 16, "num_gpu_blocks_override": 24,
+}  # fmt: skip
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "w8a8": ("float-quantized", scheme(8, "float", "channel", inputs_of("token"))),
+    "w8a16": ("pack-quantized", scheme(8, "int", "channel")),
+    "w4a16": ("pack-quantized", scheme(4, "int", "group", group_size=16)),
+}
+PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
+"""What is stored in each way, where there are several."""
+WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
+"""What wakes up is checked as a boot is."""
+
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel")
+"""What decides the bits of an answer."""
+
+
+class Made:
+    """Folders: models of text and of images, and what else an option names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        backend = byte_level()
+        config = json.loads((BUNDLED_PATH / "config.json").read_text()) | SIZES
+        self.config = config | {"vocab_size": backend.get_vocab_size() + 1}  # that of the one with images
+        self.text = folder / "text"
+        self.text.mkdir()
+        (self.text / "config.json").write_text(json.dumps(self.config))
+        (self.text / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        backend.save(str(self.text / "tokenizer.json"))
+
+    @cache  # noqa: B019 - one object
+    def images(self) -> Path:
+        save_llava(self.folder / "images")
+        return self.folder / "images"
+
+    @cache  # noqa: B019 - one object
+    def head(self) -> str:
+        own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200,
+               "eagle_aux_hidden_state_layer_ids": [1, 1, 1]}  # fmt: skip
+        (self.folder / "head").mkdir()
+        (self.folder / "head" / "config.json").write_text(json.dumps(self.config | own))
+        return str(self.folder / "head")
+
+    @cache  # noqa: B019 - one object
+    def adapter(self, model: Path) -> str:
+        return str(write_adapter(self.folder / f"adapter of {model.name}", 1, model=model))
+
+    @cache  # noqa: B019 - one object
+    def measured(self) -> str:
+        settings = Settings.load({**OPTIONS, "model": str(self.text)}, {})
+        calibrate(settings, str(self.folder / "measured"), [list(range(60)), list(range(90, 130))])
+        return str(self.folder / "measured" / "maxabs_quant.json")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Made:
+    return Made(tmp_path_factory.mktemp("combinations"))
+
+
+def draft(**config: Any) -> dict[str, Any]:
+    return {"speculative_config": {"num_speculative_tokens": 2, **config}}
+
+
+ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
+    "tensor_parallel": lambda made: {"tensor_parallel_size": 2},
+    "pipeline": lambda made: {"pipeline_parallel_size": 2},
+    "adapters": lambda made: {"enable_lora": True},
+    "inc": lambda made: {"quantization": "inc", "quant_config": made.measured()},
+    "fp8_cache": lambda made: {"kv_cache_dtype": "fp8"},
+    "text_drafts": lambda made: draft(method="ngram"),
+    "draft_model": lambda made: draft(model=str(made.text)),
+    "eagle3": lambda made: draft(method="eagle3", model=made.head()),
+    "prompt_embeds": lambda made: {"enable_prompt_embeds": True},
+    "pooling": lambda made: {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}},
+    "sleep": lambda made: {"enable_sleep_mode": True},
+    "operator": lambda made: {"server_dev_mode": True},
+    "updates": lambda made: {"weight_transfer_config": {"backend": "gloo"}},
+    "offload": lambda made: {"kv_offloading_size": 0.01},
+    "events": lambda made: {
+        "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{made.folder}/events"}
+    },
+    "split": lambda made: {"bucketing_policy": "split"},
+    **{mode: lambda made, mode=mode: {"execution_mode": mode} for mode in ("eager", "compile", "graphs", "lazy")},
+}
+"""What turns a trait on."""
+
+
+def options_of(made: Made, names: list[str]) -> dict[str, Any]:
+    """What an engine with all of ``names`` needs."""
+    model = made.images() if "images" in names else made.text
+    found = {**OPTIONS, "model": str(model)}
+    for name in names:
+        found |= ASKS[name](made) if name in ASKS else {}
+    if stored := [name for name in SCHEMES if name in names]:
+        found["hf_overrides"] = {"quantization_config": quantized_by(stored)}
+    return found | (WARM if "sleep" in names else {})
+
+
+def quantized_by(kinds: list[str]) -> dict[str, Any]:
+    """A checkpoint's configuration: all linear layers of one kind, or parts of each of several."""
+    groups = {name: {**group, "format": style} for name, (style, group) in SCHEMES.items() if name in kinds}
+    if len(kinds) > 1:
+        for group, targets in zip(groups.values(), PARTS, strict=False):
+            group["targets"] = [targets]
+    style = next(iter(groups.values()))["format"] if len(kinds) == 1 else "mixed-precision"
+    left_out = ["lm_head", "re:.*vision.*", "re:.*projector.*"]
+    return {"quant_method": "compressed-tensors", "format": style, "ignore": left_out, "config_groups": groups}
+
+
+def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
+    """What an engine says to all that it can be asked for, by kind, all at once."""
+    ids = [[(7 * place + start) % 200 + 60 for place in range(length)] for start, length in ((0, 70), (5, 3), (0, 50))]
+    if "pooling" in names:
+        vectors = llm.encode([{"prompt_token_ids": each} for each in ids], use_tqdm=False)
+        return {"pooled": [vector.outputs.data.tobytes() for vector in vectors]}
+    params = [
+        SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=9, ignore_eos=True, logprobs=2) for n in range(3)
+    ]
+    asked: list[tuple[str, Any, SamplingParams, LoRARequest | None]] = [
+        ("plain", {"prompt_token_ids": each}, some, None) for each, some in zip(ids, params, strict=True)
+    ]
+    if "adapters" in names:
+        model = made.images() if "images" in names else made.text
+        asked.append(("adapted", {"prompt_token_ids": ids[0]}, params[1], LoRARequest("own", 1, made.adapter(model))))
+    if "structured" in names:
+        held = SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=1,
+                              structured_outputs=StructuredOutputsParams(regex="[ab]{5,9}"))  # fmt: skip
+        asked.append(("structured", {"prompt_token_ids": ids[1]}, held, None))
+    if "images" in names:
+        prompt = {"prompt": "USER: <image>\nWhat? ASSISTANT:", "multi_modal_data": {"image": [picture(1)]}}
+        asked.append(("image", prompt, params[1], None))
+    if "prompt_embeds" in names:
+        table = llm.loop.executor.decoder.weights.embedding
+        asked.append(("embeds", {"prompt_embeds": table[torch.tensor(ids[0])]}, params[1], None))
+    outputs = llm.generate([each[1] for each in asked], [each[2] for each in asked], use_tqdm=False,
+                           lora_request=[each[3] for each in asked])  # fmt: skip
+    found: dict[str, Any] = {}
+    for (kind, *_), output in zip(asked, outputs, strict=True):
+        found.setdefault(kind, []).append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    if "beam_search" in names:
+        (search,) = llm.beam_search([{"prompt_token_ids": ids[2]}], BeamSearchParams(beam_width=2, max_tokens=3))
+        found["beams"] = [(each.tokens, each.cum_logprob) for each in search.sequences]
+    return found
+
+
+def close(llm: LLM) -> None:
+    if (publisher := llm.loop.kv_publisher) is not None:
+        publisher.close()
+    if (ranks := getattr(llm.loop.executor, "ranks", None)) is not None:
+        ranks.close()
+
+
+def emptied(llm: LLM, *_: Any) -> None:
+    llm.reset_prefix_cache()
+
+
+def slept(llm: LLM, *_: Any) -> None:
+    llm.sleep(1)
+    llm.wake_up()
+
+
+def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> None:
+    """Replace a norm, which changes every answer, and bring it back."""
+    decoder = llm.loop.executor.decoder
+    name, old = f"{decoder.spec.final_norm.name}.weight", decoder.weights.final_norm.weight.clone()
+    llm.update_weights([(name, old.flip(0))])
+    assert answers(llm, made, names) != right
+    llm.update_weights([(name, old)])
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"operator": emptied, "sleep": slept, "updates": renewed}
+"""What an operator does, by trait."""
+
+EXPECTED: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
+def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
+    """What an engine says that has of ``names`` only what decides bits, and what one kind of request needs."""
+    numeric = [name for name in NUMERIC if name in names]
+    kinds = [name for name in ("adapters", "structured", "beam_search", "prompt_embeds") if name in names]
+    key = (*device.values(), *numeric, *kinds)
+    if key not in EXPECTED:
+        EXPECTED[key] = {}
+        for kind in ("", *kinds):
+            own = options_of(made, [*numeric, *filter(None, [kind])]) | device
+            if "tensor_parallel" in names:
+                own |= {"tensor_parallel_size": 1, "tp_invariant": True}
+            EXPECTED[key] |= answers(LLM(**own), made, [*numeric, kind])
+    return EXPECTED[key]
+
+
+def check(made: Made, names: list[str], **device: Any) -> None:
+    """An engine with all of ``names`` says what is expected: twice, so that blocks are found again, and after each
+    command.
+    """
+    right = expected(made, names, **device)
+    llm = LLM(**options_of(made, names) | device)
+    try:
+        assert {name for name in names if TRAITS[name].on} <= traits_of(llm.settings)
+        for command in ("", *(name for name in COMMANDS if name in names)):
+            COMMANDS.get(command, lambda *_: None)(llm, made, names, right)
+            for _ in range(2):
+                assert answers(llm, made, names) == right
+        if {"text_drafts", "draft_model", "eagle3"} & set(names):
+            assert llm.loop.scheduler.stats().draft_tokens > 0
+    finally:
+        close(llm)
+
+
+@pytest.mark.parametrize("traits", cases("test_together"))
+def test_together(made: Made, traits: str) -> None:
+    check(made, traits.split())
+
+
+@pytest.mark.parametrize("traits", cases("test_together_on_a_fake_gaudi"))
+def test_together_on_a_fake_gaudi(made: Made, traits: str) -> None:
+    names = traits.split()
+    made.measured()  # on the host
+    policy = "split" if "split" in names else "unified"
+    ranks = {"PYTHONPATH": os.pathsep.join([str(FAKES), os.environ.get("PYTHONPATH", "")])}
+    with inserted(ranks):
+        try:
+            check(made, names, device="hpu", use_fake_hpu=True, bucketing_policy=policy, skip_warmup=True)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def test_a_feature_that_changes_another_is_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of an adapter are taken for those of none, which prompts have in common."""
+    names = ["eager", "adapters"]
+    expected(made, names)
+    monkeypatch.setattr(prefix.PrefixCache, "_root", lambda self, sequence: b"")
+    with pytest.raises(AssertionError, match="adapted"):
+        check(made, names)

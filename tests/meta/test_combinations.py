@@ -1,0 +1,85 @@
+"""The table of what goes with what is whole and true: every pair is decided, and tests that it names exist."""
+
+from __future__ import annotations
+
+import ast
+from itertools import combinations, product
+
+import pytest
+
+from preheat.backends.registry import FACTS
+from preheat.combinations import ROWS, TRAITS, Refused, Row, Works, check, pairs
+from preheat.errors import SettingsError
+from preheat.ops.kinds import Scheme
+from preheat.plan.modes import MODES
+from preheat.settings import OPTIONS
+from tests.meta.source import ROOT
+from tools.gen_combinations_doc import DOC, render, verdicts
+
+REFUSED = [row for row in ROWS if isinstance(row, Refused)]
+TESTS = sorted({row.test for row in ROWS if isinstance(row, Works)})
+
+
+def undecided(rows: tuple[Row, ...]) -> list[set[str]]:
+    """Pairs of which nothing is said, or that are said both to work and not to."""
+    return [set(pair) for pair, said in verdicts(rows).items() if len({type(row) for row in said}) != 1]
+
+
+def test_every_pair_is_decided():
+    assert undecided(ROWS) == []
+
+
+def test_a_pair_that_nobody_decided_is_seen():
+    assert {"sleep", "replicas"} in undecided(tuple(row for row in ROWS if "replicas" not in row.right.split()))
+    assert undecided((*ROWS, Works("x", "sleep", "replicas"))) == [{"sleep", "replicas"}]
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_tests_that_are_named_exist(test):
+    path, name = test.split("::")
+    tree = ast.parse((ROOT / path).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_names_are_those_of_options_modes_and_kinds():
+    assert {name for row in ROWS for name in (row.left + " " + row.right).split()} <= TRAITS.keys()
+    assert {trait.option for trait in TRAITS.values()} - {""} <= OPTIONS.keys()
+    assert set(MODES) <= TRAITS.keys()
+    schemes = product(("fp8", "int8", "int4"), (None, "token"))
+    kinds = {Scheme(code=code, scales="channel", activations=inputs).kind for code, inputs in schemes}
+    assert kinds - {"w4a8"} <= TRAITS.keys()
+    for facts in FACTS.values():
+        assert set(facts.quantized) | {name for names in facts.lacks for name in names} <= TRAITS.keys()
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.left}, {row.right}")
+def test_what_is_refused_is_refused_by_both_names_with_what_to_change(row):
+    for left, right in pairs(row):
+        with pytest.raises(SettingsError) as error:
+            check({left, right})
+        for trait in (TRAITS[left], TRAITS[right]):
+            assert str(trait) in error.value.message and trait.remedy in error.value.message
+        assert error.value.param in {TRAITS[left].option or TRAITS[right].option or None}
+
+
+def test_what_works_is_not_refused():
+    refused = {frozenset(pair) for row in REFUSED for pair in pairs(row)}
+    for pair in combinations(TRAITS, 2):
+        if frozenset(pair) not in refused:
+            check(set(pair))
+    for row in ROWS:
+        if isinstance(row, Works) and row.left == row.right:
+            check(set(row.left.split()))
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=lambda facts: facts.name)
+def test_what_a_platform_lacks_is_refused_there_alone(facts):
+    where = {f"on {facts.name}": facts.lacks}
+    for names, reason in facts.lacks.items():
+        with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: {reason}"):
+            check(set(names), where)
+        check(set(names[1:]), where)
+
+
+def test_the_page_is_written_from_the_table():
+    assert DOC.read_text() == render(), "run: python -m tools.gen_combinations_doc"
