@@ -81,7 +81,7 @@ class AsyncLLM:
         """Yield the outputs of a request as ``sampling_params.output_kind`` wants them. It is aborted when whoever
         iterates stops. Raises InvalidRequest, the error of the request, or EngineDead.
         """
-        more = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        more: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         more |= {"trace_headers": trace_headers, "priority": priority}
         async for output in self._outputs(request_id, prompt, sampling_params, more):
             assert isinstance(output, RequestOutput)
@@ -239,10 +239,10 @@ class AsyncLLM:
             while self._take(engine):
                 for request_id, output in engine.advance():
                     self._tell(request_id, output)
-            error: PreheatError = EngineDead("the engine was shut down")
+            end: PreheatError = EngineDead("the engine was shut down")
         except Exception as cause:
-            error = cause if isinstance(cause, PreheatError) else EngineDead(f"the engine died: {cause!r}")
-        self._die(error)
+            end = cause if isinstance(cause, PreheatError) else EngineDead(f"the engine died: {cause!r}")
+        self._die(end)
 
     def _take(self, engine: LLMEngine) -> bool:
         """Make the calls that wait; the first is waited for while no request runs. False at the end."""

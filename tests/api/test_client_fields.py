@@ -300,3 +300,33 @@ def test_keys_are_needed_where_something_can_be_changed_or_read(folder: Path) ->
 def test_a_body_may_begin_with_the_mark_that_editors_on_windows_write(server):
     body = json.dumps({"model": server.model, "prompt": "hi", "max_tokens": 1}).encode("utf-8-sig")
     assert server.post("/v1/completions", body).status == 200
+
+
+def test_the_answer_takes_up_the_last_message(chat: Callable[..., Any]) -> None:
+    said = [USER, {"role": "assistant", "content": "so"}]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    plain = chat(said, **going_on).choices[0].message.content
+    assert chat(said, echo=True, **going_on).choices[0].message.content == "so" + plain
+    events = chat(said, echo=True, stream=True, **going_on)
+    assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == "so" + plain
+    assert chat([USER], echo=True).choices[0].message.content == chat([USER]).choices[0].message.content
+
+
+def test_events_of_several_tokens(complete: Callable[..., Any]) -> None:
+    ids = [len(e.choices[0].model_extra["token_ids"]) for e in complete(stream=True, max_tokens=20, stream_interval=5)]
+    assert sum(ids) == 20 and min(ids[1:-1]) >= 5
+
+
+def test_a_prompt_may_lose_its_end(complete: Callable[..., Any]) -> None:
+    for side, kept in (("left", [10, 11]), ("right", [8, 9])):
+        answer = complete([8, 9, 10, 11], truncate_prompt_tokens=2, truncation_side=side)
+        assert answer.choices[0].model_extra["prompt_token_ids"] == kept
+    assert refused(complete, truncation_side="up")[0] == "truncation_side"
+
+
+def test_invocations_go_where_the_body_fits(server: Server) -> None:
+    assert server.post("/invocations", {"messages": [USER], "max_tokens": 1}).json["object"] == "chat.completion"
+    assert server.post("/invocations", {"prompt": "x", "max_tokens": 1}).json["object"] == "text_completion"
+    assert server.post("/invocations", {"text": "x"}).status == 400
+    rendered = server.post("/v1/chat/completions/render", {"messages": [USER]}).json
+    assert rendered["token_ids"] == server.post("/tokenize", {"messages": [USER]}).json["tokens"]

@@ -94,7 +94,7 @@ def test_a_name_that_changes_its_adapter_answers_anew(adapted: Server, offline: 
 
 
 def test_what_cannot_be_served_is_refused(adapted: Server) -> None:
-    for path, why in (("wide", "--max-lora-rank"), ("dora", "use_dora"), ("none", "adapter_config.json")):
+    for path, why in (("wide", "--max-lora-rank"), ("dora", "use_dora"), ("none", "cannot be read")):
         answer = adapted.post(LOAD, {"lora_name": "refused", "lora_path": path})
         assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_adapter", "lora_path")
         assert why in answer.error["message"]

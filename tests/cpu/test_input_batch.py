@@ -170,7 +170,7 @@ def test_the_device_sees_every_step(prompts, spare, events) -> None:
     while not steps.scheduler.idle:
         packed = steps.pack()
         event = events.pop() if events else "nothing"
-        sending = [packed if event != "lose" else None, before if event == "again" else None]
+        sending = [packed if event != "lose" else None, packed if event == "again" else None]
         for schedule, batch, expected in filter(None, sending):
             assert steps.sent(schedule, batch) == expected
         if event == "clear":

@@ -182,7 +182,7 @@ def test_what_is_refused(published):
     for config, message in (
         ({"publisher": "kafka"}, "publisher"),
         ({"port": 5557}, "port"),
-        ({"hwm": 0}, "positive"),
+        ({"hwm": 0}, "between 1 and"),
     ):
         with pytest.raises(SettingsError, match=message):
             Settings(kv_events_config=config)

@@ -66,14 +66,18 @@ def strict():
     template_process._helpers, template_process.CPU_SECONDS = usual
 
 
+def largest_child() -> int:
+    """Return the KiB of the largest child so far, also of those of other tests."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped_and_the_next_one_rendered(name):
-    known = {"messages": [{"role": "user", "content": "now"}]}
+    known, before = {"messages": [{"role": "user", "content": "now"}]}, largest_child()
     with pytest.raises(TemplateFailed):  # exhausted, or by a limit of Jinja
         render(HOSTILE[name], known)
     assert render(ORDINARY, known) == "<user>now"
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert most < (template_process.MEMORY >> 10) + 200_000  # KiB, of the largest child so far
+    assert largest_child() < max((template_process.MEMORY >> 10) + 200_000, before + 1)
 
 
 def test_compiling_is_bounded_too():

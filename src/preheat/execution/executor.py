@@ -253,15 +253,15 @@ class Executor:
             return
         with building:
             for program in dict.fromkeys(programs):
-                match program:
-                    case Program(draft=True):
-                        continue  # the draft model's executor builds them
-                    case Program("forward", bucket):
+                match program.kind:
+                    case _ if program.draft:
+                        continue  # the draft model's executor builds its kernels
+                    case "forward":
                         self._use("tokens", program.adapted)
-                        self._forward(bucket, self._kinds)
-                    case Program("sampler", rows) if rows:
+                        self._forward(program.size, self._kinds)
+                    case "sampler" if program.size:
                         self._sample(program)
-                    case Program("encoder") if self.encoder is not None:
+                    case "encoder" if self.encoder is not None:
                         self.encoder.compile(program)
             self.sampler.compile(self._logits)
 

@@ -134,9 +134,9 @@ class ChatTemplate:
                 f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}, got {form!r}",
                 param="chat_template_content_format",
             )
-        form = self._content_format if form == "auto" else form
-        if form != "auto":
-            return form == "openai"
+        asked = self._content_format if form == "auto" else form
+        if asked != "auto":
+            return asked == "openai"
         if self._image_token is None:
             return False
         return _shows_parts(source, self._image_token, tuple(sorted(self._tokenizer.special_tokens.items())))

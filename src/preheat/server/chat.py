@@ -89,10 +89,13 @@ def _talk(body: ChatRequest) -> Conversation:
     )
 
 
-def _speaker(body: ChatRequest) -> tuple[str, str]:
-    """The role of the answer, and what is put before it (``echo``): the last message, if it is of that role."""
+def _speaker(body: ChatRequest, response_role: str) -> tuple[str, str]:
+    """The role of the answer, and what is put before it (``echo``): the last message, if it is of that role.
+
+    The role is ``response_role`` unless the answer continues the last message.
+    """
     last = body.messages[-1]
-    role = last.role if body.add_generation_prompt is False else "assistant"
+    role = last.role if body.add_generation_prompt is False else response_role
     if not body.echo or last.role != role:
         return role, ""
     if isinstance(last.content, list):

@@ -101,7 +101,8 @@ async def embed(request: Request) -> ASGIApp:
     ignore(request, [f"options.{name}" for name in body.options or ()])
     if body.truncate:
         ignore(request, ["truncate"])  # a text that is too long is refused
-    asked = EmbeddingRequest(input=body.input, dimensions=body.dimensions, model=body.model)
+    texts: list[str | int | list[int]] = [body.input] if isinstance(body.input, str) else [*body.input]
+    asked = EmbeddingRequest(input=texts, dimensions=body.dimensions, model=body.model)
     return _EmbedWriter(request, asked, await embedded_states(request, frontend, asked, asked.input))
 
 
