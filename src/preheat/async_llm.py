@@ -127,7 +127,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not over and self._dead is None:
-                self._submit(lambda engine: added.is_set() and self._abort(engine, [request_id]))
+                self._submit(lambda engine: self._abort(engine, [request_id] * added.is_set()))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; whoever iterates over one gets what there is, with reason "abort"."""

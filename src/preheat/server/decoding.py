@@ -57,7 +57,7 @@ def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, para
     ``param``: its name in errors.
     """
     try:
-        known = _known(value, _described(kind), ignored, at)
+        known = _known(value, _described(kind), ignored, at)  # type: ignore[arg-type]  # a class is hashable
         return msgspec.convert(known, kind, str_keys=True, builtin_types=(Decimal,))
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
