@@ -198,7 +198,8 @@ class RequestState:
 
     def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:
         """The result so far; ``choices`` in place of all of each."""
-        asked, positions = self.params.prompt_logprobs is not None, self.prompt_logprobs
+        asked, entries = self.params.prompt_logprobs is not None, self.prompt_logprobs
+        positions = [None if entry is None else self.position(entry) for entry in entries]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
