@@ -204,9 +204,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.shown_ids,
-            prompt_logprobs=self._shaped([None if p is None else self.position(p) for p in positions])
-            if asked
-            else None,
+            prompt_logprobs=self._shaped(positions) if asked else None,
             outputs=[self._whole(choice) for choice in self.choices] if choices is None else choices,
             finished=self.finished,
             num_cached_tokens=self.cached_tokens,
