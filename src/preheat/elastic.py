@@ -170,7 +170,7 @@ class Elastic:
         """Running sequences keep their tokens: the rest is computed again when the engine is awake."""
         if level:
             self._forget()
-            self._digest = self.state.digest
+            self._digest = self.state.digest or None  # a boot without warm-up has none
         for tag, keep in LEVELS[level].items():
             self._drop(tag, keep=keep)
         logger.info("Asleep at level %d: the process holds %.2f GiB", level, self._backend.used_memory() / 2**30)

@@ -142,7 +142,7 @@ ROWS: dict[str, Row] = {
         lambda _: {"prompt": [[1, 2]] * 200, "bad_words": [f"word{n}" for n in range(1_000)], "max_tokens": 1},
         200,
     ),
-    "field_name": _json(COMPLETIONS, lambda size: {"prompt": "x", text(size): 1}),
+    "field_name": _json(COMPLETIONS, lambda size: {"prompt": "x", text(size): 1, "max_tokens": 1}, 200),
     "model_name": _json(COMPLETIONS, lambda size: {"prompt": "x", "model": text(size)}),
     "weights_path": _json("/update_weights", lambda size: {"path": text(size)}),
     # many values

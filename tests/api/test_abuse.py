@@ -88,5 +88,6 @@ def test_every_endpoint_that_takes_a_body_is_abused() -> None:
     small = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
     small |= {"/start_weight_update", "/finish_weight_update"}
     alike = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank", "/pooling": "/v1/embeddings"}
+    alike |= {"/invocations": "/v1/completions", "/v1/chat/completions/render": "/v1/chat/completions"}
     sent = {row.path for row in ROWS.values()}
     assert {alike.get(path, path) for path in taken - small} <= sent

@@ -63,7 +63,7 @@ def test_scores_and_ranks(embedder: Server) -> None:
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         results = embedder.post(path, body).json["results"]
         assert len(results) == 2
-        assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[1]}
+        assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[1], "multi_modal": None}
         assert results[0]["relevance_score"] == pytest.approx(1)
         assert results[0]["relevance_score"] >= results[1]["relevance_score"]
 

@@ -467,8 +467,8 @@ def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
     talk = [{"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}]
     frontend = booted(tmp_path, chat_template=source)
-    client = SimpleNamespace(frontend=frontend, _run=lambda prompts, *args, **options: prompts)
-    assert LLM.chat(client, talk) == ["why7"]  # type: ignore[arg-type, comparison-overlap]
+    client = SimpleNamespace(frontend=frontend)
+    assert LLM._prompts_of(client, talk) == ["why7"]  # type: ignore[arg-type]
     body = msgspec.convert(talk, list[Message])
     assert frontend.template.render(plain_messages(body)) == "why7"
 

@@ -52,7 +52,7 @@ def test_tokenizer_routes(scripted: Server) -> None:
     assert "".join(told["token_strs"]) == "<s>return\u0120a"  # as the vocabulary has them
     assert scripted.post("/detokenize", {"tokens": told["tokens"]}).json == {"prompt": "<s>return a"}
     chat = scripted.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json
-    assert "".join(chat["token_strs"]) == "<|im_start|>user: hi\n>"
+    assert "".join(chat["token_strs"]) == "<|im_start|>user:\u0120hi\u010a>"
     assert scripted.post("/detokenize", {"tokens": [10**6]}).error["param"] == "tokens"
     assert scripted.post("/tokenize", {"prompt": "x", "messages": MESSAGES}).status == 400
 

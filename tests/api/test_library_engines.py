@@ -78,8 +78,12 @@ def test_a_template_of_ones_own(llm):
     for form, prompt in {"auto": "hi", "string": "hi", "openai": "hi!"}.items():
         (output,) = llm.chat(talk, **asked, chat_template=template, chat_template_content_format=form)
         assert output.prompt == prompt
-    for bad in ({"chat_template": "{{"}, {"chat_template_content_format": "xml"}, {"color": "red"}):
-        with pytest.raises(InvalidRequest, match=next(iter(bad))):
+    for bad, why in (
+        ({"chat_template": "{{"}, "chat template"),
+        ({"chat_template_content_format": "xml"}, "chat_template_content_format"),
+        ({"color": "red"}, "color"),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
             llm.chat(talk, **asked, **bad)
 
 

@@ -29,7 +29,7 @@ def test_a_unix_socket(folder: Path, tmp_path: Path) -> None:
         while not path.exists():
             time.sleep(0.05)
             assert process.poll() is None
-        assert _get(path, "/health").startswith(b"HTTP/1.1 200")
+        assert _get(path, "/live").startswith(b"HTTP/1.1 200")
         with pytest.raises(SettingsError, match="Address already in use"):
             listen(Settings(uds=str(path)))
         process.terminate()

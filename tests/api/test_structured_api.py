@@ -95,7 +95,6 @@ BAD = [
     ({"structured_outputs": {"backend": "x"}}, "structured_outputs", "exactly one"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "give one"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
-    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "not supported"),
 ]
 
 

@@ -181,7 +181,7 @@ def test_reasoning(client: OpenAI) -> None:
     content, reasoning, calls, _ = joined(ask(client, text, stream=True))
     assert (content, reasoning, len(calls)) == ("Yes.", "Well, <b>\n", 1)
     hidden = ask(client, text, extra_body={"include_reasoning": False}).choices[0].message
-    assert not hasattr(hidden, "reasoning") and hidden.content == "Yes."
+    assert hidden.reasoning is None and hidden.content == "Yes."
     assert ask(client, "Yes.").usage.completion_tokens_details.reasoning_tokens == 0
 
 

@@ -49,7 +49,7 @@ def test_the_first_that_matches_is_that_of_python(asked):
 
 
 SLOW = {
-    "target_modules": r"(?:\w+[._]?)+!",
+    "target_modules": r"(?:\w+\w*[._]?)+!",
     "exclude_modules": r"((a|m|o|d|e|l|\.|[a-z0-9_])+)+Z",
     "rank_pattern": {r"(.?.?.?.?)*#": 4},
     "alpha_pattern": {r"([\w.]|\w\w|.)*-": 4},

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind
+from tests.meta.source import ROOT
 
 
 def make_work(config: bytes):
@@ -140,7 +141,8 @@ print(who(helper), flush=True)
 threading.Thread(target=helper.run, args=[b"wait"], daemon=True).start()
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()

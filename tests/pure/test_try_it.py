@@ -37,7 +37,7 @@ def test_it_is_there_at_once_and_without_a_key():
 
 def test_no_ui_removes_it():
     assert get("/", ui=False)[0] == 404
-    assert get("/health", ui=False)[0] == 200
+    assert get("/live", ui=False)[0] == 200
 
 
 def test_it_needs_nothing_else():

@@ -73,9 +73,7 @@ class InputProcessor:
 
     def checked(self, params: SamplingParams) -> CheckedParams:
         """``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
-        given = msgspec.structs.asdict(params)
-        own = {name: given.pop(name) for name in CALLERS_FIELDS}
-        params = msgspec.structs.replace(check_params(given), **own)
+        params = recheck(params)
         self._check_params(params)
         return self._made(self._with_most_logprobs(params))
 
@@ -358,6 +356,13 @@ def check_params(values: Mapping[str, object]) -> SamplingParams:
         message, _, path = str(error).partition(" - at `$.")
         param = path.rstrip("`").partition("[")[0] or message.partition(" ")[0]
         raise InvalidRequest(f"{param}: {message}" if path else message, param=param) from error
+
+
+def recheck(params: SamplingParams, **changes: object) -> SamplingParams:
+    """Return ``params`` with ``changes``, all checked again. Raises InvalidRequest for a bad value."""
+    given = msgspec.structs.asdict(params)
+    own = {name: given.pop(name) for name in CALLERS_FIELDS}
+    return msgspec.structs.replace(check_params(given | changes), **own)
 
 
 def _check_without_tokens(params: SamplingParams) -> None:

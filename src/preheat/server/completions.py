@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.input_processor import check_params
+from preheat.frontend.input_processor import recheck
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import (
@@ -64,7 +63,7 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
     if body.best_of is None or body.best_of == params.n:
         return params
     logprobs = 0 if params.logprobs is None else params.logprobs
-    return check_params(msgspec.structs.asdict(params) | {"n": body.best_of, "logprobs": logprobs})
+    return recheck(params, n=body.best_of, logprobs=logprobs)
 
 
 def _check_best_of(body: CompletionRequest) -> None:
