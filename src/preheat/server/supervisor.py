@@ -45,16 +45,24 @@ class Supervisor:
         self._stopping = False
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
-        """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled."""
+        """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled.
+
+        Whatever fails ends the server: nobody else listens to the engine.
+        """
         try:
-            send, metrics = self._replicas.send, self._service.metrics
-            metrics.loads = self._replicas.router.loads if len(self._watches) > 1 else None
-            frontend = await asyncio.to_thread(
-                boot_front, self._settings, send, metrics, max_queued=self._settings.max_queued_requests
-            )
+            await self._run(warm_up)
         except PreheatError as error:
             self._die(error)
-            return
+        except Exception as error:
+            logger.debug("The server failed", exc_info=True)
+            self._die(EngineDead(f"The server failed: {type(error).__name__}: {error}; --log-level debug shows where"))
+
+    async def _run(self, warm_up: WarmUpFrontend | None) -> None:
+        send, metrics = self._replicas.send, self._service.metrics
+        metrics.loads = self._replicas.router.loads if len(self._watches) > 1 else None
+        frontend = await asyncio.to_thread(
+            boot_front, self._settings, send, metrics, max_queued=self._settings.max_queued_requests
+        )
         if warm_up is not None:
             try:
                 await asyncio.to_thread(warm_up, frontend)
