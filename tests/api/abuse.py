@@ -192,7 +192,7 @@ ROWS: dict[str, Row] = {
         COMPLETIONS, lambda _: {"prompt": [7] * 200_000, "n": 128, "max_tokens": 1}, 200, server="roomy"
     ),
     "sequences_masked": _json(
-        COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 40, "n": 128, "allowed_token_ids": [*range(900)]}, 200
+        COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 40, "n": 128, "allowed_token_ids": [*range(900)]}, 200, 429
     ),
     "prompt_logprobs": _json(
         COMPLETIONS, lambda _: {"prompt": [7] * 30_000, "prompt_logprobs": 3, "max_tokens": 1}, 200, server="roomy"
@@ -204,7 +204,7 @@ ROWS: dict[str, Row] = {
         server="roomy",
     ),
     "bad_words_sent": _json(
-        COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 100, "n": 128, "bad_words": ["xyz " * 15_000]}
+        COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 100, "n": 128, "bad_words": ["xyz " * 15_000]}, 400, 429
     ),
     # HTTP itself
     "pipelined": Row("/nothing", lambda _: b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * 20_000, frozenset({401, 404})),

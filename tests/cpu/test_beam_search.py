@@ -157,4 +157,5 @@ def test_the_comparison_can_fail(llm: LLM, monkeypatch) -> None:
 def test_params_are_vllms() -> None:
     assert [field.name for field in msgspec.structs.fields(BeamSearchParams)] == [
         "beam_width", "max_tokens", "ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output",
+        "skip_special_tokens", "structured_outputs",
     ]  # fmt: skip
