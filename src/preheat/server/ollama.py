@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -199,9 +200,9 @@ class _OllamaWriter(BlocksWriter):
         super().__init__(request, state, form, body.stream is not False)
         self._model = body.model or self._service.names[0]
 
+    @abstractmethod
     def fields(self, content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
         """The fields of an answer, or of a line, that say something."""
-        raise NotImplementedError
 
     def whole(self) -> Struct:
         self.read_all()

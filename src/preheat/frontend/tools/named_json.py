@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import ClassVar
 
 from preheat.frontend.stream_parser import Reading
@@ -41,9 +42,9 @@ class NamedJsonParser(ToolParser):
         yield from self._tail()
         return True
 
+    @abstractmethod
     def _head(self) -> Reading[tuple[str, str]]:
         """Read the name of a call, "" if there is none, and the model's own id of it, "" if it has none."""
-        raise NotImplementedError
 
     def _tail(self) -> Reading[None]:
         """Read what stands between the arguments and the end of the call."""
