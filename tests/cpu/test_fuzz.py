@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from preheat.cli import main
+from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.settings import Settings
 from preheat.startup import boot_engine
@@ -22,7 +23,8 @@ FIRST_SEED = 100
 
 def test_random_requests_in_random_models_have_the_bits_that_they_have_alone():
     rounds = list(Fuzz(boot_engine, Settings.load({"device": "cpu"}), True, FIRST_SEED).results(SECONDS))
-    assert [f"{result.path}: {result.first}, {result.note}" for result in rounds if result.first] == []
+    differing = [result for result in rounds if result.identical < result.prompts]
+    assert [f"{result.path}: {result.first}, {result.note}" for result in differing] == []
     assert [result.path for result in rounds] == [f"seed {FIRST_SEED + number}" for number in range(len(rounds))]
 
 
@@ -34,6 +36,16 @@ def test_a_planted_kernel_is_found_and_its_seed_finds_it_again(monkeypatch, caps
     (again,) = re.findall(r"seed 4 again: preheat (.*), and the other flags", out)
     assert main([*again.split(), *flags[1:]]) == 1
     assert capsys.readouterr().out == out
+
+
+def test_a_round_whose_engine_fails_is_a_failed_round_with_its_seed():
+    def failing(settings, transport, *rest):
+        raise PreheatError("out of memory")
+
+    rounds = list(Fuzz(failing, Settings.load({"device": "cpu"}), True, 7).results(3600.0))
+    assert [(each.path, each.identical < each.prompts, each.note) for each in rounds] == [
+        (f"seed {seed}", True, "an engine failed: out of memory") for seed in (7, 8, 9)
+    ]
 
 
 def test_its_flags_belong_together(capsys):

@@ -7,6 +7,8 @@ from itertools import product
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
 from preheat.backends.cuda.tuning import (
@@ -28,6 +30,7 @@ from preheat.backends.cuda.tuning import (
     codes_rule,
     encode,
     few_bytes,
+    fits_wide,
     kernel_configs,
     merged,
     place,
@@ -314,6 +317,27 @@ def test_experts_are_looked_up_in_tables_too(monkeypatch):
     assert configs(shape, 513) == experts_config(shape, 513)
     assert configs(shape, 512).entry(shape, 512, 1.5) == wide
     assert ExpertsConfigs([read_back, before])(shape, 65) == experts_config(shape, 65)
+
+
+@given(
+    st.sampled_from([torch.bfloat16, torch.float32]), st.integers(1, 64), st.integers(1, 2048), st.integers(1, 2048),
+    st.integers(1, 8192),
+)  # fmt: skip
+def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
+    """The law for every guess: a kernel that copies rows of plain weights in bulk has rows that may be copied."""
+    from preheat.backends.cuda import moe
+    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
+
+    shape = moe.ExpertsShape(num_experts, hidden, inner, 1, dtype, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "fits", fits_wide)  # as on Hopper
+        guess = moe.experts_config(shape, tokens)
+    chosen = [(guess.gate_up, hidden), (guess.down, inner)]
+    chosen.append((rule(LinearShape(inner, hidden, False, dtype), tokens), hidden))
+    chosen.append((leaf_tile(LeafShape(inner, 4 * hidden, 4, dtype), tokens), hidden))
+    for config, inputs in chosen:
+        if isinstance(config, Tile) and config.bulk:
+            assert inputs * dtype.itemsize % 16 == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from preheat.errors import PreheatError
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
 from preheat.verify.adapter_paths import names_of
@@ -29,6 +30,8 @@ LENGTHS = (60, 300, 700)
 
 CACHE_BYTES = 1 << 28
 
+FAILURES = 3
+
 
 @dataclass
 class Fuzz:
@@ -43,10 +46,17 @@ class Fuzz:
     clock: Callable[[], float] = time.monotonic
 
     def results(self, seconds: float) -> Iterator[PathResult]:
-        """Each round's result."""
-        end, seed = self.clock() + seconds, self.seed
-        while seed == self.seed or self.clock() < end:
-            yield self.round(seed)
+        """Each round's result. A round whose engine fails has none identical and the error as its note; after
+        ``FAILURES`` such rounds in a row the device is taken for lost, and the rounds end.
+        """
+        end, seed, failures = self.clock() + seconds, self.seed, 0
+        while failures < FAILURES and (seed == self.seed or self.clock() < end):
+            try:
+                yield self.round(seed)
+                failures = 0
+            except PreheatError as error:
+                failures += 1
+                yield PathResult(f"seed {seed}", prompts=1, runs=0, identical=0, note=f"an engine failed: {error}")
             seed += 1
 
     def round(self, seed: int) -> PathResult:

@@ -33,6 +33,7 @@ from preheat.backends.cuda.tuning import (
     Table,
     Tile,
     Wide,
+    without_unaligned_copies,
 )
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -97,7 +98,16 @@ class ExpertsConfig(NamedTuple):
 
 
 def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-    """A guess for what is in no table."""
+    """Guess the kernels for experts and a number of tokens that are in no table."""
+    guess = _guess(shape, tokens)
+    return guess._replace(
+        gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
+        down=without_unaligned_copies(guess.down, shape.down),
+    )
+
+
+def _guess(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+    """Guess the kernels as if every row of weights could be copied in bulk."""
     slots = tokens * shape.top_k
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:

@@ -368,6 +368,17 @@ def fits_wide(shape: LinearShape) -> bool:
     return shape.scheme is None and shape.dtype.itemsize == 2 and whole
 
 
+def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape) -> Tile | Wide | Expanded:
+    """Return ``config`` with ordinary loads where the copy engine (TMA) would refuse a plain weight's rows.
+
+    The copy engine takes rows whose length is a multiple of 16 bytes.
+    """
+    aligned = shape.inputs * shape.dtype.itemsize % 16 == 0
+    if isinstance(config, Tile) and config.bulk and shape.scheme is None and not aligned:
+        return msgspec.structs.replace(config, bulk=False)
+    return config
+
+
 def wide_float8(shape: LinearShape) -> bool:
     """Whether :mod:`preheat.backends.cuda.linear_hopper_fp8` does for a layer, on Hopper."""
     return (
