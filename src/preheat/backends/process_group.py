@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from preheat.backends.meeting import Meeting
 from preheat.errors import SettingsError
 
 LOOK_SECONDS = 0.02
+LOOK_TIMEOUT = timedelta(seconds=2)
+"""How long one look at the store may take. A store of a file waits for its file, which goes when a rank dies."""
 
 
 def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device: torch.device | None = None) -> None:
@@ -25,9 +28,23 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
             "this process is in a process group already: give each engine of several ranks a process of its own",
             param="tensor_parallel_size",
         )
+    check()
     store, world = meeting.store(), meeting.world
-    store.add("present", 1)
-    while store.add("present", 0) < world:
-        check()
+    patience = store.timeout
+    store.set_timeout(LOOK_TIMEOUT)
+    mine = 1
+    while _present(store, mine, check) < world:
+        mine = 0
         time.sleep(LOOK_SECONDS)
+    store.set_timeout(patience)
     dist.init_process_group(kind, store=store, rank=meeting.rank, world_size=world, device_id=device)
+
+
+def _present(store: dist.Store, mine: int, check: Callable[[], None]) -> int:
+    """Add ``mine`` to the number of ranks that are there, and return the number. Raises what ``check`` raises."""
+    check()
+    try:
+        return int(store.add("present", mine))
+    except (RuntimeError, OSError):
+        check()  # the reason, where there is one: the store of a dead rank's group is gone
+        raise

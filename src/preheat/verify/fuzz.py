@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from preheat.backends.registry import pick_backend
 from preheat.errors import PreheatError
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
@@ -31,6 +34,7 @@ LENGTHS = (60, 300, 700)
 CACHE_BYTES = 1 << 28
 
 FAILURES = 3
+"""Rounds in a row whose engine fails, after which the rounds end."""
 
 
 @dataclass
@@ -74,10 +78,19 @@ class Fuzz:
             del alone
             load = random_limits(draw, longest + OUTPUTS) | (features.loaded if features else {})
             load["enable_prefix_caching"] |= bool(load.get("kv_offloading_size"))
+            load = self._possible(load)
             engine = Engine(self.boot, replace(settings, **load))
             names_of(engine)
             runs = [engine.run(prompts, draw.choice((at_once, trickling(draw)))) for _ in range(2)]
         return compare(f"seed {seed}", expected, runs, ", ".join([*note, *_shown(load, Path(folder))]))
+
+    def _possible(self, load: dict[str, Any]) -> dict[str, Any]:
+        """Drop options that this device rejects, and ranks where it has one card; other draws of the round stay."""
+        facts = pick_backend(self.settings.device).facts
+        refused = {*facts.rejected} if load.get("contiguous_pa") else set()
+        if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
+            refused.add("tensor_parallel_size")
+        return {name: value for name, value in load.items() if name not in refused}
 
     def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, Features | None, list[str]]:
         """The settings of a round but for its limits, what the engine under load does besides, and what was drawn of
