@@ -27,6 +27,7 @@ from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
 from preheat.backends.cuda.lora_leaf_experts import _expand_tokens, _shrink_slots
 from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
+from preheat.backends.cuda.moe import ExpertsShape, experts_config
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
@@ -249,6 +250,17 @@ def test_experts_compile(gated, gathered, arranged, leaves):
         layout = {"FOUR": four, "GROUP": 128, "EVEN": True}
         found = compiled(_experts_codes, 4, 4, {"codes": dtype}, **EXPERTS, **tile, **layout)
         assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"}
+
+
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_experts_of_small_groups_fit_into_shared_memory(tokens):
+    """Of the guesses: each weight brings a scale and a zero point of its own."""
+    scheme = Scheme(code="int4", scales="group", group=32, zeros=True)
+    tile = experts_config(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
+    assert isinstance(tile, Tile)
+    sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": tile.inputs, "LEAVES": 1, "gated": True}
+    layout = {"FOUR": True, "GROUP": 32, "EVEN": False, "gathered": True, "arranged": True}
+    compiled(_experts_codes, tile.warps, tile.stages, {"codes": "*u8"}, **EXPERTS, **sizes, **layout)
 
 
 @pytest.mark.parametrize(("dtype", "more"), [

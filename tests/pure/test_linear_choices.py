@@ -340,6 +340,27 @@ def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hid
             assert inputs * dtype.itemsize % 16 == 0
 
 
+@given(
+    st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from(["int4", "int8"]),
+    st.sampled_from([32, 64, 128, 256]), st.booleans(), st.sampled_from([1, 8, 128]), st.integers(1, 8),
+    st.integers(1, 4096),
+)  # fmt: skip
+def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num_experts, steps, tokens):
+    """The law for every guess: Triton keeps one buffer less than a tile has stages, and all buffers fit."""
+    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
+    from preheat.backends.cuda.moe import ExpertsShape, experts_config
+
+    scheme, size = Scheme(code=code, scales="group", group=group, zeros=zeros), 256 * steps
+    shape = ExpertsShape(num_experts, size, size, min(2, num_experts), dtype, scheme)
+    experts, leaves = experts_config(shape, tokens), LeafShape(size, 4 * size, 4, dtype, scheme)
+    chosen = [(experts.gate_up, shape.gate_up), (experts.down, shape.down), (leaf_tile(leaves, tokens), leaves.of_leaf)]
+    chosen += [(codes_rule(layer, tokens), layer) for layer in (shape.gate_up, shape.down)]
+    for tile, layer in chosen:
+        if isinstance(tile, Tile):
+            size = codes_bytes(layer, tile.outputs, tile.rows, tile.inputs)
+            assert size * max(tile.stages - 1, 1) <= SHARED_BYTES
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])
 def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
     from preheat.backends.cuda import moe_tuner

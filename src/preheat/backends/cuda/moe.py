@@ -27,12 +27,15 @@ from preheat.backends.cuda.quantize import silu_and_quantize
 from preheat.backends.cuda.tuning import (
     FP8_REFERENCE,
     REFERENCE,
+    SHARED_BYTES,
     Expanded,
     ExpertsEntry,
     LinearShape,
     Table,
     Tile,
     Wide,
+    codes_bytes,
+    whole_groups,
     without_unaligned_copies,
 )
 from preheat.ops.kinds import Scheme
@@ -61,11 +64,11 @@ class ExpertsShape(NamedTuple):
     @property
     def gate_up(self) -> LinearShape:
         """Of one expert."""
-        return LinearShape(2 * self.inner, self.hidden, True, self.dtype)
+        return LinearShape(2 * self.inner, self.hidden, True, self.dtype, scheme=self.scheme)
 
     @property
     def down(self) -> LinearShape:
-        return LinearShape(self.hidden, self.inner, False, self.dtype)
+        return LinearShape(self.hidden, self.inner, False, self.dtype, scheme=self.scheme)
 
 
 class ExpertsConfig(NamedTuple):
@@ -112,8 +115,9 @@ def _guess(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:
         rows = 16 if slots <= 16 * shape.num_experts else 64
-        tile = Tile(64, rows, 256 if alone else 128, 4, 4)
-        return ExpertsConfig(1 if alone else rows, tile, tile)
+        deep = 256 if alone and whole_groups(shape.scheme) else 128
+        tiles = (_codes_tile(layer, rows, deep) for layer in (shape.gate_up, shape.down))
+        return ExpertsConfig(1 if alone else rows, *tiles)
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
     mean = slots / shape.num_experts
@@ -126,6 +130,12 @@ def _guess(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
     if mean <= 48 or not (fits(shape.gate_up) and fits(shape.down)):
         return ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
     return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
+
+
+def _codes_tile(layer: LinearShape, rows: int, deep: int) -> Tile:
+    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
+    return Tile(64, rows, deep, 4, max(2, min(4, room)))
 
 
 PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}

@@ -505,4 +505,4 @@ def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     held = weights // (2 if shape.scheme.code == "int4" else 1)
     if not whole_groups(shape.scheme):
         held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
-    return held + height * depth * (1 if shape.scheme.activations else 2)
+    return held + height * depth * (1 if shape.scheme.activations else shape.dtype.itemsize)
