@@ -165,3 +165,18 @@ def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
         with pytest.raises(SettingsError, match=re.escape(reason)):
             check(Settings(**{option: other}), facts)
         check(Settings(**{option: default}), facts)
+
+
+def test_a_processor_without_a_product_of_bfloat16_multiplies_in_float32(monkeypatch):
+    """As on AVX2: each row is rounded once, and has its bits in any company."""
+    from preheat.backends.cpu import linear
+
+    monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 96), (48,), (40, 96)))
+    layer = linear.OneDnnLinear(weight, bias)
+    y = layer(x)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+    assert all(torch.equal(layer(x[n : n + 1])[0], y[n]) for n in (0, 7, 39))

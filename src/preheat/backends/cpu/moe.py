@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.cpu.linear import REFERENCES, check_kernel, packed_linear, proven_size
+from preheat.backends.cpu.linear import REFERENCES, pack, packed_linear, proven_size
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.opaque import opaque
@@ -27,11 +27,7 @@ class CpuExperts:
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, routing: Routing) -> None:
-        check_kernel(gate_up.dtype)
-        self._gate_up, self._down = (
-            [torch.ops.mkldnn._reorder_linear_weight.default(weight) for weight in weights]
-            for weights in (gate_up, down)
-        )
+        self._gate_up, self._down = ([pack(weight) for weight in weights] for weights in (gate_up, down))
         self._inner, self.routing = down.shape[2], routing
         self._hidden = down.shape[1]
         for size in SIZES:
