@@ -254,7 +254,7 @@ ROWS: dict[str, Row] = {
     "image_of_most_pixels": _pictures(lambda _: [hostile_files.png(WIDEST, WIDEST)], 200),
     "image_of_more_pixels": _pictures(lambda _: [hostile_files.png(WIDEST, 2**31 - 1)]),
     "image_that_is_long": _pictures(lambda _: [hostile_files.png(2**24, 1)]),
-    "image_with_text": _pictures(lambda _: [hostile_files.png(8, 8, text=2**28)], 200, 400),
+    "image_with_text": _pictures(lambda _: [hostile_files.png(8, 8, text=2**26)], 200, 400),
     "image_of_noise": _pictures(lambda size: [hostile_files.noise(size)], 200),
     "image_of_no_bytes": _pictures(lambda size: ["data:image/png;base64," + "?" * size]),
     "image_of_zeros": _pictures(lambda size: ["data:image/png;base64," + "A" * (size // 4 * 4 - 100)]),
