@@ -2,10 +2,10 @@
 
     python -m benchmarks overload [--seconds 10] [--clients 4] [--only NAME ...]
 
-A scripted engine answers, so that the server alone is measured, with the bundled model's tokenizer. ``--clients``
-connections, in a process of their own, send a row of ``tests/api/abuse.py`` again and again for ``--seconds``.
-Meanwhile this process asks for /health every 20 ms, whether it has answered or not, and keeps a stream open, whose
-longest pause it reports. The last figures, of "all", are those of all rows together.
+A scripted engine answers, so that the server alone is measured, with the bundled model's tokenizer; where files are
+read, the real one does. ``--clients`` connections, in a process of their own, send a row of ``tests/api/abuse.py``
+again and again for ``--seconds``. Meanwhile this process asks for /health every 20 ms, whether it has answered or not,
+and keeps a stream open, whose longest pause it reports. The last figures, of "all", are those of all rows together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import parser, save
-from tests.api.abuse import ROWS, SERVERS, Row, http
-from tests.api.conftest import Server, serving
+from tests.api.abuse import ROWS, Row, abused, http
+from tests.api.conftest import Server
 
 BODY_BYTES = 16 * 2**20
 """What --max-body-bytes is by default."""
@@ -118,13 +118,12 @@ def _memory(server: Server) -> int:
 
 def measure(name: str, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
     """The times of /health during one attack, on a server of its own, and all of its figures."""
-    options = dict(SERVERS[ATTACKS[name].server])
-    with serving(options.pop("model"), **options) as server:
+    with abused(ATTACKS[name].server) as server:
         before = _memory(server)
         command = [sys.executable, "-m", "benchmarks.overload", str(server.port), name]
         command += [str(args.seconds), str(args.clients)]
         attack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        times, found = asyncio.run(_probe(server.port, attack, streams="runner" not in options))
+        times, found = asyncio.run(_probe(server.port, attack, streams=ATTACKS[name].server != "pooling"))
         assert attack.stdout is not None
         answers = json.loads(attack.stdout.read())
         return times, {**found, "answers": answers, "memory_MiB": [before, _memory(server)]}

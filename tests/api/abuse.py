@@ -1,12 +1,14 @@
 """What clients send at the limits of each endpoint, for the test and the benchmark that time /health meanwhile.
 
 A row is one request as bytes, and the statuses that may answer it. To add one, add it to :data:`ROWS`. ``server`` names
-its server in :data:`SERVERS`. ``python -m tests.api.abuse PORT`` times /health until its input ends.
+its server in :data:`SERVERS`; files that a server reads are those of :mod:`tests.api.hostile_files`. ``python -m
+tests.api.abuse PORT`` times /health until its input ends.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import random
@@ -14,12 +16,17 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Self
+
+from tests.api import hostile_files
+from tests.api.conftest import Server, serving
 
 KEY = "operator"
 ROOM = 2**10
@@ -29,12 +36,45 @@ SHORT = "tests.api.scripted:run_engine"
 ROOMY = "tests.api.scripted:run_roomy_engine"
 
 _COMMON: dict[str, Any] = {"model": "bundled", "api_key": [KEY], "server_dev_mode": True}
-SERVERS: dict[str, dict[str, Any]] = {
-    "plain": {**_COMMON, "engine": SHORT, "enable_prompt_embeds": True, "weights_root": "/tmp"},
-    "roomy": {**_COMMON, "engine": ROOMY},
-    "pooling": {**_COMMON, "engine": SHORT, "runner": "pooling"},
+_SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "num_threads": 1, "engine": None}
+_SMALL |= {"dtype": "float32", "skip_warmup": True}
+
+
+def _of_images(folder: Path) -> dict[str, Any]:
+    return {**_COMMON, "engine": SHORT, "model": hostile_files.seeing_model(folder / "model")}
+
+
+def _of_adapters(folder: Path) -> dict[str, Any]:
+    hostile_files.adapters(folder / "adapters")
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "allow_runtime_lora_updating": True}
+    return {**_COMMON, **_SMALL, **lora, "lora_root": str(folder / "adapters")}
+
+
+def _of_weights(folder: Path) -> dict[str, Any]:
+    hostile_files.weights(folder / "weights", folder / "outside")
+    return {**_COMMON, **_SMALL, "weights_root": str(folder / "weights")}
+
+
+SERVERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "plain": lambda _: {**_COMMON, "engine": SHORT, "enable_prompt_embeds": True, "weights_root": "/tmp"},
+    "roomy": lambda _: {**_COMMON, "engine": ROOMY},
+    "pooling": lambda _: {**_COMMON, "engine": SHORT, "runner": "pooling"},
+    "images": _of_images,
+    "adapters": _of_adapters,
+    "weights": _of_weights,
 }
-"""The options of each server. A scripted engine answers, so that the server alone is measured."""
+"""The options of each server, whose files are written into an empty folder. A scripted engine answers, so that the
+server alone is measured; adapters and weights are read by the real one.
+"""
+
+
+@contextlib.contextmanager
+def abused(name: str, **more: Any) -> Iterator[Server]:
+    """The server ``name`` of :data:`SERVERS`, with ``more`` options."""
+    with tempfile.TemporaryDirectory(prefix="abused-") as folder:
+        options = SERVERS[name](Path(folder)) | more
+        with serving(options.pop("model"), **options) as server:
+            yield server
 
 
 @dataclass(frozen=True)
@@ -109,8 +149,31 @@ def _calls(size: int) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}, *_said("x")]}
 
 
+def _pictures(urls: Callable[[int], list[str]], *statuses: int) -> Row:
+    """A conversation with the images behind so many bytes of URLs."""
+
+    def fields(size: int) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(size)]
+        return {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+
+    return _json(CHAT, fields, *statuses, server="images")
+
+
+def _adapter(name: str) -> dict[str, Any]:
+    return {"lora_name": name, "lora_path": name, "load_inplace": True}
+
+
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT, TOKENIZE, EMBEDDINGS = "/v1/messages/count_tokens", "/tokenize", "/v1/embeddings"
+
+LOAD = "/v1/load_lora_adapter"
+WIDEST = hostile_files.WIDEST
+
+REFUSED, TAKEN = (400,), (200,)
+ADAPTERS = dict.fromkeys((*hostile_files.CONFIGS, "fifo", "endless", "names"), REFUSED) | {"whole": TAKEN}
+ADAPTERS |= {"huge": TAKEN, "layers": TAKEN, "patterns": (200, 400)}
+WEIGHTS = dict.fromkeys(("link", "fifo", "endless", "index", "index_long", "names", "cut"), REFUSED) | {"whole": TAKEN}
+"""What answers the folders of :mod:`tests.api.hostile_files`."""
 
 ROWS: dict[str, Row] = {
     # texts
@@ -186,6 +249,26 @@ ROWS: dict[str, Row] = {
     "embeds_pairs": _embeds(shape=b")", before=b")" + b"q\0h\0\x86" * 40),
     "embeds_shape": _embeds(shape=b"(\x8a\xff" + b"\x7f" * 255 + b"q\x05" + b"h\x05" * 2_000 + b"t"),
     "embeds_entries": _embeds(shape=b")", entries=5_000),
+    "image_of_scans": _pictures(lambda _: [hostile_files.jpeg(10_000)]),
+    "image_of_most_scans": _pictures(lambda _: [hostile_files.jpeg(60)], 200, 400),
+    "image_of_most_pixels": _pictures(lambda _: [hostile_files.png(WIDEST, WIDEST)], 200),
+    "image_of_more_pixels": _pictures(lambda _: [hostile_files.png(WIDEST, 2**31 - 1)]),
+    "image_that_is_long": _pictures(lambda _: [hostile_files.png(2**24, 1)]),
+    "image_with_text": _pictures(lambda _: [hostile_files.png(8, 8, text=2**26)], 200, 400),
+    "image_of_noise": _pictures(lambda size: [hostile_files.noise(size)], 200),
+    "image_of_no_bytes": _pictures(lambda size: ["data:image/png;base64," + "?" * size]),
+    "image_of_zeros": _pictures(lambda size: ["data:image/png;base64," + "A" * (size // 4 * 4 - 100)]),
+    "images_that_fit": _pictures(lambda _: [hostile_files.png(number + 1, 8) for number in range(200)], 200),
+    "images_of_most_pixels": _pictures(lambda _: [hostile_files.png(WIDEST, WIDEST - each) for each in range(3)], 200),
+    "images": _pictures(lambda size: [hostile_files.png(1, 1)] * (size // 200)),
+    **{
+        f"adapter_{name}": _json(LOAD, lambda _, name=name: _adapter(name), *statuses, server="adapters")
+        for name, statuses in ADAPTERS.items()
+    },
+    **{
+        f"weights_in_{name}": _json("/update_weights", lambda _, name=name: {"path": name}, *statuses, server="weights")
+        for name, statuses in WEIGHTS.items()
+    },
     # many sequences, long answers
     "sequences": _json(COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 156, "n": 128, "max_tokens": 1}, 200),
     "sequences_long": _json(

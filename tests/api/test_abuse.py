@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from preheat.server.openapi import OPERATIONS
-from tests.api.abuse import ROWS, SERVERS, HealthProbe, Row, http, text
-from tests.api.conftest import Server, serving
+from tests.api.abuse import ROWS, SERVERS, HealthProbe, Row, abused, http, text
+from tests.api.conftest import Server
 
 BOUND_MS = 1000.0
 """For a busy machine, ten times what is wanted; `python -m benchmarks overload` has the figures for a quiet one."""
@@ -49,9 +49,8 @@ def resident(server: Server) -> int:
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_health_answers_whatever_comes(name: str) -> None:
-    options = dict(SERVERS[name])
     rows = {what: row for what, row in ROWS.items() if row.server == name}
-    with serving(options.pop("model"), max_body_bytes=BODY_BYTES, **options) as server:
+    with abused(name, max_body_bytes=BODY_BYTES) as server:
         before = resident(server)
         with HealthProbe(server.port) as probe:
             wrong = _wrong(server, rows)
@@ -71,8 +70,8 @@ def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
 
 def test_work_in_the_event_loop_is_found() -> None:
     """The bound can be broken: by a server that encodes a text where all its clients wait."""
-    options = SERVERS["plain"] | {"engine": "tests.api.planted_inline:run_engine"}
-    with serving(options.pop("model"), **options) as server, HealthProbe(server.port) as probe:
+    engine = "tests.api.planted_inline:run_engine"
+    with abused("plain", engine=engine) as server, HealthProbe(server.port) as probe:
         payload = http("/v1/messages/count_tokens", _said(text(BODY_BYTES)))
         assert status_of(server, payload) in (200, 400)
     assert probe.times[-1] > BOUND_MS
@@ -85,7 +84,7 @@ def _said(content: str) -> bytes:
 def test_every_endpoint_that_takes_a_body_is_abused() -> None:
     """Aliases count as one; those that only read a name do not."""
     taken = {operation.path for operation in OPERATIONS if operation.body}
-    small = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
+    small = {"/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
     small |= {"/start_weight_update", "/finish_weight_update"}
     alike = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank", "/pooling": "/v1/embeddings"}
     alike |= {"/invocations": "/v1/completions", "/v1/chat/completions/render": "/v1/chat/completions"}

@@ -20,7 +20,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import AdapterError
-from preheat.lora.adapter import HEADER_BYTES, read_adapter
+from preheat.lora import adapter
+from preheat.lora.adapter import FEW_TENSORS, HEADER_BYTES, read_adapter
 from preheat.lora.config import AdapterConfig
 from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
@@ -321,6 +322,16 @@ def test_headers_that_lie_are_errors_of_the_adapter(what, llama, saved, tmp_path
     with pytest.raises(AdapterError, match="adapter 'tuned' in") as refused:
         read(folder, llama[1])
     assert len(refused.value.message) <= 2000
+
+
+def test_more_names_than_a_model_has_are_not_listed(llama, saved, tmp_path, monkeypatch):
+    """Listing them would hold all requests up."""
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    names = {f"base_model.model.a.{number}": F32 | {"data_offsets": [0, 0]} for number in range(FEW_TENSORS)}
+    (folder / "adapter_model.safetensors").write_bytes(tensors(names))
+    monkeypatch.setattr(adapter, "open_tensors", None)
+    with pytest.raises(AdapterError, match=r"names up to 10,001 tensors; an adapter of this model has 10,000 at most"):
+        read(folder, llama[1])
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

@@ -41,7 +41,8 @@ def test_all_is_well_and_was_really_taken():
     assert int(found["beam search"].note.split()[0].replace(",", "")) > 1000
     assert found["cache salts"].note == "640 tokens from an equal salt"
     assert int(found["penalties, few blocks"].note.split()[0]) > 1
-    assert int(found["grammars, few blocks"].note.split()[0]) > 0
+    assert all(int(found[f"{name}, {when}"].note.split()[0]) > 0
+               for name in ("penalties", "grammars") for when in ("few blocks", "interrupted"))  # fmt: skip
     assert found["logprobs of given tokens"].prompts == 4
     assert found["prompt logprobs, chunks"].note == "400 tokens"
 
@@ -133,6 +134,7 @@ PLANTED = {
     "cache salts": no_salt,
     "min_tokens": no_bans,
     "penalties, few blocks": resumed_without_output,
+    "penalties, interrupted": lambda patch: None,  # sees the same
     "prompt logprobs, chunks": chunks_lose_one,
 }
 

@@ -34,6 +34,9 @@ _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB]\.weight|lora_embeddin
 _LINEAR, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 _DTYPES = ("F32", "BF16", "F16")
 
+FEW_TENSORS = 10_000
+"""So many are read in a moment, whatever the model."""
+
 HEADER_BYTES = 32 << 20
 """The longest header of an adapter's tensors: some hundred thousand names."""
 
@@ -107,7 +110,7 @@ def read_adapter(
     """
     try:
         config = AdapterConfig.read(Path(path))
-        with _opened(Path(path)) as file:
+        with _opened(Path(path), _most_tensors(spec)) as file:
             rules, found = _checked(file, config, spec, max_rank)
             if without_experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
@@ -144,25 +147,33 @@ def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _opened(folder: Path) -> Any:
-    """The file of tensors. Raises AdapterError if there is none."""
+def _most_tensors(spec: ModelSpec) -> int:
+    """More than an adapter of the model has: both factors of each module, and copies of the base model's weights."""
+    return max(4 * (len(adapted_modules(spec)) + len(expert_modules(spec)) + 1), FEW_TENSORS)
+
+
+def _opened(folder: Path, most: int) -> Any:
+    """The file of ``most`` tensors at most. Raises AdapterError if there is none."""
     if os.path.lexists(folder / TENSORS):
-        _check_header(folder / TENSORS)
+        _check_header(folder / TENSORS, most)
         return open_tensors(folder / TENSORS)
     if pickle := next((name for name in _PICKLES if os.path.lexists(folder / name)), None):
         raise AdapterError(f"{pickle} is a pickle, which may run code: save the adapter as {TENSORS}")
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
-def _check_header(path: Path) -> None:
-    """Raise AdapterError for more names of tensors than an adapter has: listing them would hold others up."""
+def _check_header(path: Path, most: int) -> None:
+    """Raise AdapterError for more tensors than an adapter has: to read their names would hold others up."""
     try:
         with open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
+            count = file.read(length).count(b"{") if length <= HEADER_BYTES else 0  # no tensor has none
     except OSError as error:
         raise AdapterError(f"{path} cannot be read: {why_unread(error)}") from None
     if length > HEADER_BYTES:
         raise AdapterError(f"the header of {TENSORS} has {length:,} bytes; at most {HEADER_BYTES:,} are read")
+    if count > most:
+        raise AdapterError(f"{TENSORS} names up to {count:,} tensors; an adapter of this model has {most:,} at most")
 
 
 def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> tuple[ModuleRules, Found]:

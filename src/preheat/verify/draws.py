@@ -47,17 +47,21 @@ ROWS = (
     DrawRow(SamplingParams(seed=1), position=5, choice=3),
     DrawRow(SamplingParams(seed=2**63 + 1, temperature=0.5), position=2),
     DrawRow(SamplingParams(seed=7, temperature=4.0), position=3),
-    DrawRow(SamplingParams(seed=11, temperature=2.0, top_k=3), position=1),
-    DrawRow(SamplingParams(seed=12, temperature=2.0, min_p=0.5), position=1),
-    DrawRow(SamplingParams(seed=13, temperature=2.0, top_p=0.6), position=1),
+    DrawRow(SamplingParams(seed=6089, temperature=4.0, top_k=3), position=1),
+    DrawRow(SamplingParams(seed=357, temperature=4.0, min_p=0.7), position=1),
+    DrawRow(SamplingParams(seed=357, temperature=4.0, top_p=0.6), position=1),
     DrawRow(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=0),
     DrawRow(SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=0.25), position=4),
     DrawRow(SamplingParams(temperature=0.0, min_tokens=4), position=2, stops=(0, 1)),
     DrawRow(SamplingParams(temperature=0.0, min_tokens=4), position=3, stops=(0, 1)),
+    DrawRow(SamplingParams(temperature=0.0, min_tokens=4), position=4, stops=(0, 1)),
     DrawRow(SamplingParams(temperature=0.0, frequency_penalty=0.6, logit_bias={1: 1.5}), position=4),
-    DrawRow(SamplingParams(seed=31, temperature=2.0, top_k=3), position=1),
+    DrawRow(SamplingParams(seed=929, temperature=4.0, top_k=3), position=1),
     DrawRow(SamplingParams(temperature=0.0, logit_bias={4: 4.0})),
 )
+"""Seeds of rows with top_k, top_p and min_p are such that what is just left out would be drawn, and of the second one
+with top_k what is just kept is, whatever the size of the vocabulary.
+"""
 
 
 def check_draws(runner: CheckRunner) -> None:

@@ -17,6 +17,7 @@ from preheat.core import SamplingParams
 from preheat.verify.beam_path import beam_search
 from preheat.verify.cache_paths import answers_as_prompts
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
+from preheat.verify.crowded_paths import crowded
 from preheat.verify.drive import Answer, Engine, in_groups
 from preheat.verify.masked import MaskedPrompts
 from preheat.verify.prompts import Prompt
@@ -70,6 +71,7 @@ class Features:
         yield self._prompt_logprobs(engine)
         if self._masked is not None:
             yield self._masked.few_blocks(engine)
+        yield from crowded(engine, self.outputs)
 
     def without_drafts(self, engine: Engine) -> Iterator[PathResult]:
         """An engine in which nothing drafts, neither what grammars force."""

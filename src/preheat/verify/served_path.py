@@ -51,17 +51,21 @@ class _Case(NamedTuple):
 
 def served(engine: Engine, outputs: int) -> PathResult:
     """Answers of up to ``outputs`` tokens, twice, so that each slot has had another kind of request before."""
-    prompts, wrong, clear, total = _prompts(engine, min(outputs, MOST)), list[Divergence](), 0, 0
-    count = 0
-    for turn, asked in enumerate((prompts, prompts[::-1])):
+    prompts = _prompts(engine, min(outputs, MOST))
+    return by_contract("served, by the contract", engine, [prompts, prompts[::-1]])
+
+
+def by_contract(path: str, engine: Engine, turns: Sequence[Sequence[Prompt]]) -> PathResult:
+    """Each of ``turns`` at once; all choices of each answer are compared with the contract."""
+    wrong, clear, total, count = list[Divergence](), 0, 0, 0
+    for turn, asked in enumerate(turns, 1):
         for number, case in enumerate(_answered(engine, asked)):
             place, gap, sure = _first_wrong(case)
-            clear, total, count = clear + sure, total + len(case.choice.token_ids), count + (turn == 0)
+            clear, total, count = clear + sure, total + len(case.choice.token_ids), count + 1
             if place >= 0:
-                wrong.append(Divergence(turn + 1, number, place, gap))
-    bad = {(each.run, each.prompt) for each in wrong}
+                wrong.append(Divergence(turn, number, place, gap))
     note = f"{clear:,} of {total:,} draws are clear cases"
-    return PathResult("served, by the contract", 2 * count, 1, 2 * count - len(bad), next(iter(wrong), None), note)
+    return PathResult(path, count, 1, count - len(wrong), next(iter(wrong), None), note)
 
 
 def _prompts(engine: Engine, outputs: int) -> list[Prompt]:
