@@ -133,8 +133,8 @@ class Settings:
         choices=(
             "deepseek_v3", "deepseek_v31", "ernie45", "gemma4", "glm45", "glm47", "granite", "granite-20b-fc",
             "granite4", "hermes", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "llama3_json", "llama4_json",
-            "llama4_pythonic", "minimax_m2", "mistral", "olmo3", "phi4_mini_json", "pythonic", "qwen3_coder",
-            "qwen3_xml", "seed_oss", "step3", "xlam",
+            "llama4_pythonic", "minimax_m2", "mistral", "olmo3", "openai", "phi4_mini_json", "pythonic",
+            "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "xlam",
         ),
     )  # fmt: skip
     reasoning_parser: str | None = _model(
@@ -142,7 +142,7 @@ class Settings:
         "How the model marks what it thinks before it answers: see docs/tools.md.",
         choices=(
             "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
-            "minimax_m2", "mistral", "olmo3", "qwen3", "seed_oss", "step3",
+            "minimax_m2", "mistral", "olmo3", "openai", "openai_gptoss", "qwen3", "seed_oss", "step3",
         ),
     )  # fmt: skip
     structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable

@@ -14,7 +14,7 @@ def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
 
     An empty list says as little as null, but some templates only ask whether there is a field. What an assistant
-    thought has two names, and templates look at either.
+    thought has three names, and templates look at one; that of gpt-oss refuses ``thinking`` beside a text and calls.
     """
     return [_told(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
@@ -25,6 +25,8 @@ def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value not in (None, [])}
     if thought := plain.get("reasoning") or plain.get("reasoning_content"):
         plain |= {"reasoning": thought, "reasoning_content": thought}
+        if not (plain.get("tool_calls") and plain.get("content")):
+            plain.setdefault("thinking", thought)
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return plain
