@@ -288,6 +288,12 @@ class Settings:
         default_text="2 with `ssl_ca_certs`, else 0",
     )
     ssl_ciphers: str | None = _server(None, "Ciphers of TLS before 1.3, as OpenSSL lists them.")
+    middleware: tuple[str, ...] = _server(
+        (),
+        "ASGI middleware of your own, as `module.NAME`: a class, or an `async def` of a request and what answers it. "
+        "Its code is run.",
+        one_word=True,
+    )
     disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, which describes the endpoints.")
     response_role: str = _server("assistant", "Role of the messages in answers to chats.")
     enable_force_include_usage: bool = _server(
@@ -378,6 +384,12 @@ class Settings:
         env="VLLM_LOGGING_LEVEL",
         choices=("debug", "info", "warning", "error"),
         parse=str.lower,
+    )
+    log_config_file: str | None = _general(
+        None,
+        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` counts "
+        "too.",
+        env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")
 

@@ -274,7 +274,7 @@ def run_engine(settings: Settings, address: str) -> None:
         gc.enable()
 
     gc.disable()
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     transport = EngineTransport(address)
     loop: Loop | None = None
     try:
