@@ -387,8 +387,8 @@ class Settings:
     )
     log_config_file: str | None = _general(
         None,
-        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` counts "
-        "too.",
+        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` "
+        "counts too.",
         env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")

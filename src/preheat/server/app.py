@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.ignored import HEADER
 from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
-from preheat.server.own_middleware import Wrap, load_middleware, wrapped
+from preheat.server.own_middleware import load_middleware, wrapped
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
 from preheat.server.replicas import Replicas
@@ -75,7 +75,6 @@ def run_server(
     ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
     """
     operations.check_settings(settings)
-    middleware = load_middleware(settings.middleware)
     check_certificates(settings)
     set_up_logging(settings)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
@@ -96,7 +95,7 @@ def run_server(
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, entry, listener, on_message, stopped, middleware))
+            return runner.run(_serve(settings, entry, listener, on_message, stopped))
     finally:
         unlisten(settings)
 
@@ -156,9 +155,9 @@ def tls(settings: Settings) -> dict[str, Any]:
 
 
 async def _serve(
-    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int,
-    middleware: Sequence[Wrap],
-) -> int:  # fmt: skip
+    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
+) -> int:
+    middleware = load_middleware(settings.middleware)
     replicas = Replicas(settings, entry)
     service = Service(settings, replicas.send)
     server = Server(
