@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -96,3 +98,9 @@ def paired(first: int, second: int, param: str) -> int:
             f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
         )
     return second
+
+
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Print the first numbers of an embedding and how many there are, as vLLM's examples do."""
+    shown = [*embeds[:4]] if len(embeds) > 4 else [*embeds]
+    sys.stdout.write(f"{prefix}: {str(shown)[:-1] + ', ...]' if len(embeds) > 4 else shown} (size={len(embeds)})\n")
