@@ -84,6 +84,19 @@ REFUSED: Mapping[str, str] = {
 """Names that can have no meaning here, as ``module:name``, by the reason."""
 
 
+PROGRAMS: Mapping[str, str] = {"entrypoints.openai.api_server": "serve", "entrypoints.openai.run_batch": "run-batch"}
+"""The commands of modules that are run by ``python -m``."""
+
+
+_PROGRAM = """
+import sys
+if __name__ == "__main__":
+    from preheat.__main__ import main
+    sys.argv.insert(1, "{command}")
+    sys.exit(main())
+"""
+
+
 @cache
 def _refused() -> dict[tuple[str, str], Refused]:
     listed = [(*each.split(":"), reason) for reason, names in REFUSED.items() for each in names.split()]
@@ -93,7 +106,7 @@ def _refused() -> dict[tuple[str, str], Refused]:
 @cache
 def modules() -> frozenset[str]:
     """The modules, without the package's name."""
-    return frozenset(OFFERED) | {module for module, _ in _refused()}
+    return frozenset(OFFERED) | frozenset(PROGRAMS) | {module for module, _ in _refused()}
 
 
 def names(module: str) -> Names:
@@ -101,6 +114,13 @@ def names(module: str) -> Names:
     found: dict[str, object] = {name: partial(_object, name) for name in OFFERED.get(module, "").split()}
     refused = {name: partial(_same, value) for (home, name), value in _refused().items() if home == module}
     return found | refused  # type: ignore[return-value]
+
+
+def program(module: str) -> str:
+    """What ``python -m`` runs; nothing, for a module that is no program."""
+    if module not in PROGRAMS:
+        return ""
+    return _PROGRAM.format(command=PROGRAMS[module])
 
 
 def _object(name: str) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
@@ -40,7 +40,7 @@ def _loaded(path: str) -> Wrap:
             param="middleware",
         ) from error
     if inspect.isclass(found):
-        return found
+        return cast("Wrap", found)
     if inspect.iscoroutinefunction(found):
         return lambda app: BaseHTTPMiddleware(app, dispatch=found)
     raise SettingsError(f"middleware {path!r} must be a class or an async def", param="middleware")

@@ -44,7 +44,7 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
         loggers.setdefault(f"preheat{name.removeprefix('vllm')}", loggers.pop(name))
     for asked in loggers.values():
         asked.setdefault("propagate", not asked.get("handlers"))
-    parts = {
+    parts: dict[str, Any] = {
         part: {name: _named(each) for name, each in config[part].items()}
         for part in ("formatters", "handlers")
         if part in config

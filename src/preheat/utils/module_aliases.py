@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 Names = Mapping[str, Callable[[], object]]
 """The names in a module, and what gives the object of each."""
@@ -14,7 +14,8 @@ Names = Mapping[str, Callable[[], object]]
 
 class AliasFinder(MetaPathFinder, Loader):
     """Finds modules below ``package`` that have no file, once Python has looked for one. ``table`` is the module, with
-    ``modules()`` and ``names(module)``, that lists them; it is imported when the first one is asked for.
+    ``modules()``, ``names(module)`` and ``program(module)``, that lists them and says what ``python -m`` runs; it is
+    imported when the first one is asked for.
     """
 
     def __init__(self, package: str, table: str) -> None:
@@ -30,10 +31,15 @@ class AliasFinder(MetaPathFinder, Loader):
         above = any(each.startswith(f"{name}.") for each in listed)
         if name not in listed and not above:
             return None
-        return ModuleSpec(fullname, self, is_package=above)
+        return ModuleSpec(fullname, self, origin=fullname, is_package=above)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What ``python -m`` runs."""
+        program = importlib.import_module(self._table).program(fullname.removeprefix(f"{self._package}."))
+        return compile(program, fullname, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         names: Names = importlib.import_module(self._table).names(module.__name__.removeprefix(f"{self._package}."))
