@@ -209,12 +209,12 @@ class Logged(Protocol):
     def log_config_file(self) -> str | None: ...
 
 
-def set_up_logging(asked: Logged) -> None:
-    """Log to standard error as ``asked``, with Python's warnings and what nobody catches. Raises SettingsError."""
+def set_up_logging(settings: Logged) -> None:
+    """Log to standard error as ``settings`` say, with warnings of Python and uncaught errors. Raises SettingsError."""
     protect_stderr()
-    logging.basicConfig(level=asked.log_level.upper(), handlers=[line_handler(_FORM)])
-    if asked.log_config_file is not None:
-        log_as(asked.log_config_file)
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[line_handler(_FORM)])
+    if settings.log_config_file is not None:
+        log_as(settings.log_config_file)
     logging.captureWarnings(True)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _uncaught
