@@ -159,6 +159,29 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
         ("<function_calls>nothing</function_calls>", "<function_calls>nothing</function_calls>", []),
         ("[f(a=1)]", "[f(a=1)]", []),
     ],
+    "openai": [
+        ('<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>', "", [OSLO]),
+        (('<|channel|>analysis<|message|>It is { "a": 1 }.<|end|><|start|>assistant<|channel|>commentary<|message|>'
+         "I look.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+         '\n{"city": "Oslo", "days": 3}<|call|>'), "I look.", [BOTH]),
+        (("<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>Two.\n<|return|>"),
+         "One.\nTwo.\n", []),
+        (('<|channel|>commentary to=functions.f<|message|>{"a": 1<|end|><|start|>assistant<|channel|>commentary '
+         'to=functions.a.b<|constrain|>json<|message|>{}<|call|>'), "", [("f", {}), ("a.b", {})]),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "", []),
+        ("<|channel|>commentary to=functions.f code<|message|> print(1)<|call|>", " print(1)", []),
+        ("<|channel|>commentary to=functions.f", "", []),  # cut off by max_tokens
+        ("<|channel|>commentary to=functions.f<|message|>", "", []),
+        (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x', "", [("f", {"a": "x"})]),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}", []),
+        ("Hello", "Hello", []),
+        (" to be<|end|><|start|>assistant<|channel|>final<|message|>or not", " to be\nor not", []),
+        # The mark of a message may be missing, and that of its end.
+        ("<|channel|>final Hello<|return|>", "Hello", []),
+        ("<|channel|>analysis<|message|>Well<|channel|>final<|message|>Yes", "Yes", []),
+        ("<|start|>assistant<|message|>Yes<|end|> no", "Yes\nno", []),
+        ("<|chan", "<|chan", []),
+    ],
     "phi4_mini_json": [
         ('functools[\n {"name": "weather", "arguments": {"city": "Oslo"}},\n {"name": "f", "arguments": {}}\n] ok',
          " ok",
@@ -282,6 +305,7 @@ CALLS = {
     "</minimax:tool_call>",
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
     "olmo3": '<function_calls>weather(city="Oslo")</function_calls>',
+    "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
     "phi4_mini_json": f"functools[{JSON_CALL}]",
     "pythonic": '<|python_start|>[weather(city="Oslo")]<|python_end|>',
     "qwen3_coder": TAGS,

@@ -26,11 +26,11 @@ HEAD = """# Models
 
 <!-- Written by tools/gen_models_doc.py from the families and tests/cpu/checkpoints.py: change it there. -->
 
-A model runs if its `config.json` names one of these architectures. Any other is refused, with the name of the nearest
-one that is supported; so is, by its name, a field that asks for something that is not computed. Checkpoints are
-safetensors, with the names of the Hub or of transformers 5. A tensor that nothing reads is an error. Where
-`tie_word_embeddings` is true and the file has an output head that differs from the embeddings, the head is used, as
-with transformers 5.
+A model runs if its `config.json` names one of these architectures. Any other is refused, with what it needs that no
+family here has, where that is known; so is, by its name, a field that asks for something that is not computed.
+Checkpoints are safetensors, with the names of the Hub or of transformers 5. A tensor that nothing reads is an error.
+Where `tie_word_embeddings` is true and the file has an output head that differs from the embeddings, the head is
+used, as with transformers 5.
 
 """
 

@@ -6,7 +6,10 @@ Names are loaded on first use, so that ``import preheat`` costs nothing and neve
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+from preheat.utils.module_aliases import AliasFinder
 
 __version__ = "0.1.0"
 __version_tuple__ = tuple(int(part) if part.isdigit() else part for part in __version__.split("."))
@@ -140,6 +143,9 @@ __all__ = [
     "initialize_ray_cluster",
     "reference",
 ]
+
+
+sys.meta_path.append(AliasFinder("preheat", "preheat.vllm_modules"))
 
 
 def __getattr__(name: str) -> object:

@@ -429,7 +429,7 @@ def _warm(values: dict[str, Any]) -> int:
     settings = _load(values)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise SettingsError(f"--html {html}: there is no such folder")
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     from preheat.engine.progress import ProgressBar
     from preheat.startup import boot_engine
     from preheat.warmup.page import render
@@ -452,7 +452,7 @@ def _warm(values: dict[str, Any]) -> int:
 def _verify(values: dict[str, Any]) -> int:
     asked = Asked(**{name: values.pop(name) for name in ASKED})
     settings = _load(values)
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     given = list(_prompts([], asked.prompts)) if asked.prompts else None
     say = (lambda _: None) if asked.json else _say
     if asked.against:
@@ -487,7 +487,7 @@ def _bench(words: Sequence[str]) -> int:
 def _tune(values: dict[str, Any]) -> int:
     output, seconds = values.pop("output"), values.pop("seconds")
     settings = _load(values)
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     from preheat.warmup.tune import tune_model
 
     print(tune_model(settings, output, seconds))
@@ -499,7 +499,7 @@ def _calibrate(values: dict[str, Any]) -> int:
     config = values.pop("quant_config", None) or os.environ.get(OPTIONS["quant_config"].env_names[1])
     settings = _load({**values, **({"quantization": "inc", "quant_config": config} if config else {})})
     prompts = list(_prompts([], path)) if path else None
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     from preheat.calibration import calibrate
 
     print(calibrate(settings, output, prompts))
@@ -525,7 +525,7 @@ def _generate(values: dict[str, Any]) -> int:
     sampling = {"max_tokens": SamplingParams().max_tokens}
     sampling |= {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
     check_params(sampling)  # before anything is loaded
-    set_up_logging(Settings.load(values).log_level)
+    set_up_logging(Settings.load(values))
     from preheat.llm import LLM
 
     llm = LLM(**values)

@@ -47,6 +47,12 @@ def _publishes(settings: Any) -> bool:
     return kv_events_config(settings.kv_events_config).publishes
 
 
+def _in_messages(settings: Any) -> set[bool]:
+    """Whether each parser that is used takes an answer for messages in channels."""
+    tools = settings.tool_call_parser if settings.enable_auto_tool_choice else None
+    return {name in ("openai", "openai_gptoss") for name in (tools, settings.reasoning_parser) if name}
+
+
 def _mode(name: str) -> Trait:
     return Trait(f"mode {name}", "execution_mode", lambda s: s.execution_mode == name, "choose another execution_mode")
 
@@ -279,6 +285,9 @@ RULES: tuple[Rule, ...] = (
          "or them"),
     Rule("tool_call_parser", lambda s: s.enable_auto_tool_choice and s.tool_call_parser is None,
          "enable_auto_tool_choice needs a tool_call_parser: name the one of the model"),
+    Rule("reasoning_parser", lambda s: _in_messages(s) == {True, False},
+         "{s.tool_call_parser} and {s.reasoning_parser} do not go together: openai reads whole answers, so give it for "
+         "both, or leave reasoning_parser out"),
     Rule("quant_config", lambda s: (s.quantization == "inc") != (s.quant_config is not None),
          "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none"),
     Rule("kv_cache_dtype", lambda s: s.kv_cache_dtype == "fp8_inc" and s.quantization != "inc",

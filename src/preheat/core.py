@@ -71,7 +71,9 @@ class StructuredOutputsParams(
     otherwise itself. ``after_token_id``: the text is free up to this token, such as the end of a model's reasoning, and
     all of the above is about what comes behind it. With a ``start_token_id`` it is free only if it begins with that
     token, white space aside: otherwise it is held from its first token on. One of the ``call_token_ids`` ends free text
-    too, and is itself the first token that is held. Schemas whose numbers msgpack would change become text.
+    too, and is itself the first token that is held. With ``after_header``, a token and a word, ``after_token_id``
+    counts only where that word is the first behind the last of these tokens. Schemas whose numbers msgpack would
+    change become text.
 
     Raises ValueError for a combination that means nothing.
     """
@@ -88,6 +90,7 @@ class StructuredOutputsParams(
     after_token_id: int | None = None
     start_token_id: int | None = None
     call_token_ids: tuple[int, ...] = ()
+    after_header: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -103,8 +106,12 @@ class StructuredOutputsParams(
             raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
         if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
-        if self.after_token_id is None and (self.start_token_id is not None or self.call_token_ids):
-            raise ValueError("start_token_id and call_token_ids are about free text: give after_token_id too")
+        if self.after_token_id is None and (
+            self.start_token_id is not None or self.call_token_ids or self.after_header is not None
+        ):
+            raise ValueError(
+                "start_token_id, call_token_ids and after_header are about free text: give after_token_id too"
+            )
         for name in ("json", "structural_tag"):
             if not travels(value := getattr(self, name)):
                 msgspec.structs.force_setattr(self, name, dumps(value))

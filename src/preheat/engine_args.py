@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from typing import Any, Self
 
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.command_words import dashed, plain_words
 from preheat.utils.options import add_flags
 
 
@@ -71,3 +74,29 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """The options of an :class:`preheat.AsyncLLM`: the same."""
+
+
+class GivenArgs(argparse.Namespace):
+    """Flags that were given; an option of an engine that was not has its default when it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPTIONS:
+            raise AttributeError(name)
+        return OPTIONS[name].default
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser that takes flags in the forms that vLLM takes: underscores, ``-tp``, ``--object.key value``.
+
+    ``vars`` of what it returns are the flags that were given, and defaults of the script's own flags.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        own = self._option_string_actions
+        switches = {flag for flag, action in own.items() if isinstance(action, argparse.BooleanOptionalAction)}
+        given = sys.argv[1:] if args is None else args
+        words = [word if word.partition("=")[0] in own else dashed(word) for word in given]
+        found, rest = super().parse_known_args(plain_words(words, switches), namespace)
+        return (GivenArgs(**vars(found)) if namespace is None else found), rest

@@ -75,6 +75,12 @@ def parts_of(
         return prompt, {}
     more: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     if (tensor := more.pop("prompt_embeds", None)) is not None:
+        if any(more.pop("prompt_is_token_ids", ())):
+            raise InvalidRequest(
+                "prompt_is_token_ids names tokens among prompt_embeds: give the embeddings of all", param="prompt"
+            )
+        if "prompt_is_token_ids" in prompt:  # the ids only say how long the prompt is
+            more.pop("prompt_token_ids", None)
         if unknown := more.keys() - {"cache_salt"}:
             raise InvalidRequest(f"a prompt is prompt_embeds or {min(unknown)}: leave one out", param="prompt")
         return embedded(tensor), more

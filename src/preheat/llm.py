@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from preheat.core import EngineState, Outcome, SamplingParams
 from preheat.engine.listeners import STEP_EVENTS
-from preheat.engine.progress import ProgressBar
+from preheat.engine.progress import ProgressLines
 from preheat.engine_args import EngineArgs
 from preheat.errors import InvalidRequest
 from preheat.frontend.adapters import LoRARequest
@@ -58,15 +58,20 @@ class LLM(OfflineClient):
 
     def _boot(self, settings: Settings) -> None:
         self.settings = settings
-        transport = InlineTransport(ProgressBar(settings.use_tqdm_on_load).show)
-        metrics = Metrics(model_names(self.settings)[0], self.settings.metrics_prefix)
+        with ProgressLines(settings.use_tqdm_on_load) as progress:
+            self._start(progress)
+
+    def _start(self, progress: ProgressLines) -> None:
+        transport = InlineTransport(progress.show)
+        settings = self.settings
+        metrics = Metrics(model_names(settings)[0], settings.metrics_prefix)
         # First: an error of the frontend shows without torch.
-        frontend = boot_front(self.settings, transport.send, metrics)
-        self.loop = boot_engine(self.settings, transport)
+        frontend = boot_front(settings, transport.send, metrics)
+        self.loop = boot_engine(settings, transport)
         super().__init__(frontend, self.loop, transport)
         self._receive()
         self.frontend.check_blocked()
-        if not self.settings.skip_warmup:
+        if not settings.skip_warmup:
             _warm_up(self.frontend)
         self._profile: tuple[Trace, Call] | None = None  # what is written, and what the loop calls through otherwise
 

@@ -403,10 +403,15 @@ class OfflineClient:
         if error := answers[0]:
             raise error
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache, for requests that come from now on, and return True, as vLLM does where it could.
+
+        Running requests keep what they have read, with or without ``reset_running_requests``: it is never read again.
+        ``reset_connector``: what was moved to the host goes as well in any case.
+        """
         self.frontend.reset_prefix_cache()
         self._loop.take(0)
+        return True
 
     def advance(self) -> None:
         """Run one step and process its results, as :meth:`generate` does until all requests are finished."""

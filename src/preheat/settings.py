@@ -133,8 +133,8 @@ class Settings:
         choices=(
             "deepseek_v3", "deepseek_v31", "ernie45", "gemma4", "glm45", "glm47", "granite", "granite-20b-fc",
             "granite4", "hermes", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "llama3_json", "llama4_json",
-            "llama4_pythonic", "minimax_m2", "mistral", "olmo3", "phi4_mini_json", "pythonic", "qwen3_coder",
-            "qwen3_xml", "seed_oss", "step3", "xlam",
+            "llama4_pythonic", "minimax_m2", "mistral", "olmo3", "openai", "phi4_mini_json", "pythonic",
+            "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "xlam",
         ),
     )  # fmt: skip
     reasoning_parser: str | None = _model(
@@ -142,7 +142,7 @@ class Settings:
         "How the model marks what it thinks before it answers: see docs/tools.md.",
         choices=(
             "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
-            "minimax_m2", "mistral", "olmo3", "qwen3", "seed_oss", "step3",
+            "minimax_m2", "mistral", "olmo3", "openai", "openai_gptoss", "qwen3", "seed_oss", "step3",
         ),
     )  # fmt: skip
     structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
@@ -288,6 +288,12 @@ class Settings:
         default_text="2 with `ssl_ca_certs`, else 0",
     )
     ssl_ciphers: str | None = _server(None, "Ciphers of TLS before 1.3, as OpenSSL lists them.")
+    middleware: tuple[str, ...] = _server(
+        (),
+        "ASGI middleware of your own, as `module.NAME`: a class, or an `async def` of a request and what answers it. "
+        "Its code is run.",
+        one_word=True,
+    )
     disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, which describes the endpoints.")
     response_role: str = _server("assistant", "Role of the messages in answers to chats.")
     enable_force_include_usage: bool = _server(
@@ -378,6 +384,12 @@ class Settings:
         env="VLLM_LOGGING_LEVEL",
         choices=("debug", "info", "warning", "error"),
         parse=str.lower,
+    )
+    log_config_file: str | None = _general(
+        None,
+        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` "
+        "counts too.",
+        env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")
 

@@ -26,7 +26,7 @@ from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics, explain
 from preheat.model.config import resolve_dtype
-from preheat.model.families import read_spec, spec_of
+from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme, check_backend
@@ -69,6 +69,8 @@ def boot_front(
     """
     with boot_errors("The tokenizer cannot be loaded"):
         folder = find_model(settings, with_weights=False)
+        config = read_config(folder, settings.hf_overrides)
+        check_architecture(config)  # before its tokenizer, which may be of a kind that is not read here
         files = ModelFiles(folder, settings.hf_overrides, _generation_folder(settings))
         tokens = find_tokenizer(settings) if settings.tokenizer else folder
         tokenizer = NoTokenizer(folder, files) if settings.skip_tokenizer_init else Tokenizer(tokens, files)
@@ -94,7 +96,7 @@ def boot_front(
             log_requests=settings.enable_log_requests,
             images=images,
             priorities=settings.scheduling_policy == "priority",
-            pooling=pooling_of(settings, folder, read_config(folder, settings.hf_overrides)),
+            pooling=pooling_of(settings, folder, config),
             embed_size=_embed_size(settings, folder),
             adapters=Adapters(send, settings),
             traces=_traces(settings),
@@ -274,7 +276,7 @@ def run_engine(settings: Settings, address: str) -> None:
         gc.enable()
 
     gc.disable()
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     transport = EngineTransport(address)
     loop: Loop | None = None
     try:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import urllib.request
 
+import pytest
 
-def test_the_curl_is_printed_when_it_works() -> None:
-    command = [sys.executable, "-m", "preheat", "serve", "--port", "0", "--num-threads", "1", "--log-level", "warning"]
+
+@pytest.mark.parametrize("program", ["preheat serve", "preheat.entrypoints.openai.api_server"])
+def test_the_curl_is_printed_when_it_works(program: str) -> None:
+    command = [sys.executable, "-m", *program.split(), "--port", "0", "--num-threads", "1", "--log-level", "warning"]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -22,3 +25,9 @@ def test_the_curl_is_printed_when_it_works() -> None:
         finally:
             server.terminate()
     assert server.returncode == 0
+
+
+def test_other_names_of_modules_are_no_programs() -> None:
+    for module, said in (("preheat.outputs", ""), ("preheat.entrypoints.openai.run_batch", "run-batch")):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+        assert (f"usage: preheat {said}" in done.stdout) == bool(said) and bool(done.stdout) == bool(said)

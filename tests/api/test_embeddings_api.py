@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from openai import OpenAI
 
+from preheat.model.files import BUNDLED_PATH
 from tests.api.conftest import Server, serving
 
 TEXTS = ["import os", "def add(a, b):", "the cat sat on the mat"]
 POOLER = {"pooling_type": "MEAN", "normalize": True}
+OPTIONS = {"runner": "pooling", "pooler_config": POOLER, "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[Server]:
-    options = {"runner": "pooling", "pooler_config": POOLER, "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
-    with serving("bundled", engine=None, max_num_seqs=8, api="ollama", **options) as running:
+    with serving("bundled", engine=None, max_num_seqs=8, api="ollama", **OPTIONS) as running:
         yield running
 
 
@@ -66,6 +70,26 @@ def test_scores_and_ranks(embedder: Server) -> None:
         assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[1], "multi_modal": None}
         assert results[0]["relevance_score"] == pytest.approx(1)
         assert results[0]["relevance_score"] >= results[1]["relevance_score"]
+
+
+def test_a_kind_of_text_has_the_prompt_of_the_model(embedder: Server, tmp_path: Path) -> None:
+    """A model without prompts is told so; with them, the text is read behind the one of its kind."""
+    plain = vectors(embedder, TEXTS[0])
+    answer = embedder.post("/v1/embeddings", {"input": TEXTS[0], "input_type": "query"})
+    assert answer.json["data"][0]["embedding"] == plain[0]
+    assert answer.headers["x-ignored-fields"] == "input_type"
+    folder = tmp_path / "prompts"
+    shutil.copytree(BUNDLED_PATH, folder)
+    prompts = {"query": "search: ", "passage": "text: "}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    with serving(str(folder), engine=None, max_num_seqs=8, **OPTIONS) as asking:
+        assert vectors(asking, TEXTS[0]) == plain != vectors(asking, TEXTS[0], input_type="query")
+        for kind, before in (("query", "search: "), ("search_query", "search: "), ("document", "text: ")):
+            behind = [f"{before}{text}" for text in TEXTS]
+            assert vectors(asking, TEXTS, input_type=kind) == vectors(embedder, behind)
+        for given, kind, said in (("x", "poem", "one of query, passage"), ([5, 6], "query", "give texts")):
+            refused = asking.post("/v1/embeddings", {"input": given, "input_type": kind})
+            assert refused.status == 400 and refused.error["param"] == "input_type" and said in refused.error["message"]
 
 
 REFUSED = [

@@ -87,6 +87,35 @@ def test_a_turn_goes_back(client: anthropic.Anthropic) -> None:
     assert counted == used.input_tokens + used.cache_read_input_tokens
 
 
+@pytest.mark.parametrize(
+    "thinking",
+    [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "adaptive", "display": "summarized"}],
+)
+def test_thinking_is_switched_on(client: anthropic.Anthropic, thinking: Any) -> None:
+    """The template begins the reasoning, and so the answer is within it."""
+    assert blocks(ask(client, "Hm.</think>Hi", thinking=thinking)) == [("thinking", "Hm."), ("text", "Hi")]
+    assert blocks(ask(client, "Hi", thinking={"type": "disabled"})) == [("text", "Hi")]
+
+
+def test_the_clients_own_loop_of_tools(client: anthropic.Anthropic) -> None:
+    called = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        called.append(city)
+        return f"sun in {city}"
+
+    for thinking in (anthropic.omit, {"type": "adaptive"}):
+        text = f"Hm.</think>{CALL}" if thinking else CALL
+        runner = client.beta.messages.tool_runner(
+            model="m", max_tokens=200, tools=[weather], messages=user(text), thinking=thinking
+        )
+        turns = [[block.type for block in answer.content if block.type != "thinking"] for answer in runner]
+        assert turns[0] == ["tool_use"] and called.pop() == "Oslo"
+        assert len(turns) == 2
+
+
 def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(client, "x", extra_body={"top_k": -5})

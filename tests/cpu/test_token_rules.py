@@ -192,3 +192,25 @@ def test_prompt_forms(llm: LLM) -> None:
         llm.generate([{"prompt": "x", "encoder_prompt": "y"}], FREE, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="--scheduling-policy"):
         llm.generate(["x"], FREE, use_tqdm=False, priority=[1])
+
+
+def test_a_grammar_waits_for_the_header_that_names_it(llm: LLM, library: Library) -> None:
+    """Masks of drafts are those of one token after another, and the grammar begins behind the right header only."""
+    (mark, end), stop = (300, 301), 0
+    said = {text: llm.frontend.tokenizer.encode(text, False) for text in ("final", "finally", " final", "so", "a", "b")}
+    (a,), (b,) = said["a"], said["b"]
+    bound = StructuredOutputsParams(regex="a+b", after_token_id=end, after_header=(mark, "final"))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bound), type=StructuredOutputsParams) == bound
+    request = Request(1, [1], SamplingParams(structured_outputs=bound), 0, 8, stop_ids=[stop])
+    grammar = library.compile(bound)
+    for header, begins in (
+        ([mark, *said["final"]], True), ([mark, *said[" final"], *said["so"]], False), ([*said["final"]], False),
+        ([mark, *said["finally"]], False), ([mark, *said["so"], end, mark, *said["final"]], True), ([mark], False),
+    ):  # fmt: skip
+        drafts = [*header, end, a, b]
+        together, state = masks_of(grammar.state(request), drafts), grammar.state(request)
+        for draft, mask in zip(drafts, together, strict=False):
+            assert (masks_of(state, [])[0] == mask).all() and not state.accept(draft)
+        assert (state.phase is Phase.ENDED) == begins
+        ends = allowed(masks_of(state, [])[0], library.vocab_size)[stop]
+        assert ends == begins  # a text that is there may end, and none that never began

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import types
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,11 @@ import yaml
 import preheat
 from preheat.errors import InvalidRequest
 from preheat.utils.refused import Refused
+from preheat.vllm_modules import modules
 
-SURFACE = {
-    name: names.split()
-    for name, names in yaml.safe_load(Path(__file__).with_name("vllm_library.yaml").read_text()).items()
-}
+LISTED = yaml.safe_load(Path(__file__).with_name("vllm_library.yaml").read_text())
+IMPORTS, EXAMPLES = LISTED.pop("imports"), LISTED.pop("examples")
+SURFACE = {name: names.split() for name, names in LISTED.items()}
 MEMBERS = [(owner, name) for owner, names in SURFACE.items() if owner != "package" for name in names]
 
 
@@ -38,8 +40,56 @@ def test_members(owner, name):
     assert name in members(getattr(preheat, owner))
 
 
+@pytest.mark.parametrize(("module", "names"), IMPORTS.items())
+def test_names_of_modules(module, names):
+    """A script imports from the modules in which vLLM has its names; each is here, or says why not."""
+    found = importlib.import_module(f"preheat.{module}")
+    for name in names.split():
+        value = getattr(found, name)
+        assert isinstance(value, Refused) or value is getattr(preheat, name, value)
+
+
+def test_every_module_of_the_table_is_listed():
+    assert modules() <= IMPORTS.keys()
+    for module in modules():
+        assert dir(importlib.import_module(f"preheat.{module}")) == sorted(IMPORTS[module].split())
+
+
+def test_other_modules_and_names_are_not_there():
+    for statement in ("import preheat.heat", "import preheat.v1.heat", "from preheat.outputs import heat"):
+        with pytest.raises(ImportError):
+            exec(statement, {})
+
+
+def used(name: str) -> object:
+    """What a script calls ``module:NAME``, ``NAME`` of the package, or ``Class.member``."""
+    module, _, name = name.rpartition(":")
+    first, _, member = name.partition(".")
+    value = getattr(importlib.import_module(f"preheat.{module}" if module else "preheat"), first)
+    assert not member or member in members(value)
+    return value if not member else getattr(value, member, None)
+
+
+@pytest.mark.parametrize(("example", "told"), EXAMPLES.items())
+def test_examples_of_vllm(example, told):
+    """What an example uses is here; where it stops, the name says why, or the list does."""
+    assert not any(isinstance(used(name), Refused) for name in told.get("uses", "").split())
+    if "stops" in told:
+        assert isinstance(used(told["stops"]), Refused)
+    assert told.keys() & {"uses", "stops", "because"}
+
+
+def test_refused_names_may_be_in_annotations_and_not_among_bases():
+    from preheat.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+    assert BatchUpdate | None and None | BatchUpdate
+    with pytest.raises(InvalidRequest, match="LogitsProcessor is not here: "):
+        type("Own", (), {}), types.new_class("Own", (LogitsProcessor,))
+
+
 def refused() -> list[Refused]:
     owners = [preheat, *(getattr(preheat, owner) for owner in SURFACE if owner != "package")]
+    owners += [importlib.import_module(f"preheat.{module}") for module in modules()]
     found = [getattr(owner, name, None) for owner in owners for name in dir(owner)]
     return [value for value in found if isinstance(value, Refused)]
 

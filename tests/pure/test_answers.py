@@ -28,6 +28,10 @@ from preheat.utils.reasoning import Phase
 from tests.tokenizers import byte_level
 from tests.tool_calls import CALLS
 
+BEHIND = [name for name, kind in TOOL_PARSERS.items() if not kind.REASONING]
+"""Parsers that read what comes behind any reasoning; the others read whole answers, see test_harmony.py."""
+BEFORE = {name: marks for name, marks in REASONING_PARSERS.items() if not marks.channel}
+
 MARKS = list(dict.fromkeys(
     [mark for marks in REASONING_PARSERS.values() if not marks.text for mark in (marks.start, marks.end)]
     + [mark for kind in TOOL_PARSERS.values() for mark in kind.MARKS]
@@ -128,7 +132,7 @@ def test_every_parser_has_a_call() -> None:
 
 
 @pytest.mark.parametrize("marks", ["plain", "special"])
-@pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.parametrize("name", BEHIND)
 def test_a_call_ends_the_reasoning(tokenizers: dict[str, Tokenizer], name: str, marks: str) -> None:
     tokenizer, call = tokenizers[marks], CALLS[name]
     form = form_of(tokenizer, name)
@@ -167,7 +171,7 @@ def test_content_that_the_client_described_is_passed_on_to_the_letter(tokenizers
     assert answered(tokenizers["plain"], form_of(tokenizers["plain"]), "<think>Hm.</think>\n yes")[1] == "yes"
 
 
-@pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.parametrize("name", BEHIND)
 def test_special_tokens_are_in_no_text(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer, odd = tokenizers["special"], "<|odd|>"
     call = CALLS[name].replace("Oslo", f"Os{odd}lo")
@@ -190,7 +194,7 @@ TEXTS = [
 PIECES = [
     *MARKS, *CALLS.values(), *TEXTS, "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)",
     "<function=f>", "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",",
-    "<tool",
+    "<tool", "analysis", "final", " to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
 ]  # fmt: skip
 
 
@@ -200,11 +204,14 @@ def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st
     """For any tokens, cut anywhere, with every parser; and no text that a client gets has what is no text."""
     marks = data.draw(st.sampled_from(["plain", "special", "bare"]))
     tokenizer, skip = tokenizers[marks], data.draw(st.booleans())
-    known = IN_TEXT if marks == "bare" else REASONING_PARSERS
-    tools, reasoning = (data.draw(st.sampled_from([None, *table])) for table in (TOOL_PARSERS, known))
+    known = IN_TEXT if marks == "bare" else BEFORE
+    pairs = st.tuples(*(st.sampled_from([None, *table]) for table in (BEHIND, known)))
+    if marks != "bare":
+        pairs = pairs | st.sampled_from([("openai", "openai"), (None, "openai_gptoss"), ("openai", None)])
+    tools, reasoning = data.draw(pairs)
     modes = st.sampled_from(["auto", "none", "required", "named"] if tools else ["none", "required", "named"])
     choice = ToolChoice(TOOLS, data.draw(modes), data.draw(st.booleans()))
-    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]", "<|start|>assistant<|channel|>final"]))
     asked = data.draw(st.sampled_from([None, JSON]))
     if marks == "bare" and (asked or choice.forced):
         prompt = ""  # a grammar has no reasoning to end: see the test of refusals

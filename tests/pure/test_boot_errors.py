@@ -3,7 +3,8 @@
 import pytest
 
 from preheat.errors import ModelError, PreheatError
-from preheat.startup import boot_errors
+from preheat.settings import Settings
+from preheat.startup import boot_errors, boot_front
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,14 @@ def test_any_error_becomes_one_line(error, message):
 def test_our_own_errors_stay_as_they_are():
     with pytest.raises(ModelError, match=r"^no such model$"), boot_errors("The engine cannot start"):
         raise ModelError("no such model")
+
+
+def test_the_architecture_is_judged_before_the_tokenizer(tmp_path):
+    """Its tokenizer may be of a kind that is not read: that is not what keeps the model from running."""
+    (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="architecture RwkvForCausalLM is not supported: it needs layers that keep a"):
+        boot_front(Settings(model=str(tmp_path)), lambda _: None)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        boot_front(Settings(model=str(tmp_path)), lambda _: None)

@@ -1,12 +1,15 @@
 """The bar that is drawn while the engine starts."""
 
 import io
+import subprocess
 import sys
+import time
 
 import pytest
 
 from preheat.core import Died, Progress, Ready
-from preheat.engine.progress import ProgressBar
+from preheat.engine import progress
+from preheat.engine.progress import ProgressBar, ProgressLines
 from preheat.errors import WireError
 from preheat.transport import InlineTransport
 
@@ -56,3 +59,41 @@ def test_the_inline_transport_tells_at_once():
     transport.put(Progress(1, 2, "x"))
     assert seen == [Progress(1, 2, "x")]
     assert transport.receive() == seen
+
+
+def lines_of(stream, monkeypatch, shown=True):
+    """What a start writes to ``stream`` that reports once, in several times the time between lines."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    with ProgressLines(shown) as lines:
+        time.sleep(0.2)
+        lines.show(Progress(3, 40, "x", 2.0))
+        time.sleep(0.2)
+    told = stream.getvalue()
+    time.sleep(0.2)
+    assert stream.getvalue() == told  # the start is over
+    return told
+
+
+def test_a_file_gets_lines(monkeypatch):
+    told = lines_of(io.StringIO(), monkeypatch).splitlines()
+    assert told[0] == "preheat is loading the model (0 s)"
+    assert told[-1] == "preheat is warming up: 3 of 40, about 2 s left (0 s)"
+
+
+def test_a_terminal_has_the_bar_and_who_wants_nothing_gets_nothing(monkeypatch):
+    assert lines_of(io.StringIO(), monkeypatch, shown=False) == ""
+    assert "preheat is" not in lines_of(Terminal(), monkeypatch)
+
+
+LIBRARY = """
+from preheat import LLM
+from preheat.engine import progress
+progress.LINE_SECONDS = 0.02
+LLM(num_threads=1, max_num_seqs=2, max_num_batched_tokens=32, skip_warmup=False)
+"""
+
+
+def test_a_boot_of_the_library_tells_where_it_is():
+    done = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
+    assert "preheat is loading the model (" in done.stderr and "preheat is warming up: " in done.stderr

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import weakref
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preheat.distributed import cleanup_dist_env_and_memory
 
 from preheat import AsyncEngineArgs, EngineArgs, FlatLogprobs, Logprob, RequestOutputKind, SamplingParams
 from preheat.core import SAMPLING_FIELDS, Stats
+from preheat.engine_args import FlexibleArgumentParser
 from preheat.errors import InvalidRequest, SettingsError
+from preheat.frontend.embedding import print_embeddings
 from preheat.frontend.metric_values import Counter, Histogram, Vector, metric_values
 from preheat.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from preheat.inputs import parts_of
 from preheat.metrics import Metrics
 from preheat.settings import Settings
+from preheat.utils.gc import settle
 from preheat.worker import METHODS, Worker, collective_rpc
 
 
@@ -109,3 +116,54 @@ def test_workers_say_what_can_be_called():
         collective_rpc(Worker(Settings(), None), "exec", (), None)
     with pytest.raises(InvalidRequest, match="2 ranks"):
         collective_rpc(Worker(Settings(tensor_parallel_size=2), None), "get_model", (), None)
+
+
+def test_a_script_parses_flags_as_vllm_does():
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--top_p", type=float)
+    parser.add_argument("--max-tokens", type=int)
+    parser.set_defaults(model="m", enforce_eager=True)
+    args = parser.parse_args(
+        ["-tp", "2", "--max_num_seqs", "8", "--top_p", "0.5", "--max_tokens=3", "--hf-overrides.a.b", "1",
+         "--enable-prefix-caching", "false"]
+    )  # fmt: skip
+    assert (args.tensor_parallel_size, args.top_p, args.max_tokens, args.model) == ("2", 0.5, 3, "m")
+    assert args.port == Settings(model="m").port and "port" not in vars(args)
+    with pytest.raises(AttributeError):
+        args.heat  # noqa: B018
+    made = EngineArgs.from_cli_args(args).create_engine_config()
+    assert (made.tensor_parallel_size, made.max_num_seqs, made.enable_prefix_caching) == (2, 8, False)
+    assert made.hf_overrides == {"a": {"b": 1}}
+    with pytest.raises(SystemExit):
+        argparse.ArgumentParser().parse_args(["-tp", "2"])
+
+
+def test_an_embedding_is_printed_short(capsys):
+    print_embeddings([1.0, 2.0])
+    print_embeddings([1.0, 2.0, 3.0, 4.0, 5.0], prefix="Reward")
+    assert capsys.readouterr().out == "Embeddings: [1.0, 2.0] (size=2)\nReward: [1.0, 2.0, 3.0, 4.0, ...] (size=5)\n"
+
+
+def test_ids_beside_the_embeddings_of_a_prompt_must_all_be_embedded():
+    prompt = {"prompt_embeds": 1, "prompt_token_ids": [3, 4], "prompt_is_token_ids": [False, False]}
+    assert parts_of(prompt, lambda tensor: tensor) == (1, {})
+    with pytest.raises(InvalidRequest, match="give the embeddings of all"):
+        parts_of(prompt | {"prompt_is_token_ids": [False, True]}, lambda tensor: tensor)
+    with pytest.raises(InvalidRequest, match="prompt_token_ids: leave one out"):
+        parts_of({"prompt_embeds": 1, "prompt_token_ids": [3]}, lambda tensor: tensor)
+
+
+def test_memory_of_what_nothing_refers_to_is_given_back():
+    """Also of cycles that were put away, as an engine is when it has booted."""
+
+    class Engine: ...
+
+    engine, gone = Engine(), []
+    engine.own = engine
+    weakref.finalize(engine, gone.append, True)
+    settle()
+    del engine
+    gc.collect()
+    assert not gone  # the control: an ordinary collection does not look there
+    cleanup_dist_env_and_memory()
+    assert gone

@@ -200,9 +200,10 @@ def test_the_stream_stands_in_for_standard_error(pipe):
 
 NOISY = """
 import logging, sys, threading
+from preheat.settings import Settings
 from preheat.utils.log import leave, set_up_logging
 
-set_up_logging("info")
+set_up_logging(Settings(model="m"))
 for number in range(40_000):
     logging.info("line %d", number)
 print("done", flush=True)
@@ -234,7 +235,10 @@ def test_a_process_ends_though_nobody_reads_its_log(end, status):
 
 
 def test_the_last_lines_are_written_before_the_end():
-    command = "import logging\nfrom preheat.utils.log import leave, set_up_logging\nset_up_logging('info')\n"
+    command = (
+        "import logging\nfrom preheat.settings import Settings\nfrom preheat.utils.log import leave, set_up_logging\n"
+        "set_up_logging(Settings(model='m'))\n"
+    )
     for end in ("", "leave(0)", "1 / 0"):
         code = f"{command}logging.info('last words')\n{end}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -243,9 +247,10 @@ def test_the_last_lines_are_written_before_the_end():
 
 UNCAUGHT = """
 import threading, warnings
+from preheat.settings import Settings
 from preheat.utils.log import set_up_logging
 
-set_up_logging("info")
+set_up_logging(Settings(model="m"))
 text = "a\\nINFO made up\\x1b[2J"
 thread = threading.Thread(target=lambda: [][text])
 thread.start()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from preheat.errors import ModelError, SettingsError
 from preheat.limits import resolve_limits
 from preheat.model.config import resolve_dtype
-from preheat.model.families import FAMILIES, read_spec
+from preheat.model.families import FAMILIES, check_architecture, read_spec
 from preheat.model.families.mpt import alibi_slopes
+from preheat.model.families.needs import NEEDS, need_of
 from preheat.model.files import (
     find_checkpoint,
     find_model,
@@ -181,12 +182,13 @@ def test_what_differs_between_layers_is_not_taken_for_one_value():
 
 
 REJECTED = {
-    "architecture BloomForCausalLM is not supported; the nearest that is supported: MptForCausalLM": {
+    "architecture BloomForCausalLM is not supported: it needs ALiBi with a norm": {
         "architectures": ["BloomForCausalLM"]
     },
-    "the nearest that is supported: Gemma3ForCausalLM": {"architectures": ["Gemma2ForCausalLM"]},
-    "the nearest that is supported: Qwen3MoeForCausalLM": {"architectures": ["GptOssForCausalLM"]},
-    "the nearest that is supported: LlamaForCausalLM": {"architectures": ["LlammaForCausalLM"]},
+    "it needs keys and values compressed to a latent vector": {"architectures": ["DeepseekV3ForCausalLM"]},
+    "it needs attention that looks ahead": {"architectures": ["BertForSequenceClassification"]},
+    "is not supported; did you mean LlamaForCausalLM?; supported are": {"architectures": ["LlammaForCausalLM"]},
+    "architecture Of_My_Own is not supported; supported are": {"architectures": ["Of_My_Own"]},
     "none named": {"architectures": None},
     "hidden_act 'gelu'": {"hidden_act": "gelu"},
     "rope type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -218,6 +220,20 @@ def test_rejected_by_name(message):
     with pytest.raises(ModelError) as error:
         read_spec(BASE | REJECTED[message])
     assert message in str(error.value)
+
+
+def test_what_an_architecture_needs_is_told_of_none_that_is_supported():
+    assert not any(name.removesuffix("Model") in NEEDS or name in NEEDS for name in FAMILIES)
+    assert all(need and not need.endswith(".") for need in NEEDS.values())
+    assert need_of("DeepseekForCausalLM") != need_of("DeepseekV2ForCausalLM") == NEEDS["Deepseek"]
+    assert need_of("Of_My_Own") == ""
+
+
+def test_the_architecture_is_judged_by_its_name_alone():
+    check_architecture({})
+    check_architecture({"architectures": ["LlamaModel"]})
+    with pytest.raises(ModelError, match="it needs a squared ReLU"):
+        check_architecture({"architectures": ["NemotronForCausalLM"]})
 
 
 REJECTED_BY_FAMILY = {
@@ -521,3 +537,17 @@ def test_broken_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="not hold a JSON object"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/models/q.gguf", "q.GGUF", "org/Qwen3-0.6B-GGUF:Q4_K_M"])
+def test_a_gguf_file_says_what_to_give_instead(name):
+    with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made of"):
+        find_checkpoint(name)
+
+
+def test_a_folder_of_such_files_does_too(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no config\.json$"):
+        find_checkpoint(str(tmp_path))
+    (tmp_path / "q.gguf").touch()
+    with pytest.raises(ModelError, match=r"holds no config\.json, but GGUF files"):
+        find_checkpoint(str(tmp_path))

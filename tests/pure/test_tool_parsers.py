@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from preheat.frontend.reasoning import REASONING_PARSERS
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, StreamParser
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool
-from preheat.frontend.tools.json_object import whole_object
+from preheat.frontend.tools.json_object import JsonObject, whole_object
 from preheat.settings import OPTIONS
 from tests.tool_calls import CASES
 
@@ -89,7 +89,7 @@ def test_the_document_shows_the_marks_of_each_way_to_reason() -> None:
     assert shown.keys() == REASONING_PARSERS.keys()
     for name, (_, marks, begins) in shown.items():
         known = REASONING_PARSERS[name]
-        texts = [known.start, known.end, known.label.strip(), *map(str.strip, known.answer)]
+        texts = [known.start, known.end, known.label.strip(), *map(str.strip, known.answer), known.channel]
         assert set(re.findall("`(.*?)`", marks)) - {"Here's"} == set(filter(None, texts))
         assert (begins == "within it") == known.open
 
@@ -115,6 +115,7 @@ FRAGMENTS = [
     "<|python_tag|>", "[f(a=1), ", "<think>", "</think>", "é", '"arguments": {', '{"name": "f", ', "text",
     *{mark for kind in TOOL_PARSERS.values() for mark in kind.MARKS}, "functools", "```json", "functions.f:0",
     "call:f{", '<invoke name="f">', '<steptml:invoke name="f">', '<steptml:parameter name="a">', "</steptml:parameter>",
+    "to=functions.f", "assistant", "final", "analysis",
 ]  # fmt: skip
 TEXTS = st.one_of(
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
@@ -217,6 +218,13 @@ def test_arguments_are_passed_on_as_they_are_and_closed_where_they_break_off(
     assert whole_object(text) == text
     if cut_off := text[: end % (len(text) + 1)]:
         assert isinstance(read(whole_object(cut_off)), dict)
+
+
+def test_an_escape_may_be_cut_anywhere() -> None:
+    text = r'{"\u001f": "\u0007\n\\"}'
+    for place in range(len(text) + 1):
+        read = JsonObject()
+        assert read.text(text[:place]) + read.text(text[place:]) + read.rest() == text
 
 
 @settings(max_examples=300, deadline=None)

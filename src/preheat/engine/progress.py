@@ -1,12 +1,18 @@
-"""A progress bar of the engine's start, for a terminal."""
+"""How far the engine's start is: a bar on a terminal, and a line now and then where standard error is a file."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 from preheat.core import Died, FromEngine, Progress, Ready
 from preheat.plan.lines import time_left
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines."""
 
 _WIDTH = 72  # shorter than a log line, which overwrites the bar
 
@@ -38,6 +44,46 @@ class ProgressBar:
         left = "" if progress.eta_s is None else time_left(progress.eta_s)
         self._bar.set_postfix_str(left, refresh=False)
         self._bar.update(progress.done - self._bar.n)
+
+
+class ProgressLines:
+    """Shows a start as :class:`ProgressBar` does, and where standard error is no terminal as a line on it every
+    :data:`LINE_SECONDS`, from a thread, as long as the start goes on (``with``).
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self._bar, self._last = ProgressBar(shown), Progress(0, 0, "")
+        self._began, self._over = time.monotonic(), threading.Event()
+        self._tells = shown and sys.stderr is not None and not sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        if self._tells:
+            threading.Thread(target=self._run, daemon=True, name="start-lines").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def show(self, message: FromEngine) -> None:
+        """Take a message of the engine."""
+        if isinstance(message, Progress):
+            self._last = message
+        self._bar.show(message)
+
+    def _run(self) -> None:
+        while not self._over.wait(LINE_SECONDS):
+            sys.stderr.write(f"{self.line()}\n")
+            sys.stderr.flush()
+
+    def line(self) -> str:
+        """How far the start is."""
+        last, seconds = self._last, time.monotonic() - self._began
+        if not last.total:
+            return f"preheat is loading the model ({seconds:.0f} s)"
+        left = "" if last.eta_s is None else f", {time_left(last.eta_s)}"
+        return f"preheat is warming up: {last.done} of {last.total}{left} ({seconds:.0f} s)"
 
 
 class _LineStart:

@@ -13,10 +13,11 @@ from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_parser import AnswerParser
 from preheat.frontend.marks import Mark, marks_of
+from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.reasoning import ReasoningCount, ReasoningFormat, TextReasoningCount
 from preheat.frontend.text_marks import Frame, TextMarks, TokenMarks
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool, ToolParser
+from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool, ToolParser, harmony
 from preheat.utils.reasoning import Phase, Sign
 
 
@@ -92,7 +93,7 @@ class AnswerFormat:
     """How the answers to one request are read. ``phase``: how they begin. ``constraint``: what their text must be,
     for calls that are forced, for tools whose schemas are strict, or because the client asked for it, always behind
     the reasoning. ``exact``: because the client asked, so that content is passed on to the letter. ``marks``: the
-    tokens that parsers look for.
+    tokens that parsers look for. ``begun``: the header of a message that the prompt has begun.
     """
 
     choice: ToolChoice = ToolChoice()
@@ -102,6 +103,7 @@ class AnswerFormat:
     constraint: StructuredOutputsParams | None = None
     exact: bool = False
     marks: tuple[Mark, ...] = ()
+    begun: str = ""
 
     @property
     def plain(self) -> bool:
@@ -113,9 +115,10 @@ class AnswerFormat:
         """A call that comes before the end of the reasoning ends it. Not where other text must follow."""
         return self.auto is not None and not self.exact
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> AnswerParser | MessagesAnswer:
         """A parser for one answer."""
-        return AnswerParser(self)
+        in_messages = self.reasoning is not None and self.reasoning.marks.channel
+        return MessagesAnswer(self) if in_messages else AnswerParser(self)
 
     def tool_parser(self) -> ToolParser | None:
         """A parser for the calls in one answer."""
@@ -161,7 +164,8 @@ class AnswerFormats:
     ) -> None:
         self._tokenizer = tokenizer
         self._auto = TOOL_PARSERS[tool_parser] if tool_parser else None
-        self.reasoning = ReasoningFormat(reasoning_parser, tokenizer) if reasoning_parser else None
+        reasoning = reasoning_parser or (self._auto.REASONING if self._auto else "")
+        self.reasoning = ReasoningFormat(reasoning, tokenizer) if reasoning else None
 
     def form(
         self,
@@ -192,6 +196,7 @@ class AnswerFormats:
             constraint=self._behind_reasoning(constraint, phase, auto if strict else None),
             exact=constraint is not None and constraint is asked,
             marks=self._marks(auto, skip_special_tokens),
+            begun=harmony.begun(prompt) if self.reasoning and self.reasoning.marks.channel else "",
         )  # fmt: skip
 
     def _behind_reasoning(
@@ -201,9 +206,11 @@ class AnswerFormats:
         if constraint is None or self.reasoning is None or phase.is_content:
             return constraint
         call = self._tokenizer.token_id(auto.TRIGGER) if auto else None
+        marks = self.reasoning.marks
         return msgspec.structs.replace(
             constraint,
             after_token_id=self.reasoning.end_id,
+            after_header=(self.reasoning.start_id, marks.channel) if marks.channel else None,
             start_token_id=self.reasoning.start_id if phase is Phase.UNKNOWN else None,
             call_token_ids=() if call is None else (call,),
         )
@@ -242,6 +249,8 @@ class AnswerFormats:
         that would be left out of the text.
         """
         marks = self.reasoning.marks if self.reasoning and not self.reasoning.in_text else None
+        if marks and marks.channel:
+            return marks_of(self._tokenizer, harmony.HarmonyParser.MARKS, skip_special_tokens)
         texts = [marks.start, marks.end] if marks else []
         if auto is not None and skip_special_tokens:
             texts += filter(self._is_special, auto.MARKS)

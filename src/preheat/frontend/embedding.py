@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -96,3 +98,28 @@ def paired(first: int, second: int, param: str) -> int:
             f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
         )
     return second
+
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage"),
+    "document": ("passage",),
+    "passage": ("document",),
+}
+"""Other names of the kinds of texts, as clients of other services write them."""
+
+
+def prompt_of(pooling: Pooling, kind: str) -> str | None:
+    """What the model puts before texts of a ``kind``; None: it has nothing for any. Raises InvalidRequest."""
+    if not pooling.prompts:
+        return None
+    for name in (kind, *KINDS.get(kind, ())):
+        if name in pooling.prompts:
+            return pooling.prompts[name]
+    raise InvalidRequest(f"input_type must be one of {', '.join(pooling.prompts)}, got {kind!r}", param="input_type")
+
+
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Print the first numbers of an embedding and how many there are, as vLLM's examples do."""
+    shown = [*embeds[:4]] if len(embeds) > 4 else [*embeds]
+    sys.stdout.write(f"{prefix}: {str(shown)[:-1] + ', ...]' if len(embeds) > 4 else shown} (size={len(embeds)})\n")

@@ -13,8 +13,7 @@ from preheat.utils.json_size import check_size
 def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
 
-    An empty list says as little as null, but some templates only ask whether there is a field. What an assistant
-    thought has two names, and templates look at either.
+    An empty list says as little as null, but some templates only ask whether there is a field.
     """
     return [_told(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
@@ -23,11 +22,21 @@ def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object with role and content", param="messages")
     plain = {name: value for name, value in message.items() if value not in (None, [])}
-    if thought := plain.get("reasoning") or plain.get("reasoning_content"):
-        plain |= {"reasoning": thought, "reasoning_content": thought}
+    plain |= thoughts(plain, plain.get("reasoning") or plain.get("reasoning_content"))
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return plain
+
+
+def thoughts(message: Mapping[str, Any], thought: object) -> dict[str, object]:
+    """What an assistant thought before a ``message``, by each of the names of which templates look at one.
+
+    That of gpt-oss takes ``thinking``, but refuses it beside both a text and calls.
+    """
+    if not thought:
+        return {}
+    both = message.get("tool_calls") and message.get("content")
+    return {"reasoning": thought, "reasoning_content": thought} | ({} if both else {"thinking": thought})
 
 
 def _call(call: object, param: str) -> dict[str, Any]:

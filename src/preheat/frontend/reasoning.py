@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from preheat.errors import ModelError
 from preheat.frontend.text_marks import TextMarks
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.frontend.tools import harmony
 from preheat.utils.reasoning import SPACE, Phase, Sign, phase_after
 
 
@@ -18,7 +20,8 @@ class ReasoningMarks:
     """What is around a model's reasoning. ``open``: an answer begins with reasoning even without ``start``.
 
     ``text``: the marks need not be tokens; ``others``: other wordings of the start and of the end. ``label``: a text
-    behind the start that is no reasoning. ``answer``: what is around the content.
+    behind the start that is no reasoning. ``answer``: what is around the content. ``channel``: an answer is messages,
+    each with a header between the marks, and all is reasoning but the one whose channel is this.
     """
 
     start: str
@@ -28,10 +31,12 @@ class ReasoningMarks:
     others: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     label: str = ""
     answer: tuple[str, str] = ("", "")
+    channel: str = ""
 
 
 _THINK = ReasoningMarks("<think>", "</think>")
 _OPEN = replace(_THINK, open=True)
+_HARMONY = ReasoningMarks(harmony.CHANNEL, harmony.MESSAGE, open=True, channel=harmony.FINAL)
 REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
     {
         "deepseek_r1": _OPEN,
@@ -49,6 +54,8 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
         "minimax_m2": _OPEN,
         "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
         "olmo3": replace(_THINK, text=True),
+        "openai": _HARMONY,
+        "openai_gptoss": _HARMONY,
         "qwen3": _THINK,
         "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>", open=True),
         "step3": _OPEN,
@@ -84,6 +91,10 @@ class ReasoningFormat:
         """How the answer to ``prompt`` begins: its end may open or close the reasoning, as may anything in a message
         that is ``continued`` there.
         """
+        if self.marks.channel:
+            header = harmony.begun(prompt)
+            final = re.search(rf"{re.escape(self.marks.start)}\s*{self.marks.channel}\b", header)
+            return Phase.ENDED if final and header.endswith(self.marks.end) else Phase.WITHIN
         tail = prompt.rstrip()
         if continued and tail.endswith(continued.rstrip()):
             start, end = (continued.rfind(mark) for mark in (self.marks.start, self.marks.end))

@@ -113,7 +113,9 @@ class Grammars:
 
     def grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """The grammar of ``params``, which may not be compiled yet."""
-        everywhere = msgspec.structs.replace(params, after_token_id=None, start_token_id=None, call_token_ids=())
+        everywhere = msgspec.structs.replace(
+            params, after_token_id=None, start_token_id=None, call_token_ids=(), after_header=None
+        )
         params = with_config(everywhere, self.config)
         made_from = msgspec.msgpack.encode(params)
         key = blake2b(made_from).digest()

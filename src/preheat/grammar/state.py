@@ -10,6 +10,7 @@ is allowed: a text that is not there yet is not complete.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
@@ -23,6 +24,7 @@ from preheat.ops.sampling import allowed
 from preheat.utils.reasoning import Phase, Sign, phase_after
 
 WORD = 32
+_FIRST_WORD = re.compile(rb"\W")
 
 
 class Matcher(Protocol):
@@ -125,6 +127,8 @@ class State:
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
         self.bans = params.min_tokens > 0 or params.ignore_eos or bool(texts.any())
         self._backend, self._signs, self.phase = backend, _signs(params.structured_outputs), Phase.WITHIN
+        asked = params.structured_outputs
+        self._header = _Header(backend, *asked.after_header) if asked and asked.after_header else None
         if matcher is not None and Sign.END not in self._signs.values():
             self.phase = Phase.NEVER
         elif Sign.START in self._signs.values():
@@ -141,8 +145,9 @@ class State:
         self._accepted += 1
         if self.rules is not None:
             self.rules.recent.append(token)
-        before, sign = self.phase, self._sign(token, self.phase)
+        before, sign = self.phase, self._sign(token, self.phase, self._header)
         self.phase = phase_after(before, sign)
+        self._header = self._header and self._header.behind(token)
         if self.phase is Phase.WITHIN:
             if before is Phase.UNKNOWN:
                 self.matcher = self._first
@@ -154,18 +159,21 @@ class State:
     def forced(self) -> Sequence[int]:
         return [] if self.error or not self.phase.is_content else self.matcher.compute_ff_tokens()
 
-    def _sign(self, token: int, phase: Phase) -> Sign:
-        """What ``token`` means in ``phase``: white space matters only at the beginning."""
+    def _sign(self, token: int, phase: Phase, header: _Header | None) -> Sign:
+        """What ``token`` means in ``phase`` behind ``header``: white space matters only at the beginning."""
         found = self._signs.get(token)
+        if found is Sign.END and header is not None and not header.counts:
+            return Sign.TEXT
         if found is None and phase is Phase.UNKNOWN and self._backend.text([token]).isspace():
             return Sign.SPACE
         return found or Sign.TEXT
 
     def _phases(self, drafts: Sequence[int]) -> list[Phase]:
         """The phases [1 + drafts] before and behind each of ``drafts``."""
-        phases = [self.phase]
+        phases, header = [self.phase], self._header
         for draft in drafts:
-            phases.append(phase_after(phases[-1], self._sign(draft, phases[-1])))
+            phases.append(phase_after(phases[-1], self._sign(draft, phases[-1], header)))
+            header = header and header.behind(draft)
         return phases
 
     def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> list[Row]:
@@ -192,7 +200,7 @@ class State:
         found = copy(self)
         found.matcher, found.phase = (self._first or self.matcher).deep_copy(), Phase.ENDED
         found._accepted += len(drafts)
-        if self._sign(drafts[-1], Phase.WITHIN) is Sign.CALL:
+        if self._signs.get(drafts[-1]) is Sign.CALL:
             found.matcher.consume_token(drafts[-1])
         return found
 
@@ -227,6 +235,28 @@ class State:
                 mask[words] &= ~bits
                 if not mask.any():
                     mask[words] = banned
+
+
+class _Header:
+    """What ``after_header`` looks at: the text behind the last ``token``, as far as it may be the ``word``."""
+
+    def __init__(self, backend: Library, token: int, word: str) -> None:
+        self._backend, self._token, self._word = backend, token, word.encode()
+        self._text: bytes | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the word is the first one behind the token."""
+        return self._text is not None and _FIRST_WORD.split(self._text.lstrip(), maxsplit=1)[0] == self._word
+
+    def behind(self, token: int) -> _Header:
+        """The header with ``token`` behind it."""
+        if token != self._token and (self._text is None or len(self._text.lstrip()) > len(self._word)):
+            return self
+        found = copy(self)
+        more = b" " if self._backend.is_special(token) else self._backend.text([token])
+        found._text = b"" if token == self._token else (self._text or b"") + more
+        return found
 
 
 class Rules:

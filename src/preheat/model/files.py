@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ LONGEST_ID = 200
 
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Files in which quantizers say what they did, where ``config.json`` does not: ModelOpt, AutoGPTQ and AutoAWQ."""
+
+GGUF = ".gguf"
+_GGUF = re.compile(r"\.gguf$|-gguf:[\w.-]+$", re.IGNORECASE)
+"""A file, and vLLM's way to name one of a repository."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -67,6 +72,13 @@ def find_checkpoint(
     if model == BUNDLED:
         return BUNDLED_PATH
     path = Path(model).expanduser()
+    if _GGUF.search(model):
+        raise ModelError(
+            f"{what} {files.shown(model)!r} is a GGUF file, whose formats are read by llama.cpp: give the checkpoint "
+            "that it was made of, a directory or an organisation/name with config.json and safetensors; quantized ones "
+            "are GPTQ, AWQ, FP8 and compressed-tensors, see docs/quantization.md",
+            param=what,
+        )
     if not os.path.isdir(path):  # of a name that is too long, too
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
             raise ModelError(
@@ -74,7 +86,11 @@ def find_checkpoint(
             )
         path = _download(model, revision, with_weights=with_weights, folder=download_dir, token=token, what=what)
     if what == "model" and not os.path.lexists(path / "config.json"):
-        raise ModelError(f"model {model!r}: {path} holds no config.json", param=what)
+        gguf = "gguf" in model.lower() or any(path.glob(f"*{GGUF}"))
+        hint = (
+            ", but GGUF files, which are read by llama.cpp: give the checkpoint that they were made of" if gguf else ""
+        )
+        raise ModelError(f"model {model!r}: {path} holds no config.json{hint}", param=what)
     return path
 
 

@@ -165,7 +165,7 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
     nodes.
     """
     orders: Orders = pickle.loads(line.recv_bytes())
-    set_up_logging(orders.settings.log_level)
+    set_up_logging(orders.settings)
     threading.Thread(target=_exit_with_leader, args=[line, orders.site], daemon=True, name="leader-exit").start()
     reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
     Heartbeat(reporter.beat, lambda: True)

@@ -36,6 +36,7 @@ from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.ignored import HEADER
 from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
+from preheat.server.own_middleware import load_middleware, wrapped
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
 from preheat.server.replicas import Replicas
@@ -75,7 +76,7 @@ def run_server(
     """
     operations.check_settings(settings)
     check_certificates(settings)
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
     _bound_pauses()
     listener = listen(settings)
@@ -156,11 +157,12 @@ def tls(settings: Settings) -> dict[str, Any]:
 async def _serve(
     settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
 ) -> int:
+    middleware = load_middleware(settings.middleware)
     replicas = Replicas(settings, entry)
     service = Service(settings, replicas.send)
     server = Server(
         uvicorn.Config(
-            build_app(service),
+            EndQuietly(wrapped(build_app(service), middleware)),
             http=limited_protocol(settings.max_header_bytes, settings.timeout_headers),
             ws="none",
             lifespan="off",

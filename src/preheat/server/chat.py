@@ -16,6 +16,7 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
 from preheat.server.answers import (
@@ -120,7 +121,7 @@ class _ChatWriter(CompletionsWriter):
     def __init__(self, request: Request, body: ChatRequest, states: Sequence[RequestState], form: AnswerFormat) -> None:
         super().__init__(request, body, states, form)
         self._plain, self._answer_format = form.plain, form
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers: dict[int, AnswerParser | MessagesAnswer] = {}
         self._calling: set[int] = set()  # choices that have called a tool
         self._with_reasoning = body.include_reasoning is not False
         self._role, self._echo = _speaker(body, self._service.settings.response_role)
@@ -169,7 +170,7 @@ class _ChatWriter(CompletionsWriter):
             self._calling.add(choice.id)
         return parts
 
-    def _parser_of(self, choice: Choice) -> AnswerParser:
+    def _parser_of(self, choice: Choice) -> AnswerParser | MessagesAnswer:
         if choice.id not in self._parsers:
             self._parsers[choice.id] = self._answer_format.parser()
         return self._parsers[choice.id]

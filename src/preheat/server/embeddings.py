@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, check_dimensions, cosine, embedding, paired
+from preheat.frontend.embedding import asked_of, check_dimensions, cosine, embedding, paired, prompt_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import PromptTokensDetails, Usage, encoded
@@ -39,9 +39,11 @@ from preheat.server.embeddings_schema import (
     Texts,
     texts_of,
 )
+from preheat.server.ignored import ignore
 from preheat.server.middleware import request_id
 from preheat.server.params import prepared
 from preheat.server.stream import WholeWriter
+from preheat.utils.pooling import Pooling
 
 FLOAT_LE = np.dtype("<f4")
 
@@ -49,15 +51,29 @@ FLOAT_LE = np.dtype("<f4")
 async def embeddings(request: Request) -> ASGIApp:
     """Make embeddings of texts."""
     frontend, body = await read_request(request, EmbeddingRequest)
-    frontend.embedding_of("Embeddings API")
-    return _EmbeddingWriter(request, body, await embedded_states(request, frontend, body, body.input))
+    texts = _of_kind(request, frontend.embedding_of("Embeddings API"), body)
+    return _EmbeddingWriter(request, body, await embedded_states(request, frontend, body, texts))
 
 
 async def pooling(request: Request) -> ASGIApp:
     """Pool the hidden states of texts."""
     frontend, body = await read_request(request, PoolingRequest)
-    frontend.embedding_of("Pooling API")
-    return _PoolingWriter(request, body, await embedded_states(request, frontend, body, body.input))
+    texts = _of_kind(request, frontend.embedding_of("Pooling API"), body)
+    return _PoolingWriter(request, body, await embedded_states(request, frontend, body, texts))
+
+
+def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | list[str | int | list[int]]:
+    """The input behind what the model puts before texts of the kind that ``body`` names. Raises InvalidRequest."""
+    if body.input_type is None:
+        return body.input
+    before = prompt_of(own, body.input_type)
+    if before is None:
+        ignore(request, ["input_type"])
+        return body.input
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("input_type puts a text before the input: give texts, or leave it out", param="input_type")
+    return [f"{before}{text}" for text in texts]
 
 
 async def score(request: Request) -> ASGIApp:

@@ -26,7 +26,9 @@ class Texts(ForModel, kw_only=True):
 
 
 class EmbeddingRequest(Texts, kw_only=True):
-    """POST /v1/embeddings. ``normalize``, or ``use_activation``: whether an embedding has length 1."""
+    """POST /v1/embeddings. ``normalize``, or ``use_activation``: whether an embedding has length 1. ``input_type``: the
+    kind of the texts, such as "query" or "document", before which the model may have a prompt.
+    """
 
     most_values: ClassVar[int] = MOST_IDS
 
@@ -34,6 +36,7 @@ class EmbeddingRequest(Texts, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+    input_type: Name | None = None
 
     @property
     def normalizes(self) -> bool | None:

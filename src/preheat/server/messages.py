@@ -13,7 +13,7 @@ from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.answer_parser import Block
-from preheat.frontend.messages import call_of
+from preheat.frontend.messages import call_of, thoughts
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, call_arguments, named_event
@@ -124,20 +124,21 @@ def _plain(message: InputMessage) -> list[dict[str, Any]]:
     """A message as chat templates expect it: results of tools are messages of their own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    told, texts = [], []
+    told, texts, thought = [], [], ""
     plain: dict[str, Any] = {"role": message.role}
     for block in message.content:
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
-                plain |= {"reasoning": block.thinking, "reasoning_content": block.thinking}
+                thought = block.thinking
             case ToolUseBlock():
                 plain["tool_calls"] = [*plain.get("tool_calls", ()), call_of(block.id, block.name, block.input, "")]
             case ToolResultBlock():
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
-    if texts or len(plain) > 1 or not told:
-        told.append(plain | {"content": "\n".join(texts)})
+    plain["content"] = "\n".join(texts)
+    if texts or thought or "tool_calls" in plain or not told:
+        told.append(plain | thoughts(plain, thought))
     return told
 
 

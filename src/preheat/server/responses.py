@@ -18,7 +18,7 @@ from preheat.errors import InvalidRequest, NotFound, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.answer_parser import Block
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.messages import call_of
+from preheat.frontend.messages import call_of, thoughts
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
@@ -183,7 +183,7 @@ def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = Non
             messages.append({"role": item.role, "content": _text(item.content)})
         else:
             _add_to_turn(messages, item, f"input[{place}]")
-    return messages
+    return [message | thoughts(message, message.get("reasoning")) for message in messages]
 
 
 def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
@@ -210,8 +210,7 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None
             call = call_of(item.call_id, item.name, item.arguments, param)
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
         case ReasoningItem():
-            thought = _text(item.content or [])
-            turn |= {"reasoning": thought, "reasoning_content": thought} if thought else {}
+            turn |= {"reasoning": thought} if (thought := _text(item.content or [])) else {}
 
 
 def _said(message: dict[str, Any]) -> bool:

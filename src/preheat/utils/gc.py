@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,3 +31,17 @@ def paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def give_back_memory(shutdown_ray: bool = False) -> None:
+    """Give back the memory of engines that nothing refers to any more, on the host and on the device.
+
+    It is vLLM's ``cleanup_dist_env_and_memory``; ``shutdown_ray``: leave Ray's cluster too.
+    """
+    gc.unfreeze()  # an engine was put away when it had booted
+    settle()
+    torch, ray = sys.modules.get("torch"), sys.modules.get("ray")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if shutdown_ray and ray is not None:
+        ray.shutdown()

@@ -20,7 +20,9 @@ import threading
 import time
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
+
+from preheat.utils.log_config import log_as
 
 HELD_BYTES = 1 << 20
 """Most bytes that wait for the reader of standard error; what comes when they do is dropped."""
@@ -198,10 +200,21 @@ def exit_after(seconds: float, status: int) -> None:
     last.start()
 
 
-def set_up_logging(level: str) -> None:
-    """Log to standard error, from ``level`` up, with Python's warnings and what nobody catches."""
+class Logged(Protocol):
+    """Settings of the log: the least level, and a file that says more."""
+
+    @property
+    def log_level(self) -> str: ...
+    @property
+    def log_config_file(self) -> str | None: ...
+
+
+def set_up_logging(settings: Logged) -> None:
+    """Log to standard error as ``settings`` say, with warnings of Python and uncaught errors. Raises SettingsError."""
     protect_stderr()
-    logging.basicConfig(level=level.upper(), handlers=[line_handler(_FORM)])
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[line_handler(_FORM)])
+    if settings.log_config_file is not None:
+        log_as(settings.log_config_file)
     logging.captureWarnings(True)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _uncaught

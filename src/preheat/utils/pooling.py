@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +19,9 @@ PoolingType = Literal["LAST", "MEAN"]
 READING = "sentence_bert_config.json"
 """How sentence-transformers reads texts."""
 
+PROMPTS = "config_sentence_transformers.json"
+"""What it puts before them."""
+
 _KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
 _MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "lasttoken": "LAST", "mean": "MEAN"}
 _MODULES = "Transformer", "Pooling", "Normalize"
@@ -29,7 +32,8 @@ _MODULES = "Transformer", "Pooling", "Normalize"
 class Pooling:
     """``type`` LAST takes the state of the last token, MEAN the mean over all; ``normalize`` gives it length 1.
     ``matryoshka``: its beginning is an embedding too; ``dimensions`` lists of which lengths, none of any.
-    ``max_length``: the most tokens of a text, where that is less than what the model can.
+    ``max_length``: the most tokens of a text, where that is less than what the model can. ``prompts``: what stands
+    before a text of a kind ("query", "document"), which a request may name.
     """
 
     type: PoolingType = "LAST"
@@ -37,6 +41,7 @@ class Pooling:
     matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
     max_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Pooling | None:
@@ -56,6 +61,7 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
         _of_checkpoint(folder),
         matryoshka=bool(dimensions or config.get("is_matryoshka")),
         dimensions=tuple(sorted(dimensions)),
+        prompts=_prompts(folder / PROMPTS),
     )
     return replace(own, **given)
 
@@ -132,6 +138,14 @@ def _of_checkpoint(folder: Path) -> Pooling:
         raise ModelError(f"{folder / READING}: do_lower_case is not served")
     normalize, length = "Normalize" in kinds, reading.get("max_seq_length")
     return Pooling(cast(PoolingType, _MODES[modes[0]]), normalize, max_length=length)
+
+
+def _prompts(path: Path) -> dict[str, str]:
+    """What sentence-transformers puts before texts, by their kind."""
+    prompts = _read(path).get("prompts") if os.path.lexists(path) else None
+    if not isinstance(prompts, dict | None) or not all(isinstance(text, str) for text in (prompts or {}).values()):
+        raise ModelError(f"{path}: prompts must be an object of texts by name")
+    return prompts or {}
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

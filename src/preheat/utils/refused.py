@@ -12,7 +12,9 @@ class NotHere(InvalidRequest, AttributeError):
 
 
 class Refused:
-    """Stands for ``name``. Calling it, or looking up an attribute of it, raises NotHere with the ``reason``."""
+    """Stands for ``name``. Calling it, looking up an attribute of it, or making a class below it, raises NotHere with
+    the ``reason``; an annotation may name it.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         self._name, self._reason = name, reason
@@ -27,6 +29,14 @@ class Refused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Never:
         self._refuse()
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> Never:
+        self._refuse()
+
+    def __or__(self, other: object) -> Refused:
+        return self
+
+    __ror__ = __or__
 
     def __getattr__(self, name: str) -> Never:
         if name.startswith("__"):  # what Python itself looks for

@@ -121,7 +121,7 @@ REFUSED: Mapping[str, str] = {
     "give --tokenizer as a directory, or its files beside the model's, which --revision pins": "--tokenizer-revision=",
     "each family of models has one implementation": "--model-impl=auto|vllm --model-class-overrides={}",
     _NO_CODE: """--logits-processors= --logits-processor-pattern= --worker-cls=auto --worker-extension-cls=
-        --scheduler-cls= --tool-parser-plugin= --reasoning-parser-plugin= --io-processor-plugin= --middleware=
+        --scheduler-cls= --tool-parser-plugin= --reasoning-parser-plugin= --io-processor-plugin=
         --additional-config={}""",
     "sleep has one way, see docs/sleep.md": """--sleep-mode-backend= --sleep-mode-offload-cudagraph
         --sleep-preserve-parameter-names= --enable-cumem-allocator --enable-nccl-comm-suspend""",
@@ -143,7 +143,7 @@ REFUSED: Mapping[str, str] = {
     "an adapter that trained a bias or new tokens is refused": "--enable-lora-bias --lora-extra-vocab-size=",
     "prompt adapters are not here: merge them, or train a LoRA adapter": """--enable-prompt-adapter --prompt-adapters=
         --max-prompt-adapters= --max-prompt-adapter-token=""",
-    _LOG: """--log-config-file= --logging-config= --enable-log-outputs --log-error-stack
+    _LOG: """--logging-config= --enable-log-outputs --log-error-stack
         --enable-logging-iteration-details""",
     _METRICS: """--show-hidden-metrics-for-version= --per-request-spec-decode-metrics=none --kv-cache-metrics
         --kv-cache-metrics-sample= --custom-histogram-buckets={} --cudagraph-metrics --enable-mfu-metrics

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from preheat.frontend.tools.base import Tool, ToolParser
 from preheat.frontend.tools.gemma4 import Gemma4Parser
 from preheat.frontend.tools.glm45 import Glm45Parser
+from preheat.frontend.tools.harmony import HarmonyParser
 from preheat.frontend.tools.json_calls import (
     GraniteFunctionParser,
     GraniteParser,
@@ -47,6 +48,7 @@ TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
         "minimax_m2": MinimaxM2Parser,
         "mistral": MistralParser,
         "olmo3": Olmo3Parser,
+        "openai": HarmonyParser,
         "phi4_mini_json": Phi4MiniParser,
         "pythonic": PythonicParser,
         "qwen3_coder": Qwen3CoderParser,

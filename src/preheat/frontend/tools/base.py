@@ -31,12 +31,14 @@ class ToolParser(StreamParser):
 
     ``MARKS``: markers that are tokens of some tokenizers. ``TRIGGER``: with what every call begins, and ``STRUCTURE``:
     what is before the JSON of its arguments, with %s for the name as JSON, and what is behind it; for those whose
-    arguments a grammar can hold to a schema.
+    arguments a grammar can hold to a schema. ``REASONING``: the name in ``--reasoning-parser`` of the reasoning that a
+    parser of whole answers reads along.
     """
 
     MARKS: ClassVar[tuple[str, ...]] = ()
     TRIGGER: ClassVar[str] = ""
     STRUCTURE: ClassVar[tuple[str, str]] = ("", "")
+    REASONING: ClassVar[str] = ""
 
     def __init__(
         self, tools: Sequence[Tool] = (), parallel: bool = True, stands: Mapping[str, str] = MappingProxyType({})

@@ -146,9 +146,10 @@ class JsonObject(StreamParser):
 
     def _escape(self) -> Reading[str]:
         """Read an escape; a backslash that begins none stands for itself. "" if the text ends within it."""
-        length = 2
-        while len(self._text) - self._at < length and (yield from self.more()):
+        while True:
             length = 6 if self._text[self._at + 1 : self._at + 2] == "u" else 2
+            if len(self._text) - self._at >= length or not (yield from self.more()):
+                break
         if found := _ESCAPE.match(self._text, self._at):
             self._at = found.end()
             return found[0]

@@ -1,0 +1,57 @@
+"""A file that says how to log (``--log-config-file``): a JSON object for Python's ``logging.config.dictConfig``."""
+
+from __future__ import annotations
+
+import json
+import logging.config
+from typing import Any
+
+from preheat.errors import SettingsError
+from preheat.utils.files import read_given, why_unread
+
+_NAMES = {"vllm.logging_utils.NewLineFormatter": "preheat.utils.log.LineFormatter"}
+"""What files that were written for vLLM name, and what it is here."""
+
+
+def log_as(path: str) -> None:
+    """Log as the file at ``path`` says. Raises SettingsError if it cannot be read or says nothing that is understood.
+
+    What it says of the logger ``vllm`` counts for ours, ``preheat``, if that is not named. Loggers that are not named
+    stay as they are, and one with handlers of its own hands nothing on, unless the file says otherwise.
+    """
+    try:
+        config = json.loads(read_given(path))
+        logging.config.dictConfig(_ours(config))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"log_config_file {path} cannot be read: {why_unread(error)}", param=_PARAM) from error
+    except Exception as error:  # a handler that the file names may raise anything
+        cause = error.__cause__ or error
+        raise SettingsError(
+            f"log_config_file {path} is no JSON object that logging.config.dictConfig takes: {error}"
+            f"{'' if cause is error else f' ({cause})'}",
+            param=_PARAM,
+        ) from error
+
+
+_PARAM = "log_config_file"
+
+
+def _ours(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with our names."""
+    config = {"disable_existing_loggers": False, **config}
+    loggers = {name: dict(asked) for name, asked in config.get("loggers", {}).items()}
+    for name in [name for name in loggers if name.split(".")[0] == "vllm"]:
+        loggers.setdefault(f"preheat{name.removeprefix('vllm')}", loggers.pop(name))
+    for asked in loggers.values():
+        asked.setdefault("propagate", not asked.get("handlers"))
+    parts: dict[str, Any] = {
+        part: {name: _named(each) for name, each in config[part].items()}
+        for part in ("formatters", "handlers")
+        if part in config
+    }
+    return {**config, **parts, "loggers": loggers}
+
+
+def _named(asked: dict[str, Any]) -> dict[str, Any]:
+    """A formatter or a handler with our classes."""
+    return {key: _NAMES.get(value, value) if isinstance(value, str) else value for key, value in asked.items()}
