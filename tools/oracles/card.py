@@ -43,7 +43,8 @@ class Launch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In a line: the name, the grid, how it is launched, the constants and the types of the other arguments."""
+        """In a line: the name, the grid, how it is launched, the constants and the types of the other arguments but
+        whole numbers."""
         names = self.kernel.arg_names
         values = {names[path[0]] + "".join(f".{at}" for at in path[1:]): _shown(self.constants[path])
                   for path in sorted(self.constants)}  # fmt: skip
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
         parts = [f"{self.name} {self.grid}", f"warps={how.num_warps} stages={how.num_stages}"]
         parts += ["pdl"] * bool(how.launch_pdl) + [f"maxnreg={how.maxnreg}"] * bool(how.maxnreg)
         parts += ["unfused"] * (not how.enable_fp_fusion) + [f"{name}={value}" for name, value in values.items()]
-        types = {name: kind for name, kind in self.signature.items() if kind != "constexpr"}
+        types = {name: kind for name, kind in self.signature.items() if kind not in ("constexpr", "i32")}
         parts += [f"{name}:{_shown(kind)}" for name, kind in types.items()]
         return " ".join(parts)
 

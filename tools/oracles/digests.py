@@ -4,6 +4,8 @@ A cell is a model of :mod:`tools.oracles.models`, a dtype, a number of ranks, an
 digest that ``preheat verify --digest`` compares, which is that of the logits of a few contexts in one large step, with
 random adapters too; or the reason why there is none. The check at boot has compared decoding with them.
 
+An interrupt stores what was found; ``--missing`` goes on from there.
+
 A cell is booted in a process of its own, with one thread. That is forked, and so are its ranks, because importing torch
 would take longer than the cell.
 """
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -211,6 +214,7 @@ def in_a_fork(cell: Cell) -> tuple[int, Connection]:
         theirs.close()
         return pid, ours
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         sys.stderr.flush()
         with tempfile.TemporaryDirectory() as folder:
@@ -222,8 +226,8 @@ def in_a_fork(cell: Cell) -> tuple[int, Connection]:
         os._exit(0)
 
 
-def found(jobs: int, only: str) -> dict[str, str]:
-    """The value of every cell whose name matches."""
+def found(jobs: int, only: str, known: Collection[str] = ()) -> dict[str, str]:
+    """The value of every cell whose name matches, but for ``known`` ones; few ranks first. An interrupt ends it."""
     import torch
 
     from preheat.parallel import ranks
@@ -233,23 +237,33 @@ def found(jobs: int, only: str) -> dict[str, str]:
     torch.set_num_threads(1)
     ranks._child = forked_rank
     every = {str(cell): cell for cell in cells()}
-    waiting = [every[name] for name in files.chosen(list(every), only)]
+    waiting = [every[name] for name in files.chosen(list(every), only) if name not in known]
+    waiting.sort(key=lambda cell: (cell.ranks, cell.adapters == "plain"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     running: dict[Connection, tuple[int, Cell]] = {}
     values: dict[str, str] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            cell = waiting.pop(0)
-            pid, line = in_a_fork(cell)
-            running[line] = pid, cell
-        for line in wait(list(running), TIMEOUT) or list(running):
-            pid, cell = running.pop(line)
-            try:
-                values[str(cell)] = line.recv() if line.poll() else "crashed: it took too long"
-            except EOFError:
-                values[str(cell)] = "crashed: its process ended"
-            end_group(pid)
-            print(f"{cell}: {values[str(cell)]}", file=sys.stderr, flush=True)
+    with suppress(KeyboardInterrupt):
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop(0)
+                pid, line = in_a_fork(cell)
+                running[line] = pid, cell
+            for line in wait(list(running), TIMEOUT) or list(running):
+                pid, cell = running.pop(line)
+                values[str(cell)] = _said(line)
+                end_group(pid)
+                print(f"{cell}: {values[str(cell)]}", file=sys.stderr, flush=True)
+    for pid, _ in running.values():
+        end_group(pid)
     return values
+
+
+def _said(line: Connection) -> str:
+    """What a cell's process said."""
+    try:
+        return line.recv() if line.poll() else "crashed: it took too long"
+    except EOFError:
+        return "crashed: its process ended"
 
 
 def end_group(pid: int) -> None:
@@ -264,8 +278,10 @@ def end_group(pid: int) -> None:
 def main() -> int:
     args = files.parser(__doc__)
     args.add_argument("--jobs", type=int, default=1, help="how many cells at once")
+    args.add_argument("--missing", action="store_true", help="take the cells that the file of --write lacks")
     given = args.parse_args()
-    return files.finish(given, fingerprint(), lambda: found(given.jobs, given.only))
+    known = files.cells_in(given.write) if given.missing else ()
+    return files.finish(given, fingerprint(), lambda: found(given.jobs, given.only, known))
 
 
 if __name__ == "__main__":

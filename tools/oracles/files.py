@@ -45,8 +45,8 @@ def finish(
     """
     if args.write is not None:
         cells = dict(sorted(find().items()))
-        if args.only and args.write.exists():
-            cells = dict(sorted((_cells(json.loads(args.write.read_text())) | cells).items()))
+        if (args.only or getattr(args, "missing", False)) and args.write.exists():
+            cells = dict(sorted((cells_in(args.write) | cells).items()))
         args.write.write_text(_text({"of": of, "cells": cells}))
         print(f"{len(cells):,} cells in {args.write}")
         return 0
@@ -90,6 +90,11 @@ def _text(content: Cells) -> str:
     if texts:
         parts.append('"texts": [\n' + ",\n".join(map(json.dumps, texts)) + "\n]")
     return "{" + ",\n".join(parts) + "}\n"
+
+
+def cells_in(path: Path) -> dict[str, Any]:
+    """The cells of the file ``path``; none if there is none."""
+    return _cells(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _cells(content: Cells) -> dict[str, Any]:
