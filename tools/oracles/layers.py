@@ -1,0 +1,293 @@
+"""Layers of the CUDA backend of every kind, on the card that is not there: see :mod:`tools.oracles.card`.
+
+This is the one file of the oracles that names what the backend makes layers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import ExpertsSize
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_leaves import LeafTiles
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_forward, plain_config
+from preheat.backends.cuda.sharing import CudaSharing
+from preheat.backends.cuda.tuning import (
+    Expanded,
+    KernelConfig,
+    KernelConfigs,
+    Library,
+    LinearShape,
+    reference,
+    tables_for,
+)
+from preheat.ops.kinds import Scheme
+from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedWeight, empty_weight
+from tools.oracles.card import CAPABILITY, META, NAME, Seen, watched
+
+ROWS = (1, 16, 40, 256, 2048)
+"""Each is another choice of kernels, and 2,048 have long blocks of adapters."""
+
+UNUSED = (16, 2048)
+"""Rows of steps in which none has an adapter, of layers that have adapters."""
+
+PLACES, MAX_RANK = 3, 40
+
+SCHEMES: dict[str, Scheme | None] = {
+    "plain": None,
+    "fp8": Scheme(code="fp8", scales="channel", activations="token"),
+    "fp8 static": Scheme(code="fp8", scales="tensor", activations="static"),
+    "fp8 block": Scheme(code="fp8", scales="block", group=128, activations="block"),
+    "fp8 weights": Scheme(code="fp8", scales="channel"),
+    "int4": Scheme(code="int4", scales="group", group=128),
+    "int4 zeros": Scheme(code="int4", scales="group", group=32, zeros=True),
+    "int4 indexed": Scheme(code="int4", scales="group", group=128, zeros=True, indexed=True),
+    "int8": Scheme(code="int8", scales="channel"),
+}
+
+
+class Card(CudaBackend):
+    """The backend, on the card that is not there, with the tables that come with preheat."""
+
+    fingerprint = "no card"
+
+    def __init__(self) -> None:
+        self.device = META
+        self.adapters = CudaAdapters(META)
+        tables = tables_for(NAME, CAPABILITY, None)
+        self._configs, self.experts_configs = KernelConfigs(tables, hopper=True), ExpertsConfigs(tables)
+        self.sharing = CudaSharing(self, LeafTiles())
+
+
+class Other(RankSums):
+    """A rank of several; what the others say is not there."""
+
+    def __init__(self, world: int, seen: Seen) -> None:
+        self.rank, self.world, self._seen = 0, world, seen
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._seen.events.append(f"gather {x.dtype} {list(x.shape)}".replace("torch.", ""))
+        return x.unsqueeze(0) if self.world == 1 else x.new_empty(self.world, *x.shape)
+
+
+class Made(NamedTuple):
+    """A layer, how it is called with so many rows, and the rows of its adapters, if it has some."""
+
+    call: Callable[[int], Any]
+    rows: Any = None
+
+
+def weight(scheme: Scheme | None, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor | QuantizedWeight:
+    if scheme is None:
+        return torch.empty(shape, dtype=dtype, device=META)
+    return empty_weight(scheme, *shape, dtype=dtype, device=META)
+
+
+def dense(
+    backend: Card, scheme: Scheme | None, adapted: bool, *, outputs: tuple[int, ...] = (4096, 1024, 1024),
+    inputs: int = 4096, activation: Any = None, clip: float | None = None, bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Made:  # fmt: skip
+    """A layer whose rows are split, or that is whole."""
+    given = weight(scheme, sum(outputs), inputs, dtype=dtype)
+    biases = torch.empty(sum(outputs), dtype=dtype, device=META) if bias else None
+    x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
+    if not adapted:
+        layer = backend.linear(given, biases, activation=activation, clip=clip)
+        return Made(lambda count: layer(x[:count]))
+    rows = backend.adapters.rows(max(ROWS), PLACES)
+    layer = backend.adapters.linear(
+        backend.linear(given, biases), inputs, outputs, rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype,
+        activation=activation, clip=clip,
+    )  # fmt: skip
+    return Made(lambda count: layer(x[:count]), rows)
+
+
+def split(
+    backend: Card, scheme: Scheme | None, adapted: bool, seen: Seen, *, world: int, among: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Made:  # fmt: skip
+    """A layer whose inputs ``world`` ranks share; ``among``: its adapters' first matrices too."""
+    ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
+    layer = backend.sharing.leaf_linear(weight(scheme, 4096, inputs, dtype=dtype), None, leaves, ranks)
+    x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
+    if not adapted:
+        return Made(lambda count: layer(x[:count]))
+    rows = backend.adapters.rows(max(ROWS), PLACES)
+    layer = backend.adapters.linear(
+        layer, inputs, [4096], rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype, activation=None, clip=None,
+        among=ranks if among else None,
+    )  # fmt: skip
+    return Made(lambda count: layer(x[:count]), rows)
+
+
+COUNT, HIDDEN, INNER, TOP = 128, 2048, 768, 8
+"""Experts of Qwen3-30B-A3B, which are in the shipped table."""
+
+
+def experts(
+    backend: Card, scheme: Scheme | None, adapted: bool, seen: Seen, *, world: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Made:  # fmt: skip
+    """Experts, whole or with inner numbers that ``world`` ranks share."""
+    inner = INNER // world if world else INNER
+    gate_up = weight(scheme, COUNT, 2 * inner, HIDDEN, dtype=dtype)
+    down = weight(scheme, COUNT, HIDDEN, inner, dtype=dtype)
+    routing = Routing(TOP, True, False)
+    if world:
+        layer = backend.sharing.leaf_experts(gate_up, down, routing, 4 // world, Other(world, seen))
+    else:
+        layer = backend.experts(gate_up, down, routing)
+    x = torch.empty(max(ROWS), HIDDEN, dtype=dtype, device=META)
+    logits = torch.empty(max(ROWS), COUNT, dtype=dtype, device=META)
+    if not adapted:
+        return Made(lambda count: layer(x[:count], logits[:count]))
+    rows = backend.adapters.rows(max(ROWS), PLACES)
+    size = ExpertsSize(COUNT, HIDDEN, inner, TOP, scheme)
+    layer = backend.adapters.experts(layer, size, rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype)
+    if layer is None:
+        raise NotImplementedError("refused: these experts have no places for adapters")
+    return Made(lambda count: layer(x[:count], logits[:count]), rows)
+
+
+def embedding(backend: Card) -> Made:
+    """The adapters of a table of embeddings."""
+    rows = backend.adapters.rows(max(ROWS), PLACES)
+    table = torch.empty(4096, 2048, dtype=torch.bfloat16, device=META)
+    layer = backend.adapters.embedding(table, rows, places=PLACES, max_rank=MAX_RANK, dtype=torch.bfloat16)
+    tokens, out = torch.empty(max(ROWS), dtype=torch.int32, device=META), torch.empty(max(ROWS), 2048, device=META)
+    out = out.bfloat16()
+    return Made(lambda count: layer.add(tokens[:count], tokens[:count], tokens, out[:count]), rows)
+
+
+def kinds(backend: Card, seen: Seen) -> Iterator[tuple[str, Callable[[], Made]]]:
+    """Every kind of layer by name, and what makes it."""
+    for adapted in (False, True):
+        more = ", adapters" * adapted
+        for name, scheme in SCHEMES.items():
+            yield f"dense, {name}{more}", lambda s=scheme, a=adapted: dense(backend, s, a)
+            yield f"gated, {name}{more}", lambda s=scheme, a=adapted: dense(
+                backend, s, a, outputs=(14336, 14336), activation="silu_and_mul")  # fmt: skip
+            for world in (1, 2):
+                yield f"split {world}, {name}{more}", lambda s=scheme, a=adapted, w=world: split(
+                    backend, s, a, seen, world=w)  # fmt: skip
+                if adapted:
+                    yield f"split {world}, {name}, divided{more}", lambda s=scheme, w=world: split(
+                        backend, s, True, seen, world=w, among=True)  # fmt: skip
+            if scheme is not None and scheme.indexed:
+                continue
+            for world in (0, 1, 2):
+                where = f" split {world}" * (world > 0)
+                yield f"experts{where}, {name}{more}", lambda s=scheme, a=adapted, w=world: experts(
+                    backend, s, a, seen, world=w)  # fmt: skip
+        for name, how in FINISHES.items():
+            yield f"{name}{more}", lambda h=how, a=adapted: dense(backend, None, a, outputs=(4096,), **h)
+        yield f"float32{more}", lambda a=adapted: dense(backend, None, a, dtype=torch.float32)
+        yield f"float32, split 2{more}", lambda a=adapted: split(backend, None, a, seen, world=2, dtype=torch.float32)
+        yield f"float32, experts{more}", lambda a=adapted: experts(backend, None, a, seen, dtype=torch.float32)
+    yield "embedding, adapters", lambda: embedding(backend)
+
+
+FINISHES: dict[str, dict[str, Any]] = {
+    "gelu, bias": {"activation": "gelu_tanh", "bias": True},
+    "clipped": {"clip": 8.0},
+    "uneven": {"inputs": 1112},
+}
+
+
+def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each row of the shipped tables with a kernel of ours, and each reference configuration: what runs it."""
+    for table in tables_for(NAME, CAPABILITY, None):
+        for entry in table.entries:
+            kernel = entry.choice.choice if isinstance(entry.choice, Expanded) else entry.choice
+            if not isinstance(kernel, Library):
+                more = ", own" * entry.own + ", not ordered" * (not entry.ordered)
+                name = f"row {_of(entry.shape)}, {entry.rows} rows{more}"
+                yield name, lambda e=entry: _by(e.choice, e.shape, e.rows)
+        for entry in table.experts:
+            shape, config = ExpertsShape.of(entry), ExpertsConfig.of(entry)
+            name = f"row experts {entry.num_experts} x {entry.hidden} x {entry.inner}, {entry.tokens} tokens"
+            yield name, lambda s=shape, c=config, t=entry.tokens: _experts_by(c, s, t)
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, scheme in SCHEMES.items():
+            for gated in (False, True):
+                shape = LinearShape(4096, 4096, gated, dtype, scheme=scheme)
+                yield f"reference {_of(shape)}, {name}", lambda s=shape: _by(reference(s), s, 64)
+            if scheme is None or not scheme.indexed:
+                experts_shape = ExpertsShape(COUNT, HIDDEN, INNER, TOP, dtype, scheme)
+                kind = f"reference experts {str(dtype).removeprefix('torch.')}, {name}"
+                yield kind, lambda s=experts_shape: _experts_by(plain_config(s), s, 64)
+
+
+def _of(shape: LinearShape) -> str:
+    dtype = str(shape.dtype).removeprefix("torch.")
+    more = [name for name in ("gated", "bias", "dealt", "narrow") if getattr(shape, name)]
+    return ", ".join(
+        [f"{shape.outputs} x {shape.inputs}", dtype, shape.scheme.name if shape.scheme else "plain", *more]
+    )
+
+
+def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
+    """A layer of ``shape`` by the kernel ``choice``."""
+    given = weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype)
+    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, dealt=shape.dealt)
+    x = torch.empty(rows, shape.inputs, dtype=shape.dtype, device=META)
+    return apply(choice, x, held, None, shape.gated)
+
+
+def _experts_by(config: ExpertsConfig, shape: ExpertsShape, tokens: int) -> object:
+    """Experts by the kernels of ``config``."""
+    sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
+    given = [weight(shape.scheme, *size, dtype=shape.dtype) for size in sizes]
+    held = [each if isinstance(each, Tensor) else DeviceWeight.of(each) for each in given]
+    x = torch.empty(tokens, shape.hidden, dtype=shape.dtype, device=META)
+    logits = torch.empty(tokens, shape.num_experts, dtype=shape.dtype, device=META)
+    counts = torch.zeros(shape.num_experts, dtype=torch.int32, device=META)
+    return experts_forward(config, x, logits, *held, Routing(shape.top_k, True, False), counts)
+
+
+def traces(backend: Card, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Seen]]:
+    """By kind and number of rows: what a call does. With adapters also in a step in which no row has one."""
+    seen = Seen()
+    for kind, make in kinds(backend, seen):
+        wanted = [f"{kind}, {count} rows" for count in ROWS if chosen(f"{kind}, {count} rows")]
+        if not wanted:
+            continue
+        try:
+            made = make()
+        except (NotImplementedError, ValueError) as error:
+            seen.events = [str(error)]
+            yield kind, _taken(seen)
+            continue
+        for count in ROWS:
+            for used in (True, False)[made.rows is None :]:
+                name = f"{kind}, {count} rows" + ", unused" * (made.rows is not None and not used)
+                if not chosen(name) or (name.endswith("unused") and count not in UNUSED):
+                    continue
+                if made.rows is not None:
+                    made.rows.describe(0, "tokens", np.zeros(count, np.int32))
+                    made.rows.use("tokens" if used else None)
+                seen.events = []
+                try:
+                    with watched(seen):
+                        made.call(count)
+                except Exception as error:
+                    seen.events.append(f"{type(error).__name__}: {error}")
+                yield name, _taken(seen)
+
+
+def _taken(seen: Seen) -> Seen:
+    """A copy of what was seen."""
+    copy = Seen()
+    copy.events = list(seen.events)
+    return copy

@@ -1,0 +1,107 @@
+"""What serves which layer: ``python -m tools.oracles.selection --write FILE | --against FILE``.
+
+A cell is a shape of the shipped tables, or one that no table knows, with the rows at which the choice changes: what the
+tables and the rule choose at each number of rows from 1 to 8,192, for layers without adapters, and for layers with
+some, in steps in which rows have adapters. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile, plain_leaf_tile
+from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape, plain_config
+from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, may_be_dealt, reference, tables_for
+from tools.oracles import files
+from tools.oracles.card import CAPABILITY, NAME, card
+from tools.oracles.layers import SCHEMES
+
+ROWS = (*range(1, 258), *range(264, 1025, 8), *range(1088, 8193, 64))
+SIZES = ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False), (1000, 1112, False), (320, 640, True))
+"""Outputs, inputs, gated: of Llama 3.1 8B, and odd ones that no table knows."""
+
+EXPERTS = ((128, 2048, 768, 8), (8, 4096, 14336, 2), (60, 2048, 1408, 4))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def ranges(choose: Callable[[int], Any]) -> str:
+    """The choices with the numbers of rows from which they count."""
+    chosen = ((rows, _short(choose(rows))) for rows in ROWS)
+    return "; ".join(f"{next(group)[0]} {text}" for text, group in groupby(chosen, key=lambda each: each[1]))
+
+
+def _short(choice: Any) -> str:
+    """Of tiles and the like: class and fields; of several: all."""
+    if isinstance(choice, list):
+        return " + ".join(map(_short, choice))
+    if hasattr(choice, "_fields"):
+        return " ".join(_short(each) for each in choice)
+    if hasattr(choice, "__struct_fields__"):
+        return (
+            type(choice).__name__ + "(" + ",".join(_short(getattr(choice, f)) for f in choice.__struct_fields__) + ")"
+        )
+    return str(int(choice)) if isinstance(choice, bool) else str(choice)
+
+
+def shapes() -> Iterator[LinearShape]:
+    """Those of the tables, then others."""
+    for table in tables_for(NAME, CAPABILITY, None):
+        yield from dict.fromkeys(entry.shape for entry in table.entries)
+    for scheme in SCHEMES.values():
+        for outputs, inputs, gated in SIZES:
+            for dtype in DTYPES:
+                dealt = scheme is not None and may_be_dealt(scheme, outputs, inputs, dtype)
+                for each in {False, dealt}:
+                    yield LinearShape(outputs, inputs, gated, dtype, scheme=scheme, dealt=each)
+
+
+def found(only: str) -> dict[str, str]:
+    tables = tables_for(NAME, CAPABILITY, None)
+    cells: dict[str, Callable[[], str]] = {}
+    for shape in dict.fromkeys(shapes()):
+        name = _named("layer", shape.outputs, shape.inputs, shape)
+        for invariant in (True, False):
+            configs = KernelConfigs(tables, invariant=invariant, hopper=True)
+            kind = name if invariant else f"{name}, not invariant"
+            cells[kind] = lambda c=configs, s=shape: ranges(lambda rows: c(s, rows))
+        configs = KernelConfigs(tables, hopper=True)
+        cells[f"{name}, adapted"] = lambda c=configs, s=shape: ranges(
+            lambda rows: [c.own(s, rows), *filter(None, [c.wide(s, rows)])])  # fmt: skip
+        cells[f"{name}, elsewhere"] = lambda s=shape: ranges(lambda rows: KernelConfigs()(s, rows))
+        cells[f"{name}, reference"] = lambda s=shape: _short(reference(s))
+        if not shape.gated and shape.inputs % 4 == 0:
+            for leaves in (1, 2, 4):
+                of = LeafShape(shape.outputs, shape.inputs, leaves, shape.dtype, shape.scheme)
+                cells[f"{name}, {leaves} splits"] = lambda s=of: ranges(lambda rows: leaf_tile(s, rows))
+                cells[f"{name}, {leaves} splits, reference"] = lambda s=of: _short(plain_leaf_tile(s))
+    for scheme in SCHEMES.values():
+        for dtype in DTYPES:
+            for sizes in EXPERTS:
+                shape = ExpertsShape(*sizes, dtype, scheme)
+                name = _named("experts", *sizes, shape)
+                configs = ExpertsConfigs(tables)
+                cells[name] = lambda c=configs, s=shape: ranges(lambda tokens: c(s, tokens))
+                cells[f"{name}, reference"] = lambda s=shape: _short(plain_config(s))
+    with card():
+        return {name: cells[name]() for name in files.chosen(list(cells), only)}
+
+
+def _named(kind: str, *sizes: Any) -> str:
+    *numbers, shape = sizes
+    dtype = str(shape.dtype).removeprefix("torch.")
+    more = [f"{name}" for name in ("gated", "dealt", "narrow") if getattr(shape, name, False)]
+    scheme = shape.scheme.name if shape.scheme else "plain"
+    return ", ".join([f"{kind} {' x '.join(map(str, numbers))}", dtype, scheme, *more])
+
+
+def main() -> int:
+    args = files.parser(__doc__).parse_args()
+    return files.finish(args, {}, lambda: found(args.only))
+
+
+if __name__ == "__main__":
+    files.end(main())
