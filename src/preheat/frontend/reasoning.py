@@ -93,6 +93,12 @@ class ReasoningFormat:
             return Phase.ENDED
         return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
 
+    def named_in(self, *texts: str) -> bool:
+        """Whether one of ``texts`` has a mark of the reasoning in it."""
+        starts, ends = self.marks.others
+        marks = (self.marks.start, self.marks.end, *starts, *ends)
+        return any(mark in text for text in texts for mark in marks)
+
     def text_of(self, token: int) -> str:
         """The text of ``token``, a character for each byte: what a client sees, which special tokens are not part of.
 

@@ -53,7 +53,7 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
     """
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    template = frontend.template if talk.template is None else frontend.template.replaced(talk.template)
+    template = _template(frontend, talk)
     if talk.documents and not template.uses("documents", talk.tools):
         raise InvalidRequest(_UNSEEN.format("documents"), param="documents")
     for field_name, variables in talk.hints.items():
@@ -64,6 +64,10 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
         ignore(request, [field_name])
     turns: Turns = request.app.state.service.turns
     return await turns.render(request, partial(_render, frontend, template, talk))
+
+
+def _template(frontend: Frontend, talk: Conversation) -> ChatTemplate:
+    return frontend.template if talk.template is None else frontend.template.replaced(talk.template)
 
 
 def _render(frontend: Frontend, template: ChatTemplate, talk: Conversation) -> tuple[str, list[str]]:
@@ -97,9 +101,7 @@ async def prepared_talk(
     prompt, sources = await rendered(request, frontend, talk)
     frontend.input.check_length(prompt, params)
     size = max(body_size(request), len(prompt))
-    form, params = await in_turn(
-        request, size, partial(_formed, frontend, choice, prompt, _last_said(talk.messages), params)
-    )
+    form, params = await in_turn(request, size, partial(_formed, frontend, choice, prompt, talk, params))
     images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
@@ -110,10 +112,13 @@ async def prepared_talk(
 
 
 def _formed(
-    frontend: Frontend, choice: ToolChoice, prompt: str, last_said: str, params: SamplingParams
+    frontend: Frontend, choice: ToolChoice, prompt: str, talk: Conversation, params: SamplingParams
 ) -> tuple[AnswerFormat, SamplingParams]:
     """How the answers to ``prompt`` are read, and ``params`` with what that asks of them."""
-    form = frontend.formats.form(choice, prompt, params.structured_outputs, params.skip_special_tokens, last_said)
+    form = frontend.formats.form(
+        choice, prompt, params.structured_outputs, skip_special_tokens=params.skip_special_tokens,
+        continued=_last_said(talk.messages), template=_template(frontend, talk).text(talk.tools),
+    )  # fmt: skip
     if form.constraint is not params.structured_outputs:
         params = msgspec.structs.replace(params, structured_outputs=form.constraint)
     return form, params
