@@ -23,7 +23,7 @@ from preheat.utils.exact_json import dumps, travels
 from preheat.utils.text import plain_number
 from preheat.utils.weight_transfer import Announced, TransferGroup
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 Transfer = Literal["load", "store"]
 """A copy of a block from the host to the device, or back."""
@@ -32,6 +32,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGPROB_IDS = 128
 """As many as vLLM takes."""
+
+MAX_PATTERN = 2048
+"""Tokens of a pattern whose repetition may end a text; vLLM's own limit unless its operator changes it."""
 
 OWN_ID = -2
 """The first id of dummy requests, which count down: clients' ids are positive, -1 is the sampler's empty row."""
@@ -118,6 +121,29 @@ class StructuredOutputsParams(
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class RepetitionDetectionParams(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """When repetition ends a text; names and meanings are those of vLLM.
+
+    It ends once its last tokens are ``min_count`` times the same pattern, of ``min_pattern_size`` (0: of 1) to
+    ``max_pattern_size`` tokens. ``max_pattern_size`` 0: never. Raises ValueError for sizes that mean nothing.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN:
+            raise ValueError(
+                f"repetition_detection needs 0 <= min_pattern_size <= max_pattern_size <= {MAX_PATTERN}, got "
+                f"{self.min_pattern_size} and {self.max_pattern_size}"
+            )
+        if self.max_pattern_size and not 2 <= self.min_count <= _INT32:
+            raise ValueError(f"repetition_detection.min_count must be at least 2, got {self.min_count}")
+
+
 _MASKED = ("structured_outputs", "allowed_token_ids", "bad_words")
 
 
@@ -178,6 +204,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = None
     truncation_side: Annotated[
         str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        _Row('end a text that repeats itself, as JSON: {"max_pattern_size": 8, "min_count": 4}', "text"),
     ] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True

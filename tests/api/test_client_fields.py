@@ -75,6 +75,21 @@ def refused(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str |
     return error.value.param, error.value.message
 
 
+def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Callable[..., Any]) -> None:
+    """The tokens of the prompt come again and again: three times here, whole and streamed."""
+    detection = {"max_pattern_size": 3, "min_pattern_size": 3, "min_count": 3}
+    for stream in (False, True):
+        answer = complete([40, 41, 42], stream=stream, max_tokens=40, repetition_detection=detection)
+        answers = list(answer) if stream else [answer]
+        choice = answers[-1].choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("repetition", "repetition_detected")
+        assert sum(len(each.choices[0].token_ids or []) for each in answers if each.choices) == 9
+    whole = chat(max_tokens=200, repetition_detection={"max_pattern_size": 100, "min_count": 2}).choices[0]
+    assert whole.finish_reason == "repetition" and len(whole.token_ids) < 100
+    with pytest.raises(BadRequestError, match="min_count"):
+        complete("xyz", repetition_detection={"max_pattern_size": 3})
+
+
 def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
     """``model_dump`` has null in fields that only OpenAI fills, and in those of whatever client made it."""
     answer = chat().choices[0].message

@@ -137,7 +137,7 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
 @accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
 @hinted("vllm_xargs guided_decoding_backend")
-@rejected("kv_transfer_params ec_transfer_params watermarking repetition_detection")
+@rejected("kv_transfer_params ec_transfer_params watermarking")
 class Sampling(ForModel, kw_only=True):
     """What completions and chat completions have in common; the fields that we read by name are written out.
 
