@@ -144,7 +144,7 @@ class RepetitionDetectionParams(
             raise ValueError(f"repetition_detection.min_count must be at least 2, got {self.min_count}")
 
 
-_MASKED = ("structured_outputs", "allowed_token_ids", "bad_words")
+_MASKED = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
 
 
 class RequestOutputKind(Enum):
@@ -213,6 +213,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
     allowed_token_ids: Annotated[list[int] | None, _Row("only these tokens can be drawn", "grammar")] = None
     bad_words: Annotated[list[str] | None, _Row("texts that are not generated", "grammar")] = None
+    thinking_token_budget: Annotated[
+        int | None, _Row("tokens of reasoning at most; -1: no limit", "grammar", -1, _INT32)
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
@@ -239,6 +242,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"truncation_side must be left or right, got {self.truncation_side!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         self._check_text()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
@@ -280,7 +285,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def masked(self) -> tuple[str, ...]:
         """The given parameters that allow some tokens only: those of a mask, which is computed for each token."""
-        return tuple(name for name in _MASKED if getattr(self, name))
+        return tuple(name for name in _MASKED if getattr(self, name) not in (None, []))
 
     @property
     def greedy(self) -> bool:
@@ -345,6 +350,20 @@ class Segment(msgspec.Struct, array_like=True):
     image: Image
 
 
+class Thinking(msgspec.Struct, array_like=True, frozen=True):
+    """The limit on a text's reasoning: ``left`` tokens may come, then those of ``last`` follow, which end it.
+
+    ``within``: the text begins in its reasoning; otherwise the token ``start`` begins it, if that is the first one,
+    white space aside. ``ends``: the tokens that end it without a limit.
+    """
+
+    left: int
+    within: bool
+    start: int
+    ends: tuple[int, ...]
+    last: tuple[int, ...]
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -366,6 +385,7 @@ class Request(msgspec.Struct, tag="request"):
     priority: int = 0  # lower ones go first, and are preempted last
     lora_name: str = ""  # of the adapter; empty: the base model
     data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
+    thinking: Thinking | None = None  # with params.thinking_token_budget
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

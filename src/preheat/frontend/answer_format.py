@@ -152,10 +152,16 @@ class AnswerFormat:
         """A counter of the tokens of one answer that are reasoning."""
         if self.reasoning is None:
             return None
-        marks = self.auto.MARKS if self.auto is not None and self.calls_in_reasoning else ()
-        ids = {self.reasoning.token_id(text) for text in marks}
         kind = TextReasoningCount if self.reasoning.in_text else ReasoningCount
-        return kind(self.reasoning, self.phase, frozenset(id for id in ids if id is not None))
+        return kind(self.reasoning, self.phase, self.call_ids)
+
+    @property
+    def call_ids(self) -> frozenset[int]:
+        """The tokens with which a call may begin that ends the reasoning."""
+        if self.reasoning is None or self.auto is None or not self.calls_in_reasoning:
+            return frozenset()
+        ids = {self.reasoning.token_id(text) for text in self.auto.MARKS}
+        return frozenset(id for id in ids if id is not None)
 
 
 class AnswerFormats:

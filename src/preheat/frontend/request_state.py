@@ -17,6 +17,7 @@ from preheat.frontend.repetition import checker_of
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Times
+from preheat.utils.reasoning import Phase
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
@@ -145,7 +146,8 @@ class RequestState:
 
     ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
     ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
-    ``marks``: tokens that the parser of its answers looks for.
+    ``marks``: tokens that the parser of its answers looks for. ``phase``: how they begin, None: nobody has said;
+    ``call_ids``: tokens with which calls of tools begin.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -164,6 +166,8 @@ class RequestState:
     embedded: bool = False
     checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
     marks: tuple[Mark, ...] = ()
+    phase: Phase | None = None
+    call_ids: frozenset[int] = frozenset()
     data_parallel_rank: int | None = None  # the replica that its client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)

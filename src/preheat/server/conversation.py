@@ -107,7 +107,7 @@ async def prepared_talk(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,
     )  # fmt: skip
-    state.marks = form.marks
+    state.marks, state.phase, state.call_ids = form.marks, form.phase, form.call_ids
     return state, form
 
 
