@@ -56,7 +56,7 @@ from preheat.server.responses_schema import (
     TextPart,
 )
 from preheat.server.responses_store import ResponseStore, Stored
-from preheat.server.schema import AllowedTool, AllowedTools, FunctionName, NamedToolChoice
+from preheat.server.schema import USUAL_VERBOSITY, AllowedTool, AllowedTools, FunctionName, NamedToolChoice
 from preheat.server.structured import converted as constraint
 from preheat.server.structured import the_one
 
@@ -98,6 +98,9 @@ def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversatio
     variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"], hints["reasoning.effort"] = body.reasoning.effort, ("reasoning_effort",)
+    if body.text is not None and body.text.verbosity is not None:
+        variables["verbosity"] = body.text.verbosity
+        hints |= {} if body.text.verbosity == USUAL_VERBOSITY else {"text.verbosity": ("verbosity",)}
     tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
     return Conversation(told, tools, variables, hints=hints)
 

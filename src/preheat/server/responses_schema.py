@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hint, hinted, only, rejected, with_fields
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hinted, only, rejected, with_fields
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 class TextOptions(Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, hint("medium")] = None
+    verbosity: str | None = None
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
