@@ -97,7 +97,7 @@ class ResponsesRequest(ForModel, kw_only=True):
     include_reasoning: bool | None = None
     top_logprobs: int | None = None
     truncation: Annotated[Any, only("disabled")] = None
-    background: Annotated[Any, only(False)] = None
+    background: bool | None = None
     service_tier: Annotated[Any, only("auto", "default")] = None
 
 
