@@ -147,6 +147,14 @@ class RepetitionDetectionParams(
 _MASKED = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
 
 
+_NOT_HERE = {
+    "prompt_logprob_token_ids": "prompt_logprobs tell of the most likely tokens of a prompt, and of its own",
+    "routed_experts_prompt_start": "answers have tokens and logprobs alone, not the experts that they went through",
+    "watermarking": "tokens are drawn in one way, which seeds repeat",
+}
+"""Parameters of vLLM that have no meaning here, and why."""
+
+
 class RequestOutputKind(Enum):
     """How much each result of a running request holds; names and numbers are vLLM's."""
 
@@ -167,8 +175,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     The fields behind the table are the caller's own, and nothing that computes reads them. ``output_kind`` and
     ``stream_interval`` (tokens) say when ``LLMEngine`` and ``AsyncLLM`` report; ``flat_logprobs``: log-probabilities
     come as :class:`~preheat.frontend.flat_logprobs.FlatLogprobs`. The others change nothing here, as with vLLM's own
-    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. Values
-    may be changed until a request is made of them, and are checked again then.
+    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. The
+    last three are refused unless they ask for nothing. Values may be changed until a request is made of them, and are
+    checked again then.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -199,6 +208,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
     ] = None
     logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
+    skip_reading_prefix_cache: Annotated[
+        bool | None, _Row("compute the whole prompt, whatever is cached", "scheduler", http=False)
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
     ] = None
@@ -225,8 +237,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
+    prompt_logprob_token_ids: Any = None
+    routed_experts_prompt_start: Any = None
+    watermarking: Any = None
 
     def __post_init__(self) -> None:
+        self._check_here()
         self.stop_token_ids = self.stop_token_ids and list(dict.fromkeys(self.stop_token_ids))
         for name, low, high in _RANGES:
             value = getattr(self, name)
@@ -259,6 +275,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for bias in biases:
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")
+
+    def _check_here(self) -> None:
+        for name, reason in _NOT_HERE.items():
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{name} is not supported: {reason}")
 
     def _check_text(self) -> None:
         if any(not s for s in self.stop_strings):

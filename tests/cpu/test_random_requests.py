@@ -53,6 +53,7 @@ DRAWS = {
     "logprobs": lambda r: r.randint(-1, 20),
     "prompt_logprobs": lambda r: r.randint(-1, 5),
     "logprob_token_ids": lambda r: r.choices(range(300), k=r.randint(1, 9)),
+    "skip_reading_prefix_cache": lambda r: True,
     "truncate_prompt_tokens": lambda r: r.choice([-1, 1, 10]),
     "truncation_side": lambda r: r.choice(["left", "right"]),
     "repetition_detection": lambda r: {"max_pattern_size": r.randint(1, 4), "min_count": r.randint(2, 3)},

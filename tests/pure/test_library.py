@@ -109,3 +109,11 @@ def test_workers_say_what_can_be_called():
         collective_rpc(Worker(Settings(), None), "exec", (), None)
     with pytest.raises(InvalidRequest, match="2 ranks"):
         collective_rpc(Worker(Settings(tensor_parallel_size=2), None), "get_model", (), None)
+
+
+@pytest.mark.parametrize("name", ["prompt_logprob_token_ids", "routed_experts_prompt_start", "watermarking"])
+def test_parameters_that_mean_nothing_here_are_refused_with_a_reason(name: str) -> None:
+    for nothing in (None, False, 0):
+        SamplingParams(**{name: nothing})
+    with pytest.raises(ValueError, match=f"{name} is not supported: \\w+ \\w+"):
+        SamplingParams(**{name: 1})

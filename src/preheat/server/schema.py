@@ -143,7 +143,7 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
 @accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
 @hinted("vllm_xargs guided_decoding_backend")
-@rejected("kv_transfer_params ec_transfer_params watermarking")
+@rejected("kv_transfer_params ec_transfer_params prompt_logprob_token_ids")
 class Sampling(ForModel, kw_only=True):
     """What completions and chat completions have in common; the fields that we read by name are written out.
 
@@ -169,6 +169,8 @@ class Sampling(ForModel, kw_only=True):
     store: Annotated[Any, hint(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     early_stopping: Annotated[Any, only(False)] = None
+    watermarking: Annotated[Any, only(False)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
     length_penalty: float | None = None
     logits_processors: Annotated[Any, only([])] = None
     spaces_between_special_tokens: bool | None = None
