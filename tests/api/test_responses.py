@@ -232,7 +232,8 @@ def test_nothing_is_made_in_the_background_unless_it_is_kept(scripted: Server) -
 
 def test_refusals(client: OpenAI) -> None:
     for options, param in (
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [TOOL, {"type": "custom", "name": "f", "format": {"type": "text"}}]}, "tools[1].type"),
         ({"truncation": "auto"}, "truncation"), ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "store"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),

@@ -143,7 +143,22 @@ class _Function(msgspec.Struct):
 
 class _ToolDefinition(msgspec.Struct):
     type: str
-    function: _Function
+    function: _Function | None = None
+
+
+def check_tool_kind(kind: str, param: str) -> None:
+    """Raise InvalidRequest, with what to do, for a tool that is no function."""
+    if kind == "custom":
+        raise InvalidRequest(
+            f"{param} is a custom tool, whose input is any text or that of a grammar. Models write calls as JSON: make "
+            "it a function with one string parameter, or hold the whole answer to the grammar (structured_outputs)",
+            param=f"{param}.type",
+        )
+    if kind != "function":
+        raise InvalidRequest(
+            f"{param} is of type {kind!r}, but only functions can be called: this server runs no tools",
+            param=f"{param}.type",
+        )
 
 
 def allowed_tools(
@@ -186,6 +201,7 @@ def _tool(definition: Mapping[str, Any], place: int) -> Tool:
         tool = msgspec.convert(definition, _ToolDefinition)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
-    if tool.type != "function":
-        raise InvalidRequest(f"{param} is of type {tool.type!r}, but only functions can be called", param=param)
+    check_tool_kind(tool.type, param)
+    if tool.function is None:
+        raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
     return Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))

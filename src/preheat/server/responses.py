@@ -24,7 +24,7 @@ from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, allowed_tools, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, allowed_tools, check_tool_kind, prepared_talk, tool_choice
 from preheat.server.decoding import Names, converted
 from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import request_id
@@ -124,6 +124,10 @@ def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversatio
     if body.text is not None and body.text.verbosity is not None:
         variables["verbosity"] = body.text.verbosity
         hints |= {} if body.text.verbosity == USUAL_VERBOSITY else {"text.verbosity": ("verbosity",)}
+    for place, tool in enumerate(body.tools or ()):
+        check_tool_kind(tool.type, f"tools[{place}]")
+        if not tool.name:
+            raise InvalidRequest(f"tools[{place}].name is missing", param=f"tools[{place}].name")
     tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
     return Conversation(told, tools, variables, hints=hints)
 

@@ -33,10 +33,10 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True):
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call."""
+    """A function that the model may call; tools of another ``type`` are refused."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str = ""
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
