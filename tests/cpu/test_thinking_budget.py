@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from preheat import LLM, InvalidRequest, SamplingParams, StructuredOutputsParams
-from tests.cpu.structured import write_model
+from tests.cpu.structured import write_thinker
 
 SMALL = {
     "max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 16, "dtype": "float32", "max_model_len": 256,
@@ -18,15 +17,6 @@ SMALL = {
 }  # fmt: skip
 FEW_BLOCKS = {"num_gpu_blocks_override": 20}
 LENGTH = 40
-
-
-def write_thinker(folder: Path) -> Path:
-    """A tiny model whose tokenizer has the marks of reasoning."""
-    write_model(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def engine(folder: Path, **more: Any) -> LLM:
