@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,7 +23,7 @@ import msgspec
 
 from preheat import __version__, client
 from preheat.backends.registry import facts_of
-from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams, StructuredOutputsParams
+from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.input_processor import check_params
 from preheat.plan import commands as plan_commands
@@ -334,8 +335,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             more |= {"type": item, "action": "extend", "nargs": "+", "metavar": item.__name__.upper()}
         elif typing.get_origin(kind) is dict:
             more |= {"type": _bias, "metavar": "JSON"}
-        elif kind is StructuredOutputsParams:
-            more |= {"type": _structured, "metavar": "JSON"}
+        elif issubclass(kind, msgspec.Struct):
+            more |= {"type": partial(_struct, kind), "metavar": "JSON"}
         else:
             more |= {"type": kind, "metavar": kind.__name__.upper()}
         group.add_argument(_flag(field.name), **more)
@@ -349,10 +350,10 @@ def _bias(text: str) -> dict[int, float]:
 _bias.__name__ = "JSON object of token ids and numbers"  # its name in argparse's errors
 
 
-def _structured(text: str) -> StructuredOutputsParams:
+def _struct(kind: type[msgspec.Struct], text: str) -> msgspec.Struct:
     """Parse ``{"regex": "yes|no"}``."""
     try:
-        return msgspec.json.decode(text, type=StructuredOutputsParams)
+        return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

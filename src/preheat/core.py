@@ -23,7 +23,7 @@ from preheat.utils.exact_json import dumps, travels
 from preheat.utils.text import plain_number
 from preheat.utils.weight_transfer import Announced, TransferGroup
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 Transfer = Literal["load", "store"]
 """A copy of a block from the host to the device, or back."""
@@ -32,6 +32,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGPROB_IDS = 128
 """As many as vLLM takes."""
+
+MAX_PATTERN = 2048
+"""Tokens of a pattern whose repetition may end a text; vLLM's own limit unless its operator changes it."""
 
 OWN_ID = -2
 """The first id of dummy requests, which count down: clients' ids are positive, -1 is the sampler's empty row."""
@@ -125,7 +128,38 @@ class StructuredOutputsParams(
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-_MASKED = ("structured_outputs", "allowed_token_ids", "bad_words")
+class RepetitionDetectionParams(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """When repetition ends a text; names and meanings are those of vLLM.
+
+    It ends once its last tokens are ``min_count`` times the same pattern, of ``min_pattern_size`` (0: of 1) to
+    ``max_pattern_size`` tokens. ``max_pattern_size`` 0: never. Raises ValueError for sizes that mean nothing.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN:
+            raise ValueError(
+                f"repetition_detection needs 0 <= min_pattern_size <= max_pattern_size <= {MAX_PATTERN}, got "
+                f"{self.min_pattern_size} and {self.max_pattern_size}"
+            )
+        if self.max_pattern_size and not 2 <= self.min_count <= _INT32:
+            raise ValueError(f"repetition_detection.min_count must be at least 2, got {self.min_count}")
+
+
+_MASKED = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
+
+
+_NOT_HERE = {
+    "prompt_logprob_token_ids": "prompt_logprobs tell of the most likely tokens of a prompt, and of its own",
+    "routed_experts_prompt_start": "answers have tokens and logprobs alone, not the experts that they went through",
+    "watermarking": "tokens are drawn in one way, which seeds repeat",
+}
+"""Parameters of vLLM that have no meaning here, and why."""
 
 
 class RequestOutputKind(Enum):
@@ -148,8 +182,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     The fields behind the table are the caller's own, and nothing that computes reads them. ``output_kind`` and
     ``stream_interval`` (tokens) say when ``LLMEngine`` and ``AsyncLLM`` report; ``flat_logprobs``: log-probabilities
     come as :class:`~preheat.frontend.flat_logprobs.FlatLogprobs`. The others change nothing here, as with vLLM's own
-    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. Values
-    may be changed until a request is made of them, and are checked again then.
+    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. The
+    last three are refused unless they ask for nothing. Values may be changed until a request is made of them, and are
+    checked again then.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -180,16 +215,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
     ] = None
     logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
+    skip_reading_prefix_cache: Annotated[
+        bool | None, _Row("compute the whole prompt, whatever is cached", "scheduler", http=False)
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
     ] = None
     truncation_side: Annotated[
         str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
     ] = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        _Row('end a text that repeats itself, as JSON: {"max_pattern_size": 8, "min_count": 4}', "text"),
+    ] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
     allowed_token_ids: Annotated[list[int] | None, _Row("only these tokens can be drawn", "grammar")] = None
     bad_words: Annotated[list[str] | None, _Row("texts that are not generated", "grammar")] = None
+    thinking_token_budget: Annotated[
+        int | None, _Row("tokens of reasoning at most; -1: no limit", "grammar", -1, _INT32)
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
@@ -199,8 +244,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
+    prompt_logprob_token_ids: Any = None
+    routed_experts_prompt_start: Any = None
+    watermarking: Any = None
 
     def __post_init__(self) -> None:
+        self._check_here()
         self.stop_token_ids = self.stop_token_ids and list(dict.fromkeys(self.stop_token_ids))
         for name, low, high in _RANGES:
             value = getattr(self, name)
@@ -216,6 +265,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"truncation_side must be left or right, got {self.truncation_side!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         self._check_text()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
@@ -231,6 +282,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for bias in biases:
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")
+
+    def _check_here(self) -> None:
+        for name, reason in _NOT_HERE.items():
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{name} is not supported: {reason}")
 
     def _check_text(self) -> None:
         if any(not s for s in self.stop_strings):
@@ -257,7 +313,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def masked(self) -> tuple[str, ...]:
         """The given parameters that allow some tokens only: those of a mask, which is computed for each token."""
-        return tuple(name for name in _MASKED if getattr(self, name))
+        return tuple(name for name in _MASKED if getattr(self, name) not in (None, []))
 
     @property
     def greedy(self) -> bool:
@@ -322,6 +378,20 @@ class Segment(msgspec.Struct, array_like=True):
     image: Image
 
 
+class Thinking(msgspec.Struct, array_like=True, frozen=True):
+    """The limit on a text's reasoning: ``left`` tokens may come, then those of ``last`` follow, which end it.
+
+    ``within``: the text begins in its reasoning; otherwise the token ``start`` begins it, if that is the first one,
+    white space aside. ``ends``: the tokens that end it without a limit.
+    """
+
+    left: int
+    within: bool
+    start: int
+    ends: tuple[int, ...]
+    last: tuple[int, ...]
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -343,6 +413,7 @@ class Request(msgspec.Struct, tag="request"):
     priority: int = 0  # lower ones go first, and are preempted last
     lora_name: str = ""  # of the adapter; empty: the base model
     data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
+    thinking: Thinking | None = None  # with params.thinking_token_budget
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

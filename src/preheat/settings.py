@@ -119,6 +119,9 @@ class Settings:
     exclude_tools_when_tool_choice_none: bool = _model(
         False, "With `tool_choice` none the chat template gets no tools."
     )
+    trust_request_chat_template: bool = _model(
+        False, "Chats may bring a template of their own (`chat_template`), which runs in a sandbox."
+    )
     default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
         "Variables of the chat template, as a JSON object: for each conversation, unless it sets them itself "

@@ -181,6 +181,8 @@ ROWS: dict[str, Row] = {
     "completions_cut": _json(COMPLETIONS, lambda size: {"prompt": text(size), "truncate_prompt_tokens": 5}),
     "completions_fits": _json(COMPLETIONS, lambda _: {"prompt": text(10**6), "max_tokens": 1}, 200, server="roomy"),
     "chat_text": _json(CHAT, lambda size: {"messages": _said(text(size))}),
+    "batch_text": _json(f"{CHAT}/batch", lambda size: {"messages": [_said(text(size))]}),
+    "batch_many": _json(f"{CHAT}/batch", lambda size: {"messages": [_said("x")] * (size // 40)}),
     "responses_text": _json(RESPONSES, lambda size: {"input": text(size)}),
     "messages_text": _json(MESSAGES, lambda size: {"max_tokens": 1, "messages": _said(text(size))}),
     "count_tokens_text": _json(COUNT, lambda size: {"messages": _said(text(size))}),

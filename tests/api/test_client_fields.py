@@ -75,6 +75,21 @@ def refused(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str |
     return error.value.param, error.value.message
 
 
+def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Callable[..., Any]) -> None:
+    """The tokens of the prompt come again and again: three times here, whole and streamed."""
+    detection = {"max_pattern_size": 3, "min_pattern_size": 3, "min_count": 3}
+    for stream in (False, True):
+        answer = complete([40, 41, 42], stream=stream, max_tokens=40, repetition_detection=detection)
+        answers = list(answer) if stream else [answer]
+        choice = answers[-1].choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("repetition", "repetition_detected")
+        assert sum(len(each.choices[0].token_ids or []) for each in answers if each.choices) == 9
+    whole = chat(max_tokens=200, repetition_detection={"max_pattern_size": 100, "min_count": 2}).choices[0]
+    assert whole.finish_reason == "repetition" and len(whole.token_ids) < 100
+    with pytest.raises(BadRequestError, match="min_count"):
+        complete("xyz", repetition_detection={"max_pattern_size": 3})
+
+
 def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
     """``model_dump`` has null in fields that only OpenAI fills, and in those of whatever client made it."""
     answer = chat().choices[0].message
@@ -330,3 +345,68 @@ def test_invocations_go_where_the_body_fits(server: Server) -> None:
     assert server.post("/invocations", {"text": "x"}).status == 400
     rendered = server.post("/v1/chat/completions/render", {"messages": [USER]}).json
     assert rendered["token_ids"] == server.post("/tokenize", {"messages": [USER]}).json["tokens"]
+
+
+def test_several_conversations_are_answered_together(server: Server) -> None:
+    """Each as if it were alone, in order, with the usage of all."""
+    said = [[{"role": "user", "content": text}] for text in ("hi", "good morning", "x")]
+    common = {"max_tokens": 5, "logprobs": True, "return_token_ids": True}
+    alone = [server.post("/v1/chat/completions", {"messages": messages, **common}).json for messages in said]
+    together = server.post("/v1/chat/completions/batch", {"messages": said, **common})
+    assert together.status == 200 and together.json["object"] == "chat.completion"
+    assert [choice["index"] for choice in together.json["choices"]] == [0, 1, 2]
+    for choice, answer in zip(together.json["choices"], alone, strict=True):
+        assert {**choice, "index": 0} == answer["choices"][0]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert together.json["usage"][name] == sum(answer["usage"][name] for answer in alone)
+    assert alone[0]["choices"][0] != alone[1]["choices"][0]  # the control: they differ
+    told = server.post("/v1/chat/completions/batch", {"messages": said, **common, "what": 1})
+    assert told.status == 200 and told.headers["x-ignored-fields"] == "what"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"tools": [TOOL]}, "tools"), ({"messages": []}, "messages"),
+        ({"use_beam_search": True}, "use_beam_search"), ({"messages": [[USER], []]}, "messages[1]"),
+        ({"messages": [[USER]] * 2049}, "messages"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"messages": [[USER], [{"role": "user", "content": "x " * 5000}]]}, None),
+    ],
+)  # fmt: skip
+def test_what_a_batch_of_conversations_cannot_have(server: Server, more: dict[str, Any], param: str | None) -> None:
+    answer = server.post("/v1/chat/completions/batch", {"messages": [[USER]], "max_tokens": 2} | more)
+    assert answer.status == 400 and (param is None or answer.error["param"] == param)
+
+
+def test_a_chat_brings_its_own_template_where_that_is_trusted(server: Server, folder: Path) -> None:
+    own = {"messages": [USER], "max_tokens": 2, "chat_template": "[{{ messages[0].content }}]"}
+    refused = server.post("/v1/chat/completions", own)
+    assert refused.status == 400 and refused.error["param"] == "chat_template"
+    assert "--trust-request-chat-template" in refused.error["message"]
+    with serving(str(folder), chat_template=TEMPLATE, trust_request_chat_template=True) as trusting:
+        tokenizer = Tokenizer(folder)
+        for path in ("/v1/chat/completions/render", "/v1/chat/completions"):
+            answer = trusting.post(path, own | {"return_token_ids": True}).json
+            ids = answer.get("prompt_token_ids") or answer["token_ids"]
+            assert tokenizer.decode(ids) == "[hi]"
+        both = {"messages": [[USER], [{"role": "user", "content": "yo"}]], "chat_template": own["chat_template"]}
+        count = sum(len(tokenizer.encode(text)) for text in ("[hi]", "[yo]"))
+        told = trusting.post("/v1/chat/completions/batch", both | {"max_tokens": 1}).json
+        assert count - 2 <= told["usage"]["prompt_tokens"] <= count
+        for broken in ("{% for", "{{ messages[0].nothing.at.all }}", "{{ raise_exception('no') }}"):
+            assert trusting.post("/v1/chat/completions", own | {"chat_template": broken}).status == 400
+        usual = trusting.post("/v1/chat/completions/render", {"messages": [USER]}).json
+        assert tokenizer.decode(usual["token_ids"]).startswith("user: hi")
+
+
+def test_verbosity_is_for_templates_that_look_at_it(server: Server, folder: Path) -> None:
+    low = {"messages": [USER], "max_tokens": 2, "verbosity": "low"}
+    assert server.post("/v1/chat/completions", low).headers["x-ignored-fields"] == "verbosity"
+    assert "x-ignored-fields" not in server.post("/v1/chat/completions", low | {"verbosity": "medium"}).headers
+    with serving(str(folder), chat_template="<s>{{ verbosity }}") as looking:
+        rendered = looking.post("/v1/chat/completions/render", low)
+        assert Tokenizer(folder).decode(rendered.json["token_ids"]) == "<s>low"
+        assert "x-ignored-fields" not in rendered.headers
+        asked = looking.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "text": {"verbosity": "high"}})
+        assert asked.status == 200 and "x-ignored-fields" not in asked.headers
+        assert asked.json["text"]["verbosity"] == "high"

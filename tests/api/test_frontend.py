@@ -23,6 +23,7 @@ from preheat.core import (
     Finish,
     LoadAdapter,
     Ready,
+    RepetitionDetectionParams,
     Request,
     SamplingParams,
     ToEngine,
@@ -216,6 +217,47 @@ def test_min_tokens_keeps_stop_strings_off(played: Played) -> None:
     played.say([*played.frontend.tokenizer.encode("a", False)] * 6)
     output = state.output().outputs[0]
     assert output.text == "aaaa" and len(output.token_ids) == 5
+
+
+REPEATS = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=2, min_count=3)
+
+
+def test_repetition_cancels_and_later_tokens_are_ignored(played: Played) -> None:
+    state = played.ask(repetition_detection=REPEATS, stream=True)
+    played.say([9, 7, 8, 7, 8, 7, 8, 7, 8])
+    output = state.output().outputs[0]
+    assert (output.token_ids, output.finish_reason) == ([9, 7, 8, 7, 8, 7, 8], "repetition")
+    assert output.stop_reason == "repetition_detected" and played.sent.count(Cancel(1)) == 1
+    assert not played.frontend.busy and played.frontend.metrics.finished["repetition"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "end", "reason", "count"),
+    [
+        ({"min_tokens": 7}, [7, 8] * 6, None, "repetition", 7),
+        ({"min_tokens": 6}, [7, 8] * 6, None, "repetition", 6),
+        ({}, [7, 8] * 3, Finish("length"), "length", 6),  # as in vLLM: the engine's own reasons go before it
+        ({"stop_token_ids": [8]}, [7, 8] * 3, Finish("stop", stop_id=8), "stop", 6),
+        ({}, [7, 8, 7, 8, 7, 7, 8, 7, 8, 9], Finish("length"), "length", 10),
+    ],
+)
+def test_when_repetition_counts(
+    played: Played, options: dict[str, object], tokens: list[int], end: Finish | None, reason: str, count: int
+) -> None:
+    state = played.ask(repetition_detection=REPEATS, **options)
+    played.say(tokens, end)
+    output = state.output().outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == (reason, count)
+
+
+def test_each_choice_repeats_on_its_own(played: Played) -> None:
+    state = played.ask(n=2, repetition_detection=REPEATS)
+    first, second = state.choices
+    for place in range(8):
+        rows = [choice for choice in (first, second) if choice.finish_reason is None]
+        tokens = [7 + place % 2 if choice is first else place for choice in rows]
+        played.frontend.handle(Delta(ids=[choice.id for choice in rows], tokens=tokens))
+    assert first.finish_reason == "repetition" and second.finish_reason is None and len(second.token_ids) == 8
 
 
 def test_a_buffered_character_is_shown_at_the_end(played: Played) -> None:

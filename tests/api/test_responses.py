@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from preheat.errors import NotFound
+from preheat.frontend.tokenizer import Tokenizer
 from preheat.server.responses_store import ResponseStore, Stored
-from tests.api.conftest import Server
+from tests.api.conftest import Server, serving
+from tests.api.scripted import FAIL
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -155,10 +159,83 @@ def test_the_store_is_bounded() -> None:
         store.get("c")
 
 
+@pytest.fixture(scope="module")
+def slow(tools_folder: Path) -> Iterator[OpenAI]:
+    """A server that says a token every 30 ms, and whose prompts are what the message says."""
+    options: dict[str, Any] = {"enable_responses_store": True, "served_model_name": ["m"]}
+    options |= {"engine": "tests.api.scripted:run_paced_engine", "chat_template": "{{ messages[-1].content }}"}
+    with (
+        serving(str(tools_folder), **options) as running,
+        OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def ended(client: OpenAI, id: str) -> Any:
+    """The response of this id, when it has ended."""
+    until = time.monotonic() + 30
+    while (found := client.responses.retrieve(id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+def test_an_answer_in_the_background(slow: OpenAI) -> None:
+    """It is fetched by its id, says what one says that is waited for, and goes on like it."""
+    asked: dict[str, Any] = {"model": "m", "input": "abcdefgh", "max_output_tokens": 20}
+    whole = slow.responses.create(**asked)
+    queued = slow.responses.create(**asked, background=True)
+    assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+    running = slow.responses.retrieve(queued.id)
+    assert (running.status, running.background, running.output) == ("in_progress", True, [])
+    with pytest.raises(BadRequestError, match="has not ended"):
+        slow.responses.create(model="m", input="x", previous_response_id=queued.id)
+    done = ended(slow, queued.id)
+    assert (done.status, done.output_text, done.usage) == ("incomplete", whole.output_text, whole.usage)
+    assert slow.responses.cancel(queued.id).status == "incomplete"  # it has ended: nothing changes
+    again = slow.responses.create(model="m", input="x", previous_response_id=queued.id, max_output_tokens=1)
+    assert again.previous_response_id == queued.id
+
+
+def test_an_answer_in_the_background_is_cancelled(slow: OpenAI) -> None:
+    long = {"model": "m", "input": "abc", "max_output_tokens": 2000}
+    queued = slow.responses.create(**long, background=True)
+    time.sleep(0.2)
+    stopped = slow.responses.cancel(queued.id)
+    assert stopped.status == "cancelled" and 0 < stopped.usage.output_tokens < 500
+    assert slow.responses.cancel(queued.id) == stopped == slow.responses.retrieve(queued.id)
+    other = slow.responses.create(**long, background=True)
+    slow.responses.delete(other.id)
+    time.sleep(0.1)
+    with pytest.raises(NotFoundError):
+        slow.responses.retrieve(other.id)
+    waited = slow.responses.create(model="m", input="abc", max_output_tokens=1)
+    with pytest.raises(BadRequestError, match="background"):
+        slow.responses.cancel(waited.id)
+    with pytest.raises(NotFoundError):
+        slow.responses.cancel("resp_x")
+
+
+def test_an_answer_in_the_background_fails(slow: OpenAI, tools_folder: Path) -> None:
+    """By its engine later, which the response says; what cannot be started is refused at once."""
+    text = Tokenizer(tools_folder).decode([FAIL], skip_special_tokens=False)
+    failed = ended(slow, slow.responses.create(model="m", input=text, background=True, max_output_tokens=5).id)
+    assert failed.status == "failed" and failed.error.message
+    with pytest.raises(BadRequestError):
+        slow.responses.create(model="m", input="abc " * 9000, background=True)
+
+
+def test_nothing_is_made_in_the_background_unless_it_is_kept(scripted: Server) -> None:
+    refused = scripted.post("/v1/responses", {"input": "x", "background": True})
+    assert refused.error["param"] == "background" and "--enable-responses-store" in refused.error["message"]
+
+
 def test_refusals(client: OpenAI) -> None:
     for options, param in (
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"truncation": "auto"}, "truncation"), ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [TOOL, {"type": "custom", "name": "f", "format": {"type": "text"}}]}, "tools[1].type"),
+        ({"truncation": "auto"}, "truncation"), ({"background": True, "stream": True}, "stream"),
+        ({"background": True, "store": False}, "store"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": []}, "input"), ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

@@ -156,7 +156,7 @@ def refused(client: OpenAI, text: str | list[Any] = "Hi", **options: Any) -> Bad
 
 
 def test_refusals(client: OpenAI) -> None:
-    assert refused(client, tools=[{"type": "web_search"}]).param == "tools[0]"
+    assert refused(client, tools=[{"type": "web_search"}]).param == "tools[0].type"
     assert refused(client, tools=[{"type": "function", "function": {}}]).param == "tools[0]"
     assert refused(client, tools=[], tool_choice="required").param == "tool_choice"
     other = {"type": "function", "function": {"name": "other"}}
@@ -192,6 +192,22 @@ def test_a_prompt_may_open_the_reasoning(client: OpenAI) -> None:
         message = answer.choices[0].message
         assert (getattr(message, "reasoning", None), message.content) == (thought, said)
         assert bool(answer.usage.completion_tokens_details.reasoning_tokens) == thinking
+
+
+@pytest.mark.parametrize(
+    ("tool", "param", "said"),
+    [
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "text"}}}, "type", "one string parameter"),
+        ({"type": "web_search_preview"}, "type", "runs no tools"),
+        ({"type": "function"}, "function", "missing"),
+    ],
+)
+def test_tools_that_are_no_functions_are_refused_with_a_reason(
+    client: OpenAI, tool: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(BadRequestError, match=said) as refused:
+        ask(client, "Hi", tools=[TOOL, tool])
+    assert refused.value.param == f"tools[1].{param}"
 
 
 def test_a_server_without_parsers_says_what_it_needs(scripted: Server) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from tokenizers import AddedToken, Tokenizer
 
 from preheat import LLM, SamplingParams, StructuredOutputsParams
 from preheat.model.files import BUNDLED_PATH
@@ -27,6 +28,15 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config | sizes))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_thinker(folder: Path) -> Path:
+    """A tiny model whose tokenizer has the marks of reasoning."""
+    write_model(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -57,6 +57,13 @@ NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "t
 """What decides the bits of an answer."""
 
 
+def add_marks(folder: Path) -> None:
+    """Make the marks of reasoning of two tokens that no prompt has."""
+    path = folder / "tokenizer.json"
+    text = path.read_text(encoding="utf-8").replace("<tool name>", "<think>").replace("｜é｜", "</think>")
+    path.write_text(text, encoding="utf-8")
+
+
 class Made:
     """Folders: models of text and of images, and what else an option names."""
 
@@ -70,10 +77,12 @@ class Made:
         (self.text / "config.json").write_text(json.dumps(self.config))
         (self.text / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
         backend.save(str(self.text / "tokenizer.json"))
+        add_marks(self.text)
 
     @cache  # noqa: B019 - one object
     def images(self) -> Path:
         save_llava(self.folder / "images")
+        add_marks(self.folder / "images")
         return self.folder / "images"
 
     @cache  # noqa: B019 - one object
@@ -114,6 +123,7 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
     "draft_model": lambda made: draft(model=str(made.text)),
     "eagle3": lambda made: draft(method="eagle3", model=made.head()),
     "prompt_embeds": lambda made: {"enable_prompt_embeds": True},
+    "budget": lambda made: {"reasoning_parser": "qwen3"},
     "pooling": lambda made: {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}},
     "sleep": lambda made: {"enable_sleep_mode": True},
     "operator": lambda made: {"server_dev_mode": True},
@@ -169,6 +179,10 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
         held = SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=1,
                               structured_outputs=StructuredOutputsParams(regex="[ab]{5,9}"))  # fmt: skip
         asked.append(("structured", {"prompt_token_ids": ids[1]}, held, None))
+    if "budget" in names:
+        thinks = llm.frontend.tokenizer.token_id("<think>")
+        few = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, thinking_token_budget=3)
+        asked.append(("budget", {"prompt_token_ids": [*ids[2], thinks]}, few, None))
     if "images" in names:
         prompt = {"prompt": "USER: <image>\nWhat? ASSISTANT:", "multi_modal_data": {"image": [picture(1)]}}
         asked.append(("image", prompt, params[1], None))
@@ -220,7 +234,7 @@ EXPECTED: dict[tuple[str, ...], dict[str, Any]] = {}
 def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
     """What an engine says that has of ``names`` only what decides bits, and what one kind of request needs."""
     numeric = [name for name in NUMERIC if name in names]
-    kinds = [name for name in ("adapters", "structured", "beam_search", "prompt_embeds") if name in names]
+    kinds = [name for name in ("adapters", "structured", "budget", "beam_search", "prompt_embeds") if name in names]
     key = (*device.values(), *numeric, *kinds)
     if key not in EXPECTED:
         EXPECTED[key] = {}

@@ -13,6 +13,7 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import fields
+from tokenizers import AddedToken
 
 from preheat import LLM, SamplingParams, StructuredOutputsParams
 from preheat.core import CALLERS_FIELDS
@@ -52,12 +53,15 @@ DRAWS = {
     "logprobs": lambda r: r.randint(-1, 20),
     "prompt_logprobs": lambda r: r.randint(-1, 5),
     "logprob_token_ids": lambda r: r.choices(range(300), k=r.randint(1, 9)),
+    "skip_reading_prefix_cache": lambda r: True,
     "truncate_prompt_tokens": lambda r: r.choice([-1, 1, 10]),
     "truncation_side": lambda r: r.choice(["left", "right"]),
+    "repetition_detection": lambda r: {"max_pattern_size": r.randint(1, 4), "min_count": r.randint(2, 3)},
     "skip_special_tokens": lambda r: False,
     "detokenize": lambda r: False,
     "allowed_token_ids": lambda r: r.sample(range(VOCAB), r.randint(20, VOCAB)),
     "bad_words": lambda r: r.sample(["de", " world", "zz", "ï"], r.randint(1, 3)),
+    "thinking_token_budget": lambda r: r.randint(-1, 4),
     "structured_outputs": lambda r: StructuredOutputsParams(regex=r.choice(["[ab]{1,9}", "(yes|no)?"])),
 }
 PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")
@@ -76,8 +80,10 @@ def model(tmp_path_factory):
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": VOCAB}
     (folder / "config.json").write_text(json.dumps(config | sizes))
-    byte_level().save(str(folder / "tokenizer.json"))
-    return {"model": str(folder)}
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return {"model": str(folder), "reasoning_parser": "qwen3"}
 
 
 def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:

@@ -388,6 +388,42 @@ def test_where_a_model_does_not_think_its_first_token_is_held(tokenizers: dict[s
     assert form_of(tokenizers["special"], "hermes", choice=strict).constraint is None  # no text of a grammar
 
 
+CHOICE = StructuredOutputsParams(choice=["yes"])
+TAGS = StructuredOutputsParams(structural_tag={"type": "structural_tag", "structures": [
+    {"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "asked", "phase"),
+    [
+        ("{{ messages }}", "", CHOICE, Phase.NEVER),  # a mask that lets reasoning begin would push the model into it
+        ("{{ messages }}", "", JSON, Phase.NEVER),
+        ("{{ messages.split('</think>') }}", "", CHOICE, Phase.UNKNOWN),
+        ("<think>{{ messages }}", "", CHOICE, Phase.UNKNOWN),
+        ("{{ messages }}", "Think in <think> first.", CHOICE, Phase.UNKNOWN),
+        ("{{ messages }}", "<think>", CHOICE, Phase.WITHIN),
+        ("{{ messages }}", "", TAGS, Phase.UNKNOWN),  # its text may begin with anything
+        ("{{ messages }}", "", None, Phase.UNKNOWN),
+        (None, "", CHOICE, Phase.UNKNOWN),
+    ],
+)
+def test_a_grammar_leaves_room_for_reasoning_where_something_speaks_of_it(
+    tokenizers: dict[str, Tokenizer],
+    template: str | None,
+    prompt: str,
+    asked: StructuredOutputsParams | None,
+    phase: Phase,
+) -> None:
+    """Grammar and parser have the same phase: what is held to the grammar is content."""
+    form = form_of(tokenizers["plain"], prompt=prompt, asked=asked, template=template)
+    assert form.phase is phase
+    if asked is not None and phase is Phase.NEVER:
+        assert form.constraint is asked
+        assert answered(tokenizers["plain"], form, "yes") == ("", "yes", [])
+    elif asked is not None:
+        assert form.constraint is not None and form.constraint.after_token_id is not None
+
+
 def test_reasoning_is_counted(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["plain"]
     for text, thought in (("<think>abc</think>d", "abc"), ("abc</think>", ""), ("\n<think>ab", "ab"),

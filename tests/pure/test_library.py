@@ -167,3 +167,11 @@ def test_memory_of_what_nothing_refers_to_is_given_back():
     assert not gone  # the control: an ordinary collection does not look there
     cleanup_dist_env_and_memory()
     assert gone
+
+
+@pytest.mark.parametrize("name", ["prompt_logprob_token_ids", "routed_experts_prompt_start", "watermarking"])
+def test_parameters_that_mean_nothing_here_are_refused_with_a_reason(name: str) -> None:
+    for nothing in (None, False, 0):
+        SamplingParams(**{name: nothing})
+    with pytest.raises(ValueError, match=f"{name} is not supported: \\w+ \\w+"):
+        SamplingParams(**{name: 1})

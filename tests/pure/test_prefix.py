@@ -64,6 +64,15 @@ def test_prompt_logprobs_read_nothing() -> None:
     assert len(cache.lookup(Sequence(request(1, [1] * 9)))) == 2
 
 
+def test_a_request_reads_nothing_where_it_wants_that() -> None:
+    """What it computes is there for others."""
+    cache = PrefixCache(BlockPool(64, SIZE))
+    publish(cache, [1] * 9, skip_reading_prefix_cache=True)
+    assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=True))) == []
+    for reads in (None, False):
+        assert len(cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=reads)))) == 2
+
+
 def test_when_off_nothing_is_published_or_found() -> None:
     pool = BlockPool(64, SIZE)
     publish(PrefixCache(pool, enabled=False), [1] * 9)

@@ -13,7 +13,7 @@ from preheat.errors import InvalidRequest
 from preheat.server.decoding import decode
 from preheat.server.messages_schema import MessagesRequest
 from preheat.server.responses_schema import ResponsesRequest
-from preheat.server.schema import ChatRequest, CompletionRequest, ForModel
+from preheat.server.schema import BatchChatRequest, ChatRequest, CompletionRequest, ForModel
 
 FUNCTION = {"name": "f", "arguments": "{}"}
 CALL = {"id": "1", "type": "function", "function": FUNCTION}
@@ -30,6 +30,7 @@ BODIES: list[tuple[type[ForModel], dict[str, Any]]] = [
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 0.1}}},
         },
     ),
+    (BatchChatRequest, {"messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]}),
     (
         MessagesRequest,
         {

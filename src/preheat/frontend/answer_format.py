@@ -64,6 +64,11 @@ def _schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **({"properties": {}} if not tool.parameters else {}), **tool.parameters}
 
 
+def _free(constraint: StructuredOutputsParams) -> bool:
+    """Whether a text may begin with anything, so that no mask pushes a model into its reasoning."""
+    return constraint.kind == "structural_tag"
+
+
 _ANY = {"type": "object"}
 _DEFINITIONS = {"$defs", "definitions"}
 
@@ -150,10 +155,16 @@ class AnswerFormat:
         """A counter of the tokens of one answer that are reasoning."""
         if self.reasoning is None:
             return None
-        marks = self.auto.MARKS if self.auto is not None and self.calls_in_reasoning else ()
-        ids = {self.reasoning.token_id(text) for text in marks}
         kind = TextReasoningCount if self.reasoning.in_text else ReasoningCount
-        return kind(self.reasoning, self.phase, frozenset(id for id in ids if id is not None))
+        return kind(self.reasoning, self.phase, self.call_ids)
+
+    @property
+    def call_ids(self) -> frozenset[int]:
+        """The tokens with which a call may begin that ends the reasoning."""
+        if self.reasoning is None or self.auto is None or not self.calls_in_reasoning:
+            return frozenset()
+        ids = {self.reasoning.token_id(text) for text in self.auto.MARKS}
+        return frozenset(id for id in ids if id is not None)
 
 
 class AnswerFormats:
@@ -172,11 +183,14 @@ class AnswerFormats:
         choice: ToolChoice,
         prompt: str,
         asked: StructuredOutputsParams | None = None,
+        *,
         skip_special_tokens: bool = True,
         continued: str = "",
+        template: str | None = None,
     ) -> AnswerFormat:
         """How the answers to ``prompt`` are read; ``asked``: what the client wants their text to be. ``continued``: a
-        last message of the model itself. Raises InvalidRequest if the model's own calls are not understood.
+        last message of the model itself. ``template``: the chat template's text; None: nobody knows it. Raises
+        InvalidRequest if the model's own calls are not understood.
         """
         if choice.mode == "auto" and self._auto is None:
             raise InvalidRequest(
@@ -189,8 +203,11 @@ class AnswerFormats:
         forced = choice.forced
         strict = self._strict(choice.tools, auto) if forced is None and asked is None else None
         constraint = forced or asked or strict
-        if constraint is not None and self.reasoning is not None and self.reasoning.in_text:
-            phase = self._without_reasoning(phase)
+        if constraint is not None and self.reasoning is not None:
+            if self.reasoning.in_text:
+                phase = self._without_reasoning(phase)
+            elif phase is Phase.UNKNOWN and not _free(constraint) and template is not None:
+                phase = phase if self.reasoning.named_in(template, prompt) else Phase.NEVER
         return AnswerFormat(
             choice, auto, self.reasoning, phase,
             constraint=self._behind_reasoning(constraint, phase, auto if strict else None),

@@ -146,6 +146,10 @@ class ChatTemplate:
         """The template for conversations without tools, if there is one."""
         return self._chosen(None)
 
+    def text(self, tools: object = None) -> str:
+        """The template of a conversation with these ``tools``, "" if there is none."""
+        return self._chosen(tools) or ""
+
     def uses(self, name: str, tools: object = None) -> bool:
         """Whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
         source = self._chosen(tools)

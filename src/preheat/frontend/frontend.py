@@ -108,6 +108,7 @@ class Frontend:
             seed=seed,
             images=images,
             priorities=priorities,
+            reasoning=self.formats.reasoning,
         )
         self.output = OutputProcessor(send, self.metrics, log=log_requests, traces=traces)
         self.prepare, self.fail_all = self.input.prepare, self.output.fail_all

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from preheat.core import CALLERS_FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, SamplingParams, Segment
+from preheat.core import (
+    CALLERS_FIELDS,
+    MAX_STOP_IDS,
+    SAMPLING_FIELDS,
+    Image,
+    Ready,
+    Request,
+    SamplingParams,
+    Segment,
+    Thinking,
+)
 from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.encoding import TextBound, counted
 from preheat.frontend.marks import mark_texts
 from preheat.frontend.prompt_embeds import Embedded
+from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -41,7 +52,7 @@ class InputProcessor:
 
     ``recommended`` are sampling defaults by parameter, see :func:`recommended_params`. ``max_logprobs`` bounds the
     alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images`` are for models that
-    see them. ``priorities``: requests may have one.
+    see them. ``priorities``: requests may have one. ``reasoning``: how the model reasons, if anybody has said.
     """
 
     def __init__(
@@ -54,8 +65,9 @@ class InputProcessor:
         seed: int | None = None,
         images: Images | None = None,
         priorities: bool = False,
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
-        self._priorities = priorities
+        self._priorities, self._reasoning = priorities, reasoning
         self.tokenizer, self._limits, self._images = tokenizer, limits, images
         self.recommended = recommended
         self._max_logprobs = max_logprobs
@@ -214,6 +226,9 @@ class InputProcessor:
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         _, stop_ids, bad_words, strings = state.checked or self._made(params)
+        thinking = self._thinking(state)
+        if thinking is None and params.thinking_token_budget is not None:
+            params = msgspec.structs.replace(params, thinking_token_budget=None)  # a mask would change nothing
         for index in range(params.n):
             stop = StopChecker(strings, mark_texts(state.marks)) if strings else None
             state.choices.append(Choice(state, index, next(self._ids), state.new_detokenizer(), stop))
@@ -223,10 +238,17 @@ class InputProcessor:
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
                 state.cache_salt, state.segments, bad_words, state.priority, state.lora_name,
-                state.data_parallel_rank,
+                state.data_parallel_rank, thinking,
             )
             for choice in state.choices
         ]  # fmt: skip
+
+    def _thinking(self, state: RequestState) -> Thinking | None:
+        """The limit on the reasoning of its answers, if there is one that could be reached."""
+        budget = state.params.thinking_token_budget
+        if budget is None or self._reasoning is None:
+            return None
+        return self._reasoning.thinking(budget, state.shown_ids, state.phase, sorted(state.call_ids))
 
     def check_vocabulary(self, ids: Collection[int], param: str) -> None:
         """Raise InvalidRequest, naming ``param``, if an id is outside the model's vocabulary."""
@@ -307,6 +329,14 @@ class InputProcessor:
                 f"allowed_token_ids has {count} ids, but there are {self.tokenizer.vocab_size}: name each once",
                 param="allowed_token_ids",
             )
+        if params.thinking_token_budget is not None:
+            if self._reasoning is None:
+                raise InvalidRequest(
+                    "thinking_token_budget needs to know where reasoning ends: start with --reasoning-parser, or leave "
+                    "it out",
+                    param="thinking_token_budget",
+                )
+            self._reasoning.check_budget()
         if params.structured_outputs is not None:
             self.check_text("structured_outputs", "check the text yourself")
         if stops := params.stop_strings:

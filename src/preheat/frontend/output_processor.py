@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend import request_log
+from preheat.frontend.repetition import REPEATED
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
@@ -85,6 +86,9 @@ class OutputProcessor:
                 if end is None:
                     self._send(Cancel(id))
                 self._end(choice, "stop", choice.found_stop)
+            elif end is None and choice.repeats():
+                self._send(Cancel(id))
+                self._end(choice, "repetition", REPEATED)
             elif end is None and choice.state.stream and choice.has_delta:
                 _notify(choice.state)
         self.metrics.generation_tokens += len(before)

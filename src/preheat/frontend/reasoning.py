@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from preheat.errors import ModelError
+from preheat.core import Thinking
+from preheat.errors import InvalidRequest, ModelError
 from preheat.frontend.text_marks import TextMarks
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools import harmony
@@ -103,6 +104,42 @@ class ReasoningFormat:
         if tail.endswith(self.marks.end):
             return Phase.ENDED
         return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
+
+    def named_in(self, *texts: str) -> bool:
+        """Whether one of ``texts`` has a mark of the reasoning in it."""
+        starts, ends = self.marks.others
+        marks = (self.marks.start, self.marks.end, *starts, *ends)
+        return any(mark in text for text in texts for mark in marks)
+
+    def check_budget(self) -> None:
+        """Raise InvalidRequest unless one token ends the reasoning, so that its length can be limited."""
+        if self.in_text or self.marks.channel:
+            raise InvalidRequest(
+                f"thinking_token_budget counts tokens up to the one that ends the reasoning, and with "
+                f"--reasoning-parser {self.name} no single token does: leave it out, and limit max_tokens",
+                param="thinking_token_budget",
+            )
+
+    def thinking(
+        self, budget: int, prompt: Sequence[int], phase: Phase | None = None, call_ids: Sequence[int] = ()
+    ) -> Thinking | None:
+        """The limit for the answer to ``prompt``, whose reasoning may have ``budget`` tokens; None if it has none.
+
+        What the prompt has of it counts, as in vLLM: so an answer that goes on from its first tokens ends its reasoning
+        where it would have ended. ``phase``: how the answer begins; None: as the last mark in the prompt says.
+        ``call_ids`` end the reasoning too.
+        """
+        ids = (self.start_id, self.end_id)
+        last = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in ids), -1)
+        opened = last >= 0 and prompt[last] == self.start_id
+        if phase is None:
+            phase = Phase.WITHIN if opened else Phase.UNKNOWN
+        if phase.is_content:
+            return None
+        within = phase is Phase.WITHIN
+        spent = len(prompt) - 1 - last if within and opened else 0
+        end = self.end_id
+        return Thinking(max(budget - spent, 0), within, self.start_id, (end, *call_ids), (end,))
 
     def text_of(self, token: int) -> str:
         """The text of ``token``, a character for each byte: what a client sees, which special tokens are not part of.

@@ -13,9 +13,11 @@ from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.flat_logprobs import FlatLogprobs
 from preheat.frontend.marks import Mark, mark_chars
 from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
+from preheat.frontend.repetition import checker_of
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Times
+from preheat.utils.reasoning import Phase
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
@@ -50,7 +52,7 @@ class Choice:
     """One sequence as its client sees it: tokens become text, up to a stop string."""
 
     __slots__ = (
-        "_begun", "_detokenizer", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
+        "_begun", "_detokenizer", "_repetition", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
         "logprobs", "parts", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
@@ -59,6 +61,7 @@ class Choice:
     ) -> None:
         self.state, self.index, self.id = state, index, id
         self._detokenizer, self._stop = detokenizer, stop
+        self._repetition = checker_of(state.params.repetition_detection)
         self.token_ids: list[int] = []
         self.parts: list[str] = []
         self.logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
@@ -81,6 +84,12 @@ class Choice:
         if text:
             self.parts.append(text)
         return False
+
+    def repeats(self) -> bool:
+        """Look at the last token: whether it completes a repetition, which ends the text."""
+        if self._repetition is None:
+            return False
+        return self._repetition.push(self.token_ids[-1]) and len(self.token_ids) >= self.state.params.min_tokens
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End for ``reason``. The text still buffered is added, which may complete a stop string."""
@@ -137,7 +146,8 @@ class RequestState:
 
     ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
     ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
-    ``marks``: tokens that the parser of its answers looks for.
+    ``marks``: tokens that the parser of its answers looks for. ``phase``: how they begin, None: nobody has said;
+    ``call_ids``: tokens with which calls of tools begin.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -156,6 +166,8 @@ class RequestState:
     embedded: bool = False
     checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
     marks: tuple[Mark, ...] = ()
+    phase: Phase | None = None
+    call_ids: frozenset[int] = frozenset()
     data_parallel_rank: int | None = None  # the replica that its client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)

@@ -202,7 +202,7 @@ class Grammars:
                 drafts = slots.tokens[slot, end - count + 1 : end].tolist() if count > 1 else []
                 held = state.fill_free(masks[place : place + count], drafts)
                 rows += [(each, place + ahead, behind) for each, ahead, behind in held]
-                if state.rules is not None:
+                if state.ruled:
                     ruled.append((state, place, drafts))
             else:
                 masks[place : place + count] = -1

@@ -20,6 +20,7 @@ import numpy as np
 
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest
+from preheat.grammar.budget import Budget
 from preheat.ops.sampling import allowed
 from preheat.utils.reasoning import Phase, Sign, phase_after
 
@@ -110,7 +111,8 @@ class Grammar:
 class State:
     """The state of one sequence's grammar; see :class:`preheat.schedule.grammar.GrammarState`. ``bans``: stop ids are
     to be taken out of its masks. ``phase``: how far the reasoning is, in which the text is free. Without a ``matcher``
-    it is free to its end. ``rules``: what the request's parameters allow besides.
+    it is free to its end. ``rules`` and ``budget``: what the request's parameters allow besides; the budget's end of
+    the reasoning goes before all else.
     """
 
     def __init__(self, backend: Library, matcher: Any, request: Request) -> None:
@@ -124,6 +126,7 @@ class State:
         texts = _mask_of([id for id in own if not backend.is_special(id)], words)
         self._ban_stops, self._ban_own, self._ban_texts = map(_parts_of, (self._stops, self._own, texts))
         self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
+        self.budget = None if request.thinking is None else Budget(request.thinking, self._is_space)
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
         self.bans = params.min_tokens > 0 or params.ignore_eos or bool(texts.any())
         self._backend, self._signs, self.phase = backend, _signs(params.structured_outputs), Phase.WITHIN
@@ -145,6 +148,8 @@ class State:
         self._accepted += 1
         if self.rules is not None:
             self.rules.recent.append(token)
+        if self.budget is not None:
+            self.budget.accept(token)
         before, sign = self.phase, self._sign(token, self.phase, self._header)
         self.phase = phase_after(before, sign)
         self._header = self._header and self._header.behind(token)
@@ -164,9 +169,12 @@ class State:
         found = self._signs.get(token)
         if found is Sign.END and header is not None and not header.counts:
             return Sign.TEXT
-        if found is None and phase is Phase.UNKNOWN and self._backend.text([token]).isspace():
+        if found is None and phase is Phase.UNKNOWN and self._is_space(token):
             return Sign.SPACE
         return found or Sign.TEXT
+
+    def _is_space(self, token: int) -> bool:
+        return self._backend.text([token]).isspace()
 
     def _phases(self, drafts: Sequence[int]) -> list[Phase]:
         """The phases [1 + drafts] before and behind each of ``drafts``."""
@@ -210,14 +218,26 @@ class State:
             words, bits = self._start
             mask[words] |= bits
 
+    @property
+    def ruled(self) -> bool:
+        """Whether :meth:`keep_rules` may take something out of a mask."""
+        return self.rules is not None or self.budget is not None
+
     def keep_rules(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Take out of ``masks``, int32 [1 + drafts, words], what the rules do not allow."""
-        assert self.rules is not None
+        """Take out of ``masks``, int32 [1 + drafts, words], what the rules and the budget do not allow."""
         for ahead, mask in enumerate(masks):
-            np.bitwise_and(mask, self.rules.mask(drafts[:ahead]), out=mask)
-            if not mask.any() and not ahead:
-                self.error = "allowed_token_ids, bad_words and structured_outputs together leave no token"
-                mask[:] = -1
+            forced = None if self.budget is None else self.budget.forced(drafts[:ahead])
+            if forced is not None:
+                mask[:] = 0
+                mask[forced // WORD] = _bit(forced)
+            elif self.rules is not None:
+                self._keep_rules(self.rules, mask, drafts[:ahead])
+
+    def _keep_rules(self, rules: Rules, mask: np.ndarray, drafts: Sequence[int]) -> None:
+        np.bitwise_and(mask, rules.mask(drafts), out=mask)
+        if not mask.any() and not drafts:
+            self.error = "allowed_token_ids, bad_words and structured_outputs together leave no token"
+            mask[:] = -1
 
     def add_ends(self, mask: np.ndarray, ends: bool, ahead: int) -> None:
         """Finish the ``mask`` int32 [words] ``ahead`` tokens behind the state; ``ends``: the text may end there."""

@@ -48,8 +48,11 @@ class PrefixCache:
         self.pool.forget_contents()
 
     def reads_for(self, sequence: Sequence) -> bool:
-        """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed."""
-        return self.enabled and not sequence.owes_prompt_logprobs
+        """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed, nor for
+        a request that wants none.
+        """
+        skips = sequence.request.params.skip_reading_prefix_cache
+        return self.enabled and not sequence.owes_prompt_logprobs and not skips
 
     def lookup(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix of a waiting sequence, without its last token: that must be computed

@@ -5,6 +5,7 @@ Keys that are null in their answers are null here too, because clients read them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -38,6 +39,19 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+def usage_of_all(usages: Sequence[Usage]) -> Usage:
+    """The usage of several answers together."""
+    prompt, completion = (
+        sum(getattr(each, name) for each in usages) for name in ("prompt_tokens", "completion_tokens")
+    )
+    cached = sum(each.prompt_tokens_details.cached_tokens for each in usages)
+    total = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    thought = [each.completion_tokens_details for each in usages if each.completion_tokens_details is not UNSET]
+    if thought:
+        total.completion_tokens_details = CompletionTokensDetails(sum(each.reasoning_tokens for each in thought))
+    return total
 
 
 class PromptLogprob(Struct):

@@ -1,11 +1,13 @@
-"""POST /v1/chat/completions: checks the body, writes the answer."""
+"""POST /v1/chat/completions and /v1/chat/completions/batch: checks the body, writes the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,14 +33,15 @@ from preheat.server.answers import (
     ToolCall,
     ToolCallDelta,
     encode,
+    usage_of_all,
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, allowed_tools, plain_messages, prepared_talk, tool_choice
 from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
-from preheat.server.schema import ChatRequest
-from preheat.server.stream import CompletionsWriter, event_of
+from preheat.server.schema import MAX_PROMPTS, USUAL_VERBOSITY, BatchChatRequest, ChatRequest
+from preheat.server.stream import CompletionsWriter, WholeWriter, event_of
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -55,10 +58,51 @@ async def render(request: Request) -> Response:
     return Response(told, media_type="application/json")
 
 
+async def batch(request: Request) -> ASGIApp:
+    """Answer several conversations."""
+    frontend, body = await read_request(request, BatchChatRequest)
+    frontend.check_generates("Chat Completions API")
+    if not 1 <= len(body.messages) <= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"messages must hold 1 to {MAX_PROMPTS} conversations, got {len(body.messages)}", param="messages"
+        )
+    fields = msgspec.structs.asdict(body)
+    writers = []
+    for place, messages in enumerate(body.messages):
+        single = ChatRequest(**fields | {"messages": messages})
+        with _naming_conversation(place):
+            state, form = await _prepared(request, frontend, single)
+        writers.append(_ChatWriter(request, single, [state], form))
+    return _BatchWriter(request, writers)
+
+
+@contextmanager
+def _naming_conversation(place: int) -> Iterator[None]:
+    """An error about the messages of one conversation says which it is."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or not error.param.startswith("messages"):
+            raise
+        param = f"messages[{place}]{error.param.removeprefix('messages')}"
+        raise type(error)(f"messages[{place}]: {error.message}", param=param) from error
+
+
 async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFormat]:
     """The body, and the checked request for it."""
     frontend, body = await read_request(request, ChatRequest)
     frontend.check_generates("Chat Completions API")
+    return body, *await _prepared(request, frontend, body)
+
+
+async def _prepared(request: Request, frontend: Frontend, body: ChatRequest) -> tuple[RequestState, AnswerFormat]:
+    """The checked request for one conversation, and how its answers are read."""
+    if body.chat_template is not None and not request.app.state.service.settings.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template needs a server that was started with --trust-request-chat-template: leave it out, or give "
+            "the server the template with --chat-template",
+            param="chat_template",
+        )
 
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
         params = _params(frontend, body)
@@ -71,13 +115,16 @@ async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFor
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
     as_searches(frontend, body, [state])
-    return body, state, form
+    return state, form
 
 
 def _talk(body: ChatRequest) -> Conversation:
     variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning_effort is not None:
         variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning_effort, ("reasoning_effort",)
+    if body.verbosity is not None:
+        variables["verbosity"] = body.verbosity
+        hints |= {} if body.verbosity == USUAL_VERBOSITY else {"verbosity": ("verbosity",)}
     return Conversation(
         plain_messages(body.messages),
         body.tools,
@@ -87,6 +134,7 @@ def _talk(body: ChatRequest) -> Conversation:
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
         hints=hints,
+        template=body.chat_template,
     )
 
 
@@ -217,6 +265,23 @@ class _ChatWriter(CompletionsWriter):
         """As OpenAI has it: "tool_calls" where the model chose to stop for them, "stop" where the client named one."""
         called = choice.finish_reason == "stop" and choice.id in self._calling
         return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
+
+
+class _BatchWriter(WholeWriter):
+    """One answer, whose choices are those of ``writers`` in order."""
+
+    def __init__(self, request: Request, writers: Sequence[_ChatWriter]) -> None:
+        super().__init__(request, [state for writer in writers for state in writer.states])
+        self._writers = writers
+
+    def whole(self) -> ChatCompletion:
+        answers = [writer.whole() for writer in self._writers]
+        for place, answer in enumerate(answers):
+            answer.choices[0].index = place
+        first = answers[0]
+        first.choices, first.prompt_token_ids = [answer.choices[0] for answer in answers], None
+        first.usage = usage_of_all([answer.usage for answer in answers if answer.usage is not None])
+        return first
 
 
 _NOTHING = ChatDelta()

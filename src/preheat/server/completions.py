@@ -25,10 +25,9 @@ from preheat.server.answers import (
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
 from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
-from preheat.server.schema import CompletionRequest
+from preheat.server.schema import MAX_PROMPTS, CompletionRequest
 from preheat.server.stream import CompletionsWriter
 
-MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16
 
 

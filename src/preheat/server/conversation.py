@@ -53,7 +53,7 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
     """
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    template = frontend.template if talk.template is None else frontend.template.replaced(talk.template)
+    template = _template(frontend, talk)
     if talk.documents and not template.uses("documents", talk.tools):
         raise InvalidRequest(_UNSEEN.format("documents"), param="documents")
     for field_name, variables in talk.hints.items():
@@ -64,6 +64,10 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
         ignore(request, [field_name])
     turns: Turns = request.app.state.service.turns
     return await turns.render(request, partial(_render, frontend, template, talk))
+
+
+def _template(frontend: Frontend, talk: Conversation) -> ChatTemplate:
+    return frontend.template if talk.template is None else frontend.template.replaced(talk.template)
 
 
 def _render(frontend: Frontend, template: ChatTemplate, talk: Conversation) -> tuple[str, list[str]]:
@@ -97,23 +101,24 @@ async def prepared_talk(
     prompt, sources = await rendered(request, frontend, talk)
     frontend.input.check_length(prompt, params)
     size = max(body_size(request), len(prompt))
-    form, params = await in_turn(
-        request, size, partial(_formed, frontend, choice, prompt, _last_said(talk.messages), params)
-    )
+    form, params = await in_turn(request, size, partial(_formed, frontend, choice, prompt, talk, params))
     images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,
     )  # fmt: skip
-    state.marks = form.marks
+    state.marks, state.phase, state.call_ids = form.marks, form.phase, form.call_ids
     return state, form
 
 
 def _formed(
-    frontend: Frontend, choice: ToolChoice, prompt: str, last_said: str, params: SamplingParams
+    frontend: Frontend, choice: ToolChoice, prompt: str, talk: Conversation, params: SamplingParams
 ) -> tuple[AnswerFormat, SamplingParams]:
     """How the answers to ``prompt`` are read, and ``params`` with what that asks of them."""
-    form = frontend.formats.form(choice, prompt, params.structured_outputs, params.skip_special_tokens, last_said)
+    form = frontend.formats.form(
+        choice, prompt, params.structured_outputs, skip_special_tokens=params.skip_special_tokens,
+        continued=_last_said(talk.messages), template=_template(frontend, talk).text(talk.tools),
+    )  # fmt: skip
     if form.constraint is not params.structured_outputs:
         params = msgspec.structs.replace(params, structured_outputs=form.constraint)
     return form, params
@@ -138,7 +143,22 @@ class _Function(msgspec.Struct):
 
 class _ToolDefinition(msgspec.Struct):
     type: str
-    function: _Function
+    function: _Function | None = None
+
+
+def check_tool_kind(kind: str, param: str) -> None:
+    """Raise InvalidRequest, with what to do, for a tool that is no function."""
+    if kind == "custom":
+        raise InvalidRequest(
+            f"{param} is a custom tool, whose input is any text or that of a grammar. Models write calls as JSON: make "
+            "it a function with one string parameter, or hold the whole answer to the grammar (structured_outputs)",
+            param=f"{param}.type",
+        )
+    if kind != "function":
+        raise InvalidRequest(
+            f"{param} is of type {kind!r}, but only functions can be called: this server runs no tools",
+            param=f"{param}.type",
+        )
 
 
 def allowed_tools(
@@ -181,6 +201,7 @@ def _tool(definition: Mapping[str, Any], place: int) -> Tool:
         tool = msgspec.convert(definition, _ToolDefinition)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
-    if tool.type != "function":
-        raise InvalidRequest(f"{param} is of type {tool.type!r}, but only functions can be called", param=param)
+    check_tool_kind(tool.type, param)
+    if tool.function is None:
+        raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
     return Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))

@@ -103,9 +103,11 @@ _operated = functools.partial(_posted, errors=_OPERATED)
 OPERATIONS = (
     _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), EVENTS),
     _posted("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), EVENTS),
+    _posted("/v1/chat/completions/batch", chat.batch, answers.ChatCompletion, schema.BatchChatRequest, (504,)),
     _posted("/v1/responses", responses.responses, ResponseObject, ResponsesRequest, (504,), EVENTS),
     Operation("/v1/responses/{id}", responses.response, ResponseObject, None, (404,)),
     Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
+    _posted("/v1/responses/{id}/cancel", responses.cancel_response, ResponseObject, None, (404,)),
     _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), EVENTS),
     _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
     _posted("/v1/chat/completions/render", chat.render, answers.Rendered, schema.ChatRequest, (504,)),

@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, NotFound, PreheatError
@@ -23,7 +24,7 @@ from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, allowed_tools, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, allowed_tools, check_tool_kind, prepared_talk, tool_choice
 from preheat.server.decoding import Names, converted
 from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import request_id
@@ -56,7 +57,7 @@ from preheat.server.responses_schema import (
     TextPart,
 )
 from preheat.server.responses_store import ResponseStore, Stored
-from preheat.server.schema import AllowedTool, AllowedTools, FunctionName, NamedToolChoice
+from preheat.server.schema import USUAL_VERBOSITY, AllowedTool, AllowedTools, FunctionName, NamedToolChoice
 from preheat.server.structured import converted as constraint
 from preheat.server.structured import the_one
 
@@ -66,13 +67,8 @@ async def responses(request: Request) -> ASGIApp:
     frontend, body = await read_request(request, ResponsesRequest)
     frontend.check_generates("Responses API")
     store = _store(request)
-    if store is None and (body.store or body.previous_response_id is not None):
-        raise InvalidRequest(
-            "this server keeps no responses: send the whole conversation as input, or start it with "
-            "--enable-responses-store",
-            param="store" if body.store else "previous_response_id",
-        )
-    previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
+    _check_kept(store, body)
+    previous = _said_before(store, body.previous_response_id) if store and body.previous_response_id else []
 
     ignored = names_for(request)
 
@@ -90,7 +86,34 @@ async def responses(request: Request) -> ASGIApp:
         cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=body.max_output_tokens is None,
     )  # fmt: skip
     kept = store if body.store is not False else None
-    return _ResponsesWriter(request, body, state, form, messages=messages, store=kept)
+    kind = _BackgroundWriter if body.background else _ResponsesWriter
+    return kind(request, body, state, form, messages=messages, store=kept)
+
+
+def _check_kept(store: ResponseStore | None, body: ResponsesRequest) -> None:
+    """Raise InvalidRequest if the answer, or the one before it, would have to be kept and is not."""
+    asked = {"background": body.background, "store": body.store, "previous_response_id": body.previous_response_id}
+    param = next((name for name, value in asked.items() if value), None)
+    if store is None and param is not None:
+        raise InvalidRequest(
+            "this server keeps no responses: send the whole conversation as input, and wait for the answer, or start "
+            "it with --enable-responses-store",
+            param=param,
+        )
+    if body.background and body.store is False:
+        raise InvalidRequest("background keeps the answer until it is fetched: leave store out", param="store")
+    if body.background and body.stream:
+        raise InvalidRequest(
+            "an answer in the background is not streamed: leave stream out, and fetch it by its id", param="stream"
+        )
+
+
+def _said_before(store: ResponseStore, id: str) -> list[dict[str, Any]]:
+    """The conversation up to the end of the response of this id. Raises NotFound, or InvalidRequest if it has none."""
+    kept = store.get(id)
+    if not kept.ended:
+        raise InvalidRequest(f"the response {id!r} has not ended yet", param="previous_response_id")
+    return kept.messages
 
 
 def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversation:
@@ -98,6 +121,13 @@ def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversatio
     variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"], hints["reasoning.effort"] = body.reasoning.effort, ("reasoning_effort",)
+    if body.text is not None and body.text.verbosity is not None:
+        variables["verbosity"] = body.text.verbosity
+        hints |= {} if body.text.verbosity == USUAL_VERBOSITY else {"text.verbosity": ("verbosity",)}
+    for place, tool in enumerate(body.tools or ()):
+        check_tool_kind(tool.type, f"tools[{place}]")
+        if not tool.name:
+            raise InvalidRequest(f"tools[{place}].name is missing", param=f"tools[{place}].name")
     tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
     return Conversation(told, tools, variables, hints=hints)
 
@@ -120,10 +150,19 @@ async def response(request: Request) -> Response:
     return Response(_known(request).json, media_type="application/json")
 
 
+async def cancel_response(request: Request) -> Response:
+    """End a response that is made in the background, if it has not ended."""
+    if not _known(request).background:
+        raise InvalidRequest("only a response in the background can be cancelled", param="response_id")
+    await request.app.state.service.background.cancel(request.path_params["id"])
+    return Response(_known(request).json, media_type="application/json")
+
+
 async def delete_response(request: Request) -> Response:
-    """Forget a response."""
+    """Forget a response. One that is still being made ends."""
     _known(request)
     id = request.path_params["id"]
+    await request.app.state.service.background.cancel(id)
     store = _store(request)
     if store is not None:
         store.delete(id)
@@ -292,17 +331,22 @@ class _ResponsesWriter(BlocksWriter):
 
     def last(self, error: PreheatError | None) -> bytes:
         if error is not None:
-            self._response.status = "failed"
-            self._response.error = ResponseError(error.code or "server_error", error.message)
+            self._fail(error)
             return self._event("response.failed", {"response": self._response})
         response = self._completed()
         return self._event(f"response.{response.status}", {"response": response})
+
+    def _fail(self, error: PreheatError) -> None:
+        self._response.status = "failed"
+        self._response.error = ResponseError(error.code or "server_error", error.message)
 
     def _completed(self) -> ResponseObject:
         """The response when the answer has ended; it is kept if that was asked for."""
         response, blocks = self._response, self.answer.blocks
         cut = self.choice.finish_reason == "length"
         response.status = "incomplete" if cut else "completed"
+        if response.background and self.choice.finish_reason == "abort":
+            response.status = "cancelled"
         response.incomplete_details = Incomplete("max_output_tokens") if cut else None
         response.output = [self._item(block, place=place) for place, block in enumerate(blocks)]
         if cut and response.output:
@@ -312,11 +356,16 @@ class _ResponsesWriter(BlocksWriter):
         response.usage = ResponsesUsage(
             prompt, InputDetails(self.state.cached_tokens), completion, OutputDetails(thought), prompt + completion
         )
-        if self._store is not None:
-            whole = [item for item in response.output if not isinstance(item, OutputCall) or _is_json(item.arguments)]
-            said = _messages(msgspec.to_builtins(whole)) if whole else []
-            self._store.put(response.id, Stored(encode(response), [*self._messages, *said]))
+        whole = [item for item in response.output if not isinstance(item, OutputCall) or _is_json(item.arguments)]
+        self._keep(_messages(msgspec.to_builtins(whole)) if whole else [])
         return response
+
+    def _keep(self, said: Sequence[dict[str, Any]] = (), *, ended: bool = True) -> None:
+        """Keep the response as it is, with the conversation up to what the model ``said``, if that was asked for."""
+        if self._store is not None:
+            json = encode(self._response)
+            kept = Stored(json, [*self._messages, *said], ended, self._response.background)
+            self._store.put(self._response.id, kept)
 
     @property
     def _place(self) -> int:
@@ -354,6 +403,27 @@ class _ResponsesWriter(BlocksWriter):
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         self._sequence += 1
         return named_event(name, {"sequence_number": self._sequence - 1, **fields})
+
+
+class _BackgroundWriter(_ResponsesWriter):
+    """Answers at once; what the model says is kept when it has ended."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self._response
+        response.background, response.status = True, "queued"
+        queued = encode(response)
+        response.status = "in_progress"
+        await self._service.background.start(
+            response.id, self._frontend, self.state, begun=partial(self._keep, ended=False), ended=self._ended
+        )
+        await Response(queued, media_type="application/json")(scope, receive, send)
+
+    async def _ended(self, error: PreheatError | None) -> None:
+        if error is None:
+            await self._service.turns.answer(self.values(self.state), lambda: encode(self.whole()))
+        else:
+            self._fail(error)
+            self._keep()
 
 
 _EVENTS = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hint, hinted, only, rejected, with_fields
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hinted, only, rejected, with_fields
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 class TextOptions(Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, hint("medium")] = None
+    verbosity: str | None = None
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
@@ -33,10 +33,10 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True):
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call."""
+    """A function that the model may call; tools of another ``type`` are refused."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str = ""
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
@@ -97,7 +97,7 @@ class ResponsesRequest(ForModel, kw_only=True):
     include_reasoning: bool | None = None
     top_logprobs: int | None = None
     truncation: Annotated[Any, only("disabled")] = None
-    background: Annotated[Any, only(False)] = None
+    background: bool | None = None
     service_tier: Annotated[Any, only("auto", "default")] = None
 
 

@@ -16,10 +16,14 @@ MOST_BYTES = 64 * 2**20
 
 @dataclass
 class Stored:
-    """A response as ``json``, and the conversation up to its end as ``messages`` for a chat template."""
+    """A response as ``json``, and the conversation up to its end as ``messages`` for a chat template; ``ended``: it has
+    one. ``background``: it was asked for so.
+    """
 
     json: bytes
     messages: list[dict[str, Any]]
+    ended: bool = True
+    background: bool = False
 
 
 class ResponseStore:

@@ -25,6 +25,12 @@ REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
 Name = Annotated[str, Meta(max_length=1024)]
 """What a client calls something: a model, a version, a host."""
 
+MAX_PROMPTS = 2048
+"""Prompts or conversations of one request."""
+
+USUAL_VERBOSITY = "medium"
+"""What asks for nothing."""
+
 FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
@@ -137,7 +143,7 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
 @accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
 @hinted("vllm_xargs guided_decoding_backend")
-@rejected("kv_transfer_params ec_transfer_params watermarking repetition_detection")
+@rejected("kv_transfer_params ec_transfer_params prompt_logprob_token_ids")
 class Sampling(ForModel, kw_only=True):
     """What completions and chat completions have in common; the fields that we read by name are written out.
 
@@ -163,6 +169,8 @@ class Sampling(ForModel, kw_only=True):
     store: Annotated[Any, hint(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     early_stopping: Annotated[Any, only(False)] = None
+    watermarking: Annotated[Any, only(False)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
     length_penalty: float | None = None
     logits_processors: Annotated[Any, only([])] = None
     spaces_between_special_tokens: bool | None = None
@@ -260,14 +268,20 @@ class NamedToolChoice(Struct, forbid_unknown_fields=True):
 _TOOLS = Meta(description="Shown to the model by its chat template.")
 
 
+Template = Annotated[str, Meta(max_length=65536)]
+
+
 @accepted("prediction")
-@rejected("chat_template audio mm_processor_kwargs media_io_kwargs return_prompt_text web_search_options")
+@rejected("audio mm_processor_kwargs media_io_kwargs return_prompt_text web_search_options")
 class ChatRequest(Sampling, kw_only=True):
-    """POST /v1/chat/completions. ``documents`` and ``reasoning_effort`` are for chat templates that look at them."""
+    """POST /v1/chat/completions. ``documents``, ``reasoning_effort`` and ``verbosity`` are for chat templates that look
+    at them. ``chat_template`` takes the place of the model's (``--trust-request-chat-template``).
+    """
 
     messages: list[Message]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     max_completion_tokens: int | None = None
@@ -279,10 +293,22 @@ class ChatRequest(Sampling, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
-    verbosity: Annotated[Any, hint("medium")] = None
+    verbosity: str | None = None
     function_call: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     modalities: Annotated[Any, only(["text"])] = None
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """POST /v1/chat/completions/batch: one answer to each of several conversations, all with the same fields."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]
+    n: Annotated[Any, only(1)] = None
+    stream: Annotated[Any, only(False)] = None
+    tools: Annotated[Any, only()] = None
+    tool_choice: Annotated[Any, only("none")] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    prompt_logprobs: Annotated[Any, only()] = None
 
 
 class TokenizeRequest(ForModel, kw_only=True):
@@ -296,7 +322,7 @@ class TokenizeRequest(ForModel, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
+    chat_template: Template | None = None
 
 
 class DetokenizeRequest(ForModel, kw_only=True):

@@ -15,6 +15,7 @@ from preheat.core import Progress, ToEngine
 from preheat.errors import Asleep, EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
+from preheat.server.background import Background
 from preheat.server.live import LiveRecords
 from preheat.server.responses_store import ResponseStore
 from preheat.server.turns import Turns
@@ -37,6 +38,7 @@ class Service:
         self.load = 0  # requests for completions that are being answered
         self.turns = Turns()
         self.image_lanes: ImageLanes | None = None
+        self.background = Background()
         self.responses = ResponseStore() if settings.enable_responses_store else None
         self.loads_adapters = settings.enable_lora and settings.allow_runtime_lora_updating
         self.draining = False

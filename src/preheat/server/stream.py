@@ -38,6 +38,11 @@ class WholeWriter(ABC):
         self._service: Service = request.app.state.service
         self._frontend, self._states = self._service.frontend, states
 
+    @property
+    def states(self) -> Sequence[RequestState]:
+        """What it runs."""
+        return self._states
+
     @abstractmethod
     def whole(self) -> Struct | dict[str, Any]:
         """The whole answer."""

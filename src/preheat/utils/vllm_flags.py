@@ -178,9 +178,6 @@ REFUSED: Mapping[str, str] = {
     "prompt_logprobs score tokens that are given; preheat verify repeats requests": "--enable-trace-replay",
     "a process that fails ends, to be started again": "--enable-fault-tolerance --fault-tolerance-config=",
     "variables that are not understood are warned about by name": "--fail-on-environ-validation",
-    "templates of requests are data, not code: the field chat_template is taken or refused by itself": (
-        "--trust-request-chat-template"
-    ),
     "write reasoning_effort in --default-chat-template-kwargs": "--reasoning-effort-map={}",
     "how a model marks what it thinks is --reasoning-parser": "--reasoning-config={} --cohere-is-reasoning-model",
     "tools are called by the client": "--tool-server=",

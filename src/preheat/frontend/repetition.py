@@ -1,0 +1,44 @@
+"""Texts that repeat themselves (``repetition_detection``): found in their tokens, one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from preheat.core import RepetitionDetectionParams
+
+REPEATED = "repetition_detected"
+"""The ``stop_reason`` of a text that repetition has ended, as in vLLM."""
+
+_NO_TOKEN = -1
+
+
+class RepetitionChecker:
+    """Looks at the tokens of one text, in order. A token costs the same, however often a pattern must repeat.
+
+    A pattern of k tokens has come c times exactly if each of the last k * (c - 1) tokens is the one k places before it.
+    So one number for each k is enough: how many tokens in a row are so by now.
+    """
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        sizes = np.arange(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
+        self._least, self._most = max(params.min_pattern_size, 1), params.max_pattern_size
+        self._needed, self._runs = sizes * (params.min_count - 1), np.zeros(len(sizes), np.int64)
+        self._tokens = np.full(4 * self._most, _NO_TOKEN, np.int64)
+        self._end = self._most
+
+    def push(self, token: int) -> bool:
+        """Whether the text repeats itself up to ``token``, its next one."""
+        if self._end == len(self._tokens):
+            self._tokens[: self._most] = self._tokens[-self._most :]
+            self._end = self._most
+        before = self._tokens[self._end - self._most : self._end - self._least + 1][::-1]
+        self._runs += 1
+        self._runs *= before == token
+        self._tokens[self._end] = token
+        self._end += 1
+        return bool((self._runs >= self._needed).any())
+
+
+def checker_of(params: RepetitionDetectionParams | None) -> RepetitionChecker | None:
+    """What looks for repetition; None if nothing is to be found."""
+    return RepetitionChecker(params) if params is not None and params.max_pattern_size else None

@@ -1,0 +1,72 @@
+"""Answers that are made while their clients do not wait for them (``background``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, NoReturn
+
+from preheat.errors import PreheatError
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
+from preheat.server.running import RunningRequests
+
+logger = logging.getLogger(__name__)
+
+
+class _Running(NamedTuple):
+    frontend: Frontend
+    state: RequestState
+    task: asyncio.Task[None]
+
+
+class Background:
+    """Runs requests, by the ids of their answers. How many there are is bounded as for clients that wait."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
+
+    async def start(
+        self,
+        id: str,
+        frontend: Frontend,
+        state: RequestState,
+        *,
+        begun: Callable[[], None],
+        ended: Callable[[PreheatError | None], Awaitable[None]],
+    ) -> None:
+        """Run ``state``. Returns once it has ``begun``, or raises why it could not; ``ended`` is called at its end."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                async with RunningRequests(frontend, [state], _connected) as running:
+                    begun()
+                    started.set_result(None)
+                    while not running.finished:
+                        await running.change()
+                    await ended(state.error)
+            except BaseException as error:
+                if started.done():
+                    logger.exception("An answer in the background was lost")
+                    raise
+                started.set_exception(error)
+            finally:
+                self._running.pop(id, None)
+
+        self._running[id] = _Running(frontend, state, asyncio.create_task(run()))
+        await started
+
+    async def cancel(self, id: str) -> None:
+        """End the request of this id, if it still runs, and wait until its end was told."""
+        if (running := self._running.get(id)) is not None:
+            running.frontend.abort(running.state)
+            await asyncio.wait([running.task])
+
+
+async def _connected() -> NoReturn:
+    """Take the place of a connection that is never lost."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    await future
+    raise AssertionError
