@@ -315,6 +315,17 @@ class Segment(msgspec.Struct, array_like=True):
     image: Image
 
 
+BACKGROUND_PRIORITY = 2**62
+"""Requests of at least this priority yield: they give up their place when another waits for it."""
+
+_SPAN = 2**60
+
+
+def in_background(priority: int) -> int:
+    """The priority of a request that yields to others; those that yield keep their order."""
+    return BACKGROUND_PRIORITY + _SPAN + max(-_SPAN, min(priority, _SPAN))
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -333,7 +344,7 @@ class Request(msgspec.Struct, tag="request"):
     cache_salt: str = ""  # part of every block's hash
     segments: list[Segment] = []
     bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
-    priority: int = 0  # lower ones go first, and are preempted last
+    priority: int = 0  # lower ones go first, and are preempted last; see BACKGROUND_PRIORITY
     lora_name: str = ""  # of the adapter; empty: the base model
     data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
 
