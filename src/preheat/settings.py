@@ -301,6 +301,14 @@ class Settings:
         "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again.",
         env="VLLM_ENABLE_RESPONSES_API_STORE",
     )
+    batch_dir: str | None = _server(
+        None,
+        "Folder in which `/v1/files` and `/v1/batches` keep files and batches: see docs/batches.md; none: they are not "
+        "served.",
+    )
+    max_batch_file_bytes: int = _server(200 * 2**20, "Most bytes of a file for a batch.", low=1024)
+    max_batch_files: int = _server(1000, "Most files that are kept, the answers of batches among them.", low=3)
+    max_batches: int = _server(8, "Most batches that have not ended; beyond that, status 429.", low=1)
     request_fields: str = _server(
         "accept",
         "Fields of a request that nobody knows: `accept` ignores them and names them in the header `X-Ignored-Fields`; "

@@ -31,6 +31,8 @@ from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
 from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
+from preheat.server.batch_runner import BatchRunner
+from preheat.server.batch_store import open_store
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.ignored import HEADER
@@ -106,8 +108,11 @@ def _bound_pauses() -> None:
     give_back_large_blocks()
 
 
-def build_app(service: Service) -> ASGIApp:
-    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
+def build_app(service: Service, batches: BatchRunner | None = None) -> ASGIApp:
+    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency.
+
+    ``batches`` will run through the routes.
+    """
     operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     settings = service.settings
@@ -119,6 +124,9 @@ def build_app(service: Service) -> ASGIApp:
         paths[try_it] = "/"
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
+    app.state.batches = batches
+    if batches is not None:
+        batches.app = RequestIdMiddleware(app)
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
@@ -156,11 +164,13 @@ def tls(settings: Settings) -> dict[str, Any]:
 async def _serve(
     settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
 ) -> int:
+    store = open_store(settings)
     replicas = Replicas(settings, entry)
     service = Service(settings, replicas.send)
+    batches = None if store is None else BatchRunner(store, settings, lambda: service.takes_requests)
     server = Server(
         uvicorn.Config(
-            build_app(service),
+            build_app(service, batches),
             http=limited_protocol(settings.max_header_bytes, settings.timeout_headers),
             ws="none",
             lifespan="off",
@@ -187,8 +197,12 @@ async def _serve(
     supervising = loop.create_task(supervisor.run(warm_up))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, shutdown.signalled, number)
+    if batches is not None:
+        batches.start()
     logger.info("Listening on %s", settings.uds or "{}:{}".format(*listener.getsockname()[:2]))
     await server.serve(sockets=[listener])
+    if batches is not None:
+        await batches.stop()
     supervising.cancel()
     status = 0 if service.dead is None else 1
     exit_after(_STOP_SECONDS, status)
