@@ -65,7 +65,17 @@ class Settings:
     """Raises SettingsError, naming the option, for a value that cannot be used."""
 
     model: str = _model(
-        BUNDLED, "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat."
+        BUNDLED,
+        "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat.",
+        several="models",
+    )
+    models: tuple[str, ...] = _server(
+        (),
+        "Models behind one port, as `NAME=PATH`: see docs/several-models.md. `--model NAME=PATH`, given for each, is "
+        "the same.",
+    )
+    model_options: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
+        None, "Options of single models behind one port: a JSON object of objects, by the model's name."
     )
     tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
     skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
