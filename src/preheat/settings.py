@@ -167,10 +167,16 @@ class Settings:
     runner: str = _model(
         "auto",
         "Whether the engine generates or pools: see docs/embeddings.md. `auto` pools where the checkpoint has a "
-        "`modules.json` of sentence-transformers.",
-        choices=("auto", "generate", "pooling"),
+        "`modules.json` of sentence-transformers, or an architecture without an output head.",
+        choices=("auto", "generate", "pooling", "draft"),
+        later={"draft": "a draft model is named in speculative_config, and runs beside the model that it drafts for"},
     )
-    convert: str = _model("auto", "`embed` makes embeddings, as `runner` pooling.", choices=("auto", "none", "embed"))
+    convert: str = _model(
+        "auto",
+        "`embed` makes embeddings, as `runner` pooling; with `none` only an architecture without an output head does.",
+        choices=("auto", "none", "embed", "classify", "reward"),
+        later=dict.fromkeys(("classify", "reward"), "no heads of classifiers are read"),
+    )
     task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "A JSON object that replaces what the checkpoint says: `pooling_type` (LAST, MEAN), `normalize`."
