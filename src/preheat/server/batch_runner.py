@@ -71,6 +71,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         for stored in self.store.unended:
             await self._tried(stored, 0)
+        self.store.close()
 
     def cancel(self, stored: StoredBatch) -> None:
         """Stop a batch for good. Raises InvalidRequest for one that has ended."""

@@ -68,6 +68,10 @@ class BatchStore:
         for stored in self.unended:
             self.files.used[stored.batch.input_file_id] += 1
 
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._locked.close()
+
     @property
     def unended(self) -> list[StoredBatch]:
         """The batches that have not ended, oldest first."""

@@ -87,7 +87,7 @@ class JointModels:
 
     def app(self) -> Starlette:
         """The application."""
-        posted = {self.ping: ["GET", "POST"], self.reset_prefix_cache: ["POST"]}
+        posted: dict[Endpoint, list[str]] = {self.ping: ["GET", "POST"], self.reset_prefix_cache: ["POST"]}
         ollama = self._services[0].settings.api == "ollama"
         routes = [
             Route(path, endpoint, methods=posted.get(endpoint, ["GET"]))
