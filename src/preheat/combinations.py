@@ -264,6 +264,14 @@ def _of_adapters(name: str) -> Rule:
     )
 
 
+def _of_batches(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda s: s.batch_dir is None and getattr(s, name) != type(s).__dataclass_fields__[name].default,
+        f"{name} needs batch_dir: name the folder in which files and batches are kept, or drop {name}",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
          "tp_invariant is the only order in which several devices add: leave it out, or set tensor_parallel_size to 1"),
@@ -304,6 +312,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,
          "data_parallel_size: replicas read adapters at boot alone: leave allow_runtime_lora_updating out, or run one "
          "engine"),
+    *map(_of_batches, ("max_batch_file_bytes", "max_batch_files", "max_batches")),
     *map(_of_adapters, ("lora_modules", "lora_root", "fully_sharded_loras")),
     Rule("max_cpu_loras", lambda s: s.enable_lora and s.max_cpu_loras is not None and s.max_cpu_loras < s.max_loras,
          "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps what the device "

@@ -26,8 +26,19 @@ def lines(count: int, **body: object) -> bytes:
     return "\n".join(line(str(n), prompt=[5, 6, 7 + n % 50], max_tokens=5, **body) for n in range(count)).encode()
 
 
+CLIENTS: list[openai.OpenAI] = []
+
+
 def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    CLIENTS.append(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0))
+    return CLIENTS[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closing() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
 
 
 def begin(client: openai.OpenAI, data: bytes, endpoint: Any = "/v1/completions", **more: Any) -> openai.types.Batch:

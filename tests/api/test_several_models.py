@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,10 @@ def both(adapter: str) -> Iterator[Server]:
         yield server
 
 
-def client_of(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+@contextlib.contextmanager
+def client_of(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
 
 
 def shown(server: Server, model: str) -> Any:
@@ -71,29 +75,29 @@ def test_each_has_the_bits_of_a_server_of_its_own(both: Server, adapter: str) ->
 
 
 def test_clients_see_both(both: Server) -> None:
-    client = client_of(both)
-    assert [model.id for model in client.models.list()] == ["chat", "small", "embed"]
-    assert client.models.retrieve("embed").id == "embed"
-    talk: Any = [{"role": "user", "content": "Hi"}]
-    assert client.chat.completions.create(model="chat", messages=talk, max_tokens=4).model == "chat"
-    streamed = client.chat.completions.create(model="chat", messages=talk, max_tokens=4, stream=True)
-    assert {chunk.model for chunk in streamed} == {"chat"}
-    assert len(client.embeddings.create(model="embed", input=TEXTS).data) == 2
-    for ask in (lambda: client.models.retrieve("x"), lambda: client.embeddings.create(model="x", input="y")):
-        with pytest.raises(openai.NotFoundError, match="'x' is not served here"):
-            ask()
-    for ask in (
-        lambda: client.embeddings.create(model="chat", input="y"),
-        lambda: client.completions.create(model="embed", prompt="y"),
-    ):
-        with pytest.raises(openai.BadRequestError, match="does not support"):
-            ask()
-    first = client.responses.create(model="chat", input="Hi", max_output_tokens=16)
-    assert client.responses.retrieve(first.id).id == first.id
-    assert both.post("/tokenize", {"model": "embed", "prompt": "a b"}).json["count"] > 0
-    assert both.get("/tokenizer_info?model=embed").status == 200 == both.get("/tokenizer_info").status
-    assert both.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).json["model"] == "chat"  # the first
-    assert both.post("/v1/completions", b"{").status == 400 and both.post("/reset_prefix_cache", {}).status == 200
+    with client_of(both) as client:
+        assert [model.id for model in client.models.list()] == ["chat", "small", "embed"]
+        assert client.models.retrieve("embed").id == "embed"
+        talk: Any = [{"role": "user", "content": "Hi"}]
+        assert client.chat.completions.create(model="chat", messages=talk, max_tokens=4).model == "chat"
+        streamed = client.chat.completions.create(model="chat", messages=talk, max_tokens=4, stream=True)
+        assert {chunk.model for chunk in streamed} == {"chat"}
+        assert len(client.embeddings.create(model="embed", input=TEXTS).data) == 2
+        for ask in (lambda: client.models.retrieve("x"), lambda: client.embeddings.create(model="x", input="y")):
+            with pytest.raises(openai.NotFoundError, match="'x' is not served here"):
+                ask()
+        for ask in (
+            lambda: client.embeddings.create(model="chat", input="y"),
+            lambda: client.completions.create(model="embed", prompt="y"),
+        ):
+            with pytest.raises(openai.BadRequestError, match="does not support"):
+                ask()
+        first = client.responses.create(model="chat", input="Hi", max_output_tokens=16)
+        assert client.responses.retrieve(first.id).id == first.id
+        assert both.post("/tokenize", {"model": "embed", "prompt": "a b"}).json["count"] > 0
+        assert both.get("/tokenizer_info?model=embed").status == 200 == both.get("/tokenizer_info").status
+        assert both.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).json["model"] == "chat"  # the first
+        assert both.post("/v1/completions", b"{").status == 400 and both.post("/reset_prefix_cache", {}).status == 200
 
 
 def test_ollamas_client_sees_both(both: Server) -> None:
@@ -102,6 +106,7 @@ def test_ollamas_client_sees_both(both: Server) -> None:
     assert client.chat("chat:latest", [{"role": "user", "content": "Hi"}], options={"num_predict": 3}).done
     assert len(client.embed("embed", TEXTS).embeddings) == 2
     assert client.show("embed:latest").capabilities == ["embedding"]
+    client._client.close()
 
 
 def test_what_is_shown_of_each(both: Server) -> None:
@@ -151,8 +156,7 @@ def test_not_ready_until_both_are(tmp_path: Path) -> None:
 
 def test_batches_are_routed(folder: Path, tmp_path: Path) -> None:
     models = [f"one={folder}", f"two={folder}"]
-    with serving("bundled", models=models, batch_dir=str(tmp_path)) as server:
-        client = client_of(server)
+    with serving("bundled", models=models, batch_dir=str(tmp_path)) as server, client_of(server) as client:
         lines = [
             {"custom_id": name, "url": "/v1/completions", "body": {"model": name, "prompt": "x", "max_tokens": 2}}
             for name in ("one", "two", "three")
@@ -162,9 +166,12 @@ def test_batches_are_routed(folder: Path, tmp_path: Path) -> None:
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )  # fmt: skip
         while (batch := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
-            pass
+            time.sleep(0.05)
         found = [json.loads(text) for text in client.files.content(batch.output_file_id or "").text.splitlines()]
-        assert {each["custom_id"]: each["response"]["body"]["model"] for each in found} == {"one": "one", "two": "two"}
+        assert {each["custom_id"]: each["response"]["body"]["model"] for each in found} == {
+            "one": "one",
+            "two": "two",
+        }
 
 
 def test_each_has_its_options_and_its_share() -> None:

@@ -140,6 +140,13 @@ def test_files_expire_unless_they_are_used(tmp_path):
     assert not store.listed() and not list((tmp_path / "files").iterdir())
 
 
+@pytest.mark.parametrize("name", ["max_batch_file_bytes", "max_batch_files", "max_batches"])
+def test_bounds_need_a_folder(name):
+    with pytest.raises(SettingsError, match=f"{name} needs batch_dir"):
+        Settings(**{name: 5000})
+    assert getattr(Settings(batch_dir="x", **{name: 5000}), name) == 5000
+
+
 def test_batches_that_have_ended_are_forgotten_in_the_end(tmp_path):
     store = BatchStore(str(tmp_path), Settings(batch_dir=str(tmp_path), max_batch_files=3, max_batches=1))
     file = stored(store.files)

@@ -22,7 +22,7 @@ from preheat.server.app import run_server
 from preheat.server.batch_lines import BatchLine, answer_of, is_no_answer, read_lines
 from preheat.server.batch_output import Answers
 from preheat.server.process import ENGINE
-from preheat.settings import Settings
+from preheat.settings import OPTIONS, Settings
 from preheat.utils.files import open_file, shown, why_unread
 
 AT_ONCE = 256
@@ -30,6 +30,10 @@ AT_ONCE = 256
 
 STOPPED = 1
 """The exit status of a batch that is stopped before its server is ready, or while something hangs."""
+
+_NO_BATCHES: dict[str, Any] = {
+    name: OPTIONS[name].default for name in ("batch_dir", "max_batch_file_bytes", "max_batch_files", "max_batches")
+}  # the server of a batch keeps no others
 
 JOIN_SECONDS = 5.0
 """For the last answers to be written when the server has stopped."""
@@ -61,7 +65,7 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entr
     failure: list[BaseException] = []
     missing = [line for line in lines if line.custom_id not in answers.kept]
     with tempfile.TemporaryDirectory() as folder:
-        settings = dataclasses.replace(settings, uds=os.path.join(folder, "socket"), batch_dir=None)
+        settings = dataclasses.replace(settings, uds=os.path.join(folder, "socket"), **_NO_BATCHES)
 
         def run() -> None:
             try:
