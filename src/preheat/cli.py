@@ -363,10 +363,17 @@ def _flag(name: str) -> str:
 
 
 def _load(values: dict[str, Any]) -> Settings:
-    """The settings of a command that takes the model as its argument."""
+    """The settings of a command that takes the model as its argument. Raises SettingsError for several models."""
+    settings = _loaded(values)
+    if settings.models:
+        raise SettingsError("several models are for `preheat serve`: name one, as --model PATH", param="models")
+    return settings
+
+
+def _loaded(values: dict[str, Any]) -> Settings:
     model = values.pop("model_argument")
     if model is not None:
-        values.setdefault("model", model)
+        values.setdefault("model", [model])
     return Settings.load(values)
 
 
@@ -381,7 +388,7 @@ def served(settings: Settings) -> Settings:
 
 
 def _serve(values: dict[str, Any]) -> int:
-    settings = served(_load(values))
+    settings = served(_loaded(values))
     from preheat.server.app import run_server
 
     def on_ready(opened: Settings) -> None:
@@ -526,7 +533,8 @@ def _generate(values: dict[str, Any]) -> int:
     sampling = {"max_tokens": SamplingParams().max_tokens}
     sampling |= {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
     check_params(sampling)  # before anything is loaded
-    set_up_logging(Settings.load(values))
+    set_up_logging(_load({**values, "model_argument": None}))
+    values |= {"model": values["model"][0]} if "model" in values else {}
     from preheat.llm import LLM
 
     llm = LLM(**values)

@@ -65,6 +65,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
         "leave tensor_parallel_size and tp_invariant out"),
     "pipeline": Trait("stages of layers", "pipeline_parallel_size", lambda s: s.pipeline_parallel_size > 1),
     "replicas": Trait("replicas", "data_parallel_size", lambda s: s.data_parallel_size > 1),
+    "several_models": Trait("several models", "models", lambda s: len(s.models) > 1, "serve one model"),
     "ray": Trait(
         "ranks that are actors of Ray", "distributed_executor_backend",
         lambda s: s.distributed_executor_backend == "ray"),
@@ -128,7 +129,7 @@ def pairs(row: Row) -> Iterator[tuple[str, str]]:
 
 
 _DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
-_GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas"
+_GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas several_models"
 
 _REFUSED: tuple[Refused, ...] = (
     Refused("inc", "tensor_parallel", "its ranges are of whole layers, which nobody has divided"),
@@ -147,6 +148,10 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
     Refused("events", "replicas", "all replicas would publish at one endpoint"),
     Refused("pipeline", "replicas", "nobody has tried replicas of several stages"),
+    Refused("operator sleep updates", "several_models", "an operator's commands go to one engine"),
+    Refused("events", "several_models", "all engines would publish at one endpoint"),
+    Refused("replicas tensor_parallel pipeline ray", "several_models",
+            "nobody has tried engines of several devices beside each other"),
     Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
     Refused("ray", "draft_model eagle3 images sleep offload updates compile",
             "it runs ranks, which do not go with that"),
@@ -240,6 +245,11 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling offload "
           "split eager compile graphs"),
+    # So is each of several models.
+    Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
+          f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
+          "offload "
+          "split eager compile graphs"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling operator events split eager lazy graphs"),
@@ -264,6 +274,14 @@ def _of_adapters(name: str) -> Rule:
     )
 
 
+def _of_batches(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda s: s.batch_dir is None and getattr(s, name) != type(s).__dataclass_fields__[name].default,
+        f"{name} needs batch_dir: name the folder in which files and batches are kept, or drop {name}",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
          "tp_invariant is the only order in which several devices add: leave it out, or set tensor_parallel_size to 1"),
@@ -279,6 +297,8 @@ RULES: tuple[Rule, ...] = (
          "ssl_keyfile and ssl_certfile belong together: give both or none"),
     Rule(None, lambda s: s.ssl_ca_certs is not None and s.ssl_certfile is None,
          "ssl_ca_certs needs ssl_certfile and ssl_keyfile"),
+    Rule("model_options", lambda s: s.model_options and not s.models,
+         "model_options needs models: name them as --model NAME=PATH"),
     Rule("on_cold", lambda s: s.skip_warmup and s.on_cold == "raise",
          "on_cold raise would fail every first request without warm-up: drop skip_warmup"),
     Rule("skip_tokenizer_init",
@@ -305,6 +325,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,
          "data_parallel_size: replicas read adapters at boot alone: leave allow_runtime_lora_updating out, or run one "
          "engine"),
+    *map(_of_batches, ("max_batch_file_bytes", "max_batch_files", "max_batches")),
     *map(_of_adapters, ("lora_modules", "lora_root", "fully_sharded_loras")),
     Rule("max_cpu_loras", lambda s: s.enable_lora and s.max_cpu_loras is not None and s.max_cpu_loras < s.max_loras,
          "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps what the device "

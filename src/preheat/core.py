@@ -392,6 +392,17 @@ class Thinking(msgspec.Struct, array_like=True, frozen=True):
     last: tuple[int, ...]
 
 
+BACKGROUND_PRIORITY = 2**62
+"""Requests of at least this priority yield: they give up their place when another waits for it."""
+
+_SPAN = 2**60
+
+
+def in_background(priority: int) -> int:
+    """The priority of a request that yields to others; those that yield keep their order."""
+    return BACKGROUND_PRIORITY + _SPAN + max(-_SPAN, min(priority, _SPAN))
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -410,7 +421,7 @@ class Request(msgspec.Struct, tag="request"):
     cache_salt: str = ""  # part of every block's hash
     segments: list[Segment] = []
     bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
-    priority: int = 0  # lower ones go first, and are preempted last
+    priority: int = 0  # lower ones go first, and are preempted last; see BACKGROUND_PRIORITY
     lora_name: str = ""  # of the adapter; empty: the base model
     data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
     thinking: Thinking | None = None  # with params.thinking_token_budget

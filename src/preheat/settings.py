@@ -65,7 +65,17 @@ class Settings:
     """Raises SettingsError, naming the option, for a value that cannot be used."""
 
     model: str = _model(
-        BUNDLED, "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat."
+        BUNDLED,
+        "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat.",
+        several="models",
+    )
+    models: tuple[str, ...] = _server(
+        (),
+        "Models behind one port, as `NAME=PATH`: see docs/several-models.md. `--model NAME=PATH`, given for each, is "
+        "the same.",
+    )
+    model_options: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
+        None, "Options of single models behind one port: a JSON object of objects, by the model's name."
     )
     tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
     skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
@@ -160,10 +170,16 @@ class Settings:
     runner: str = _model(
         "auto",
         "Whether the engine generates or pools: see docs/embeddings.md. `auto` pools where the checkpoint has a "
-        "`modules.json` of sentence-transformers.",
-        choices=("auto", "generate", "pooling"),
+        "`modules.json` of sentence-transformers, or an architecture without an output head.",
+        choices=("auto", "generate", "pooling", "draft"),
+        later={"draft": "a draft model is named in speculative_config, and runs beside the model that it drafts for"},
     )
-    convert: str = _model("auto", "`embed` makes embeddings, as `runner` pooling.", choices=("auto", "none", "embed"))
+    convert: str = _model(
+        "auto",
+        "`embed` makes embeddings, as `runner` pooling; with `none` only an architecture without an output head does.",
+        choices=("auto", "none", "embed", "classify", "reward"),
+        later=dict.fromkeys(("classify", "reward"), "no heads of classifiers are read"),
+    )
     task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "A JSON object that replaces what the checkpoint says: `pooling_type` (LAST, MEAN), `normalize`."
@@ -310,6 +326,14 @@ class Settings:
         "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again.",
         env="VLLM_ENABLE_RESPONSES_API_STORE",
     )
+    batch_dir: str | None = _server(
+        None,
+        "Folder in which `/v1/files` and `/v1/batches` keep files and batches: see docs/batches.md; none: they are not "
+        "served.",
+    )
+    max_batch_file_bytes: int = _server(200 * 2**20, "Most bytes of a file for a batch.", low=1024)
+    max_batch_files: int = _server(1000, "Most files that are kept, the answers of batches among them.", low=3)
+    max_batches: int = _server(8, "Most batches that have not ended; beyond that, status 429.", low=1)
     request_fields: str = _server(
         "accept",
         "Fields of a request that nobody knows: `accept` ignores them and names them in the header `X-Ignored-Fields`; "

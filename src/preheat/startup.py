@@ -228,6 +228,12 @@ def boot_engine(
                 "engine within a process: leave it out",
                 param="data_parallel_size",
             )
+        if settings.models and isinstance(transport, InlineTransport):
+            raise SettingsError(
+                "models are for `preheat serve`, which starts a process for each, and this is an engine within a "
+                "process: give model",
+                param="models",
+            )
         check_required(settings)
         explain(settings.debug)
         _spec(settings)  # a config that does not fit is told before torch is imported

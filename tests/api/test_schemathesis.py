@@ -29,9 +29,10 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def short(folder: Path) -> Iterator[Server]:
+def short(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     lora = {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_root": str(folder)}
-    with serving(str(folder), engine="tests.api.scripted:run_short_engine", **lora) as server:
+    kept = str(tmp_path_factory.mktemp("batches"))
+    with serving(str(folder), engine="tests.api.scripted:run_short_engine", batch_dir=kept, **lora) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ import pytest
 from preheat import client
 from preheat.cli import main
 from preheat.errors import PreheatError, SettingsError
-from preheat.server.run_batch import read_lines
+from preheat.server.batch_lines import read_lines
 from tests.api.conftest import ROOT, SCRIPTED, Server
 
 
@@ -122,7 +122,7 @@ def test_a_batch_that_is_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
 def test_lines_that_are_no_requests_are_named() -> None:
     for text, message in (
         ("{", "input, line 2"), (line("1"), "custom_id '1' occurs twice"),
-        (line("2", "/v1/embeddings"), "/v1/embeddings is not one of"), (line("2", stream=True), "no streams"),
+        (line("2", "/v1/audio"), "/v1/audio is not one of"), (line("2", stream=True), "no streams"),
     ):  # fmt: skip
         with pytest.raises(SettingsError, match=message):
             read_lines([line("1"), text], "input")

@@ -218,6 +218,8 @@ def test_what_the_files_and_the_options_say(tmp_path):
     with pytest.raises(ModelError, match="do_lower_case is not served"):
         found()
     for options, why in (
+        ({"runner": "pooling", "convert": "none"}, "contradict"),
+        ({"convert": "classify"}, "no heads of classifiers"),
         ({"runner": "generate", "task": "embed"}, "contradict"),
         ({"runner": "generate", "pooler_config": LAST}, "drop it"),
         ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not served"),
@@ -225,6 +227,27 @@ def test_what_the_files_and_the_options_say(tmp_path):
     ):
         with pytest.raises(SettingsError, match=why):
             found(**options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pools"),
+    [("LlamaForCausalLM", False), ("LlamaModel", True), ("GPT2LMHeadModel", False), ("ChatModel", False),
+     ("XForTextEncoding", True), ("EmbeddingModel", True), ("LlavaForConditionalGeneration", False)],
+)  # fmt: skip
+def test_the_architecture_decides(architecture, pools, tmp_path):
+    """Unless an option does; convert none changes no architecture."""
+
+    def found(**options) -> bool:
+        return pooling_of(Settings.load(options), tmp_path, {"architectures": [architecture]}) is not None
+
+    assert found() == found(convert="none") == pools
+    assert found(runner="pooling") and found(convert="embed")
+    if pools:
+        assert found(runner="pooling", convert="none")
+        with pytest.raises(ModelError, match="no output head"):
+            found(runner="generate")
+    else:
+        assert not found(runner="generate")
 
 
 def test_a_checkpoint_without_an_output_head(checkpoint, tmp_path):

@@ -441,10 +441,11 @@ class Harness:
         if scheduler.mixed_steps:
             going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
-        arrivals = scheduler.running.ids[order].tolist() + [
-            sequence.request.id for sequence in sorted(scheduler.waiting.values(), key=lambda each: each.rank)
-        ]
-        assert arrivals == sorted(arrivals), "first come, first served"
+        waiting = sorted(scheduler.waiting.values(), key=lambda each: each.rank)
+        queue = [*map(scheduler.running.sequence, order.tolist()), *waiting]
+        for yields in (False, True):
+            arrivals = [sequence.request.id for sequence in queue if sequence.yields == yields]
+            assert arrivals == sorted(arrivals), "first come, first served"
 
     def _can_run(self, slot: int) -> bool:
         """Not one that has its length, nor, where tokens are drafted, one whose newest token is still in flight."""

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from preheat.core import ResetPrefixCache, Schedule, StepResult
+from preheat.core import ResetPrefixCache, Schedule, StepResult, in_background
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
@@ -82,11 +82,13 @@ class Anything(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]),
         logprobs=st.sampled_from([None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        priority=st.sampled_from([0, 0, in_background(0)]),
     )
-    def add(self, prompt, max_tokens, min_share, stop_ids, salt, logprobs, prompt_logprobs) -> None:
+    def add(self, prompt, max_tokens, min_share, stop_ids, salt, logprobs, prompt_logprobs, priority) -> None:
         max_tokens = min(max_tokens, self.harness.scheduler.limits.max_model_len - len(prompt))
         params = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "min_tokens": int(max_tokens * min_share)}
-        self.harness.add(request(self.next_id, prompt, max_tokens, stop_ids=stop_ids, salt=salt, **params))
+        asked = request(self.next_id, prompt, max_tokens, stop_ids=stop_ids, salt=salt, **params)
+        self.harness.add(msgspec.structs.replace(asked, priority=priority))
         self.next_id += 1
 
     @rule(steps=st.integers(1, 6))
@@ -413,6 +415,30 @@ def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
         order.append(scheduler.waiting.first().request.id)
         scheduler.waiting.pop(order[-1])
     assert order == [9, 2, 4, 1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lacking", ["slots", "blocks"])
+def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
+    """For a request that does not yield, and for no other; no token changes."""
+    room = {"slots": {"max_num_seqs": 2}, "blocks": {"num_blocks": 19, "max_num_seqs": 3}}[lacking]
+    harness = Harness(limits(**room, max_model_len=48), overlap=overlap)
+
+    def ask(number: int, length: int, priority: int) -> None:
+        harness.add(msgspec.structs.replace(request(number, [number] * length, max_tokens=20), priority=priority))
+        for _ in range(3):
+            harness.step()
+
+    ask(1, 24, in_background(1))
+    ask(2, 24, in_background(2))
+    assert len(harness.scheduler.running) == 2
+    ask(3, 20, in_background(9))
+    assert 3 in harness.scheduler.waiting and harness.scheduler.stats().preemptions == 0
+    ask(4, 16, 7)
+    assert harness.scheduler.running.slot_of(4) is not None
+    assert harness.scheduler.running.slot_of(1) is not None and 2 in harness.scheduler.waiting
+    harness.run()
+    harness.verify()
 
 
 def test_one_that_starts_late_goes_before_those_of_higher_priority() -> None:

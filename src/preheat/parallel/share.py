@@ -79,13 +79,14 @@ class Share:
 
 
 def for_replica(settings: Settings, facts: Facts) -> Settings:
-    """``settings`` with the threads of one of several replicas, which share a host's cores."""
-    if settings.data_parallel_size == 1:
+    """``settings`` with the threads of one of several replicas or models, which share a host's cores."""
+    beside = max(settings.data_parallel_size, len(settings.models))
+    if beside <= 1:
         return settings
     if not facts.on_host or settings.num_threads:
         return settings
     ranks = leaves_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
-    threads = (os.cpu_count() or 1) // (settings.data_parallel_size * ranks)
+    threads = (os.cpu_count() or 1) // (beside * ranks)
     return replace(settings, num_threads=max(threads, 1))
 
 

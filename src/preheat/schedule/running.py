@@ -46,6 +46,11 @@ class RunningSequences:
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
 
+    @property
+    def last(self) -> Sequence:
+        """The last in rank."""
+        return self.sequence(int(self.order[-1]))
+
     def start(self, sequence: Sequence, cached: list[int]) -> int:
         """Give ``sequence`` a slot whose first blocks are the ``cached`` ones, now shared."""
         slots = self.slots

@@ -264,6 +264,8 @@ class Scheduler:
 
     def _compose(self) -> NextStep:
         """Choose the rows of the next step and allocate their blocks."""
+        if self.waiting and self.running and self.running.last.yields:
+            self._make_way()
         if self.drafting is not None:
             batch = self._last_batch()
             self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
@@ -335,6 +337,17 @@ class Scheduler:
             due += slots.cached_len < slots.image_end
         running: np.ndarray = due[self.running.order]
         return running
+
+    def _make_way(self) -> None:
+        """Preempt rows that yield, as many as the first that waits and does not yield needs to start."""
+        first = self.waiting.first()
+        while first is not None and not first.yields and self.running and self.running.last.yields:
+            if self.slots.num_free and self._blocks_last(first, self.prefix.lookup(first)):
+                return
+            if self._in_flight:
+                raise _MustWait
+            self.waiting.wait(self.running.preempt_last()[1])
+            self._totals.preemptions += 1
 
     def _decoding(self) -> NextStep:
         """Begin a step with the rows that have one token to compute; preempts if blocks are lacking."""

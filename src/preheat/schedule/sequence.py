@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from preheat.core import Request, TokenLogprobs
+from preheat.core import BACKGROUND_PRIORITY, Request, TokenLogprobs
 from preheat.schedule.adapters import BASE, Adapter
 from preheat.schedule.grammar import GrammarState
 
@@ -44,6 +44,7 @@ class Sequence:
         self.request, self.grammar, self.adapter = request, grammar, adapter
         self.adapter_digest = BASE if adapter is None else adapter.digest
         self.rank = request.priority, 0  # priority and arrival: the lower one goes first
+        self.yields = request.priority >= BACKGROUND_PRIORITY
         self.started = False  # stays True after a preemption
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token

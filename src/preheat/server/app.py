@@ -31,18 +31,20 @@ from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
 from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
+from preheat.server.batch_runner import BatchRunner
+from preheat.server.batch_store import open_store
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.ignored import HEADER
+from preheat.server.joint import JointModels
 from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
+from preheat.server.models import Models, each_model
 from preheat.server.own_middleware import load_middleware, wrapped
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
-from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown
-from preheat.server.supervisor import Supervisor
 from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
@@ -75,6 +77,7 @@ def run_server(
     ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
     """
     operations.check_settings(settings)
+    each_model(settings)  # what is wrong with them is said before the port opens
     check_certificates(settings)
     set_up_logging(settings)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
@@ -107,19 +110,18 @@ def _bound_pauses() -> None:
     give_back_large_blocks()
 
 
-def build_app(service: Service) -> ASGIApp:
-    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
-    operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
-    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
+def build_app(service: Service, *others: Service, batches: BatchRunner | None = None) -> ASGIApp:
+    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency.
+
+    ``others`` serve further models. ``batches`` will run through the routes.
+    """
+    app, paths = _routed(service, batches)
+    if others:
+        joint = JointModels((service, *others), (app, *(_routed(other, None)[0] for other in others)))
+        app, paths = joint.app(), paths | joint.joint
+    if batches is not None:
+        batches.app = RequestIdMiddleware(app)
     settings = service.settings
-    if not settings.disable_fastapi_docs:
-        routes.append(Route("/openapi.json", _openapi))
-    paths = {op.endpoint: op.path for op in operations}
-    if settings.ui:
-        routes.append(Route("/", try_it))
-        paths[try_it] = "/"
-    app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
-    app.state.service = service
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
@@ -133,6 +135,21 @@ def build_app(service: Service) -> ASGIApp:
             expose_headers=["X-Request-Id", HEADER],
         )
     )
+
+
+def _routed(service: Service, batches: BatchRunner | None) -> tuple[Starlette, dict[Any, str]]:
+    """The routes of one model, and the paths of their endpoints."""
+    operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
+    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
+    if not service.settings.disable_fastapi_docs:
+        routes.append(Route("/openapi.json", _openapi))
+    paths: dict[Any, str] = {op.endpoint: op.path for op in operations}
+    if service.settings.ui:
+        routes.append(Route("/", try_it))
+        paths[try_it] = "/"
+    app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
+    app.state.service, app.state.batches = service, batches
+    return app, paths
 
 
 async def _openapi(request: Request) -> Response:
@@ -158,11 +175,12 @@ async def _serve(
     settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
 ) -> int:
     middleware = load_middleware(settings.middleware)
-    replicas = Replicas(settings, entry)
-    service = Service(settings, replicas.send)
+    store = open_store(settings)
+    models = Models(settings, entry)
+    batches = None if store is None else BatchRunner(store, settings, lambda: models.take_requests)
     server = Server(
         uvicorn.Config(
-            EndQuietly(wrapped(build_app(service), middleware)),
+            EndQuietly(wrapped(build_app(*models.services, batches=batches), middleware)),
             http=limited_protocol(settings.max_header_bytes, settings.timeout_headers),
             ws="none",
             lifespan="off",
@@ -178,27 +196,31 @@ async def _serve(
         )
     )
     loop = asyncio.get_running_loop()
-    shutdown = Shutdown(service, server, settings.shutdown_timeout, stopped)
+    shutdown = Shutdown(models.services, server, settings.shutdown_timeout, stopped)
 
     def on_dead() -> None:
+        models.end_all()
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
         exit_after(_LAST_SECONDS, 1)
 
-    supervisor = Supervisor(service, replicas, on_message=on_message, on_dead=on_dead)
-    warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app, loop)
-    supervising = loop.create_task(supervisor.run(warm_up))
+    warm_up = None if settings.skip_warmup else partial(warm_up_server, build_app=build_app, loop=loop)
+    booting = loop.create_task(models.boot(warm_up, on_message, on_dead))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, shutdown.signalled, number)
+    if batches is not None:
+        batches.start()
     logger.info("Listening on %s", settings.uds or "{}:{}".format(*listener.getsockname()[:2]))
     await server.serve(sockets=[listener])
-    supervising.cancel()
-    status = 0 if service.dead is None else 1
+    if batches is not None:
+        await batches.stop()
+    booting.cancel()
+    status = 1 if models.dead else 0
     exit_after(_STOP_SECONDS, status)
-    await supervisor.stop(now=shutdown.hasty)
+    await models.stop(now=shutdown.hasty)
     if shutdown.unready is not None:
         unlisten(settings)
         leave(INTERRUPTED if shutdown.unready == signal.SIGINT else stopped)  # a thread may still load the tokenizer
     exit_after(_THREADS_SECONDS, status)
-    if supervisor.boot_error is not None:
-        raise supervisor.boot_error
+    if models.boot_error is not None:
+        raise models.boot_error
     return status

@@ -76,21 +76,21 @@ async def read_body(request: Request) -> bytes:
     length = request.headers.get("content-length", "0")
     chunks, body = request.stream(), bytearray()
     if not length.isdecimal() or int(length) > limit:
-        await _discard(chunks, 2 * limit)
+        await discard(chunks, 2 * limit)
         raise error
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in chunks:
                 body += chunk
                 if len(body) > limit:
-                    await _discard(chunks, limit)
+                    await discard(chunks, limit)
                     raise error
     except TimeoutError as slow:
         raise SlowRequest(f"The body did not arrive within {BODY_SECONDS:g} s") from slow
     return bytes(body)
 
 
-async def _discard(chunks: AsyncIterator[bytes], most: int) -> None:
+async def discard(chunks: AsyncIterator[bytes], most: int) -> None:
     """Read and drop up to ``most`` bytes: a client that is still sending would not see our answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):

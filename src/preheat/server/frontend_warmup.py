@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from preheat.core import ToEngine
 from preheat.frontend.frontend import Frontend
 from preheat.server.answers import encode
+from preheat.server.local_call import post
 from preheat.server.service import Service
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
@@ -42,8 +43,9 @@ def warm_up_server(
         loop.call_soon(step)
 
     def send(request: DummyRequest) -> None:
-        asyncio.run_coroutine_threadsafe(_post(app, *_path_and_body(request), settings.api_key), loop).result()
+        asyncio.run_coroutine_threadsafe(post(app, *_path_and_body(request), key), loop).result()
 
+    key = [(b"authorization", f"Bearer {each}".encode()) for each in settings.api_key[:1]]
     spare = spare_frontend(frontend, send_to_engine)
     service = Service(settings, transport.send)
     service.attach(spare)
@@ -59,27 +61,3 @@ def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
         return "/v1/completions", encode(fields | {"prompt": request.prompt})
     fields["logprobs"] = "logprobs" in fields
     return "/v1/chat/completions", encode(fields | {"messages": request.messages})
-
-
-async def _post(app: ASGIApp, path: str, body: bytes, keys: tuple[str, ...]) -> None:
-    """One POST, as the server would pass it on; the answer is dropped."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if keys:
-        headers.append((b"authorization", f"Bearer {keys[0]}".encode()))
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
-        "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
-    }  # fmt: skip
-    parts = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if parts:
-            return parts.pop()
-        stays: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        return await stays  # the client does not disconnect
-
-    async def send(message: Message) -> None:
-        pass
-
-    await app(scope, receive, send)

@@ -18,9 +18,13 @@ import preheat
 from preheat.core import SAMPLING_FIELDS
 from preheat.server import (
     answers,
+    batch_schema,
+    batches,
     chat,
     completions,
     embeddings,
+    file_store,
+    files,
     invocations,
     messages,
     ollama,
@@ -75,8 +79,8 @@ class Operation:
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
     ``instead``: bodies that replace the error's. ``formats``: what the query may ask for, ``queries`` its other fields,
-    which are texts. ``streams``: the media type of an answer in parts. ``of_adapters``: it is only there where clients
-    may load them.
+    which are texts. ``streams``: the media type of an answer in parts. ``form``: the body is one, not JSON. ``bytes``:
+    the answer is, too. ``of_adapters``: it is only there where clients may load them.
     """
 
     path: str
@@ -90,6 +94,8 @@ class Operation:
     methods: tuple[str, ...] = ("get",)
     of_adapters: bool = False
     queries: tuple[str, ...] = ()
+    form: bool = False
+    bytes: bool = False
 
     @property
     def needs_key(self) -> bool:
@@ -124,6 +130,22 @@ OPERATIONS = (
     _posted("/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
     _posted("/v2/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
     _posted("/v1/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
+    _posted(
+        "/v1/files", files.upload_file, file_store.StoredFile, batch_schema.FileUpload, form=True,
+    ),
+    Operation(
+        "/v1/files", files.list_files, batch_schema.FileList, None, (400, 404),
+        queries=("after", "limit", "order", "purpose"),
+    ),
+    Operation("/v1/files/{id}", files.get_file, file_store.StoredFile, None, (404,)),
+    Operation("/v1/files/{id}", files.delete_file, batch_schema.FileDeleted, None, (400, 404), methods=("delete",)),
+    Operation("/v1/files/{id}/content", files.file_content, None, None, (404,), bytes=True),
+    _posted("/v1/batches", batches.create_batch, batch_schema.BatchObject, batch_schema.BatchRequest),
+    Operation(
+        "/v1/batches", batches.list_batches, batch_schema.BatchList, None, (400, 404), queries=("after", "limit")
+    ),
+    Operation("/v1/batches/{id}", batches.get_batch, batch_schema.BatchObject, None, (404,)),
+    _posted("/v1/batches/{id}/cancel", batches.cancel_batch, batch_schema.BatchObject, None, (400, 404)),
     _posted("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
@@ -236,9 +258,8 @@ def _add_ranges(properties: dict[str, Any]) -> None:
 
 
 def _described(operation: Operation) -> dict[str, Any]:
-    answer: dict[str, Any] = (
-        _content(operation.answer) if operation.answer else {"text/plain": {"schema": {"type": "string"}}}
-    )
+    plain = "application/octet-stream" if operation.bytes else "text/plain"
+    answer: dict[str, Any] = _content(operation.answer) if operation.answer else {plain: {"schema": {"type": "string"}}}
     if operation.streams:
         answer[operation.streams] = {"schema": _EVENT if operation.streams == EVENTS else {"type": "string"}}
     for media in operation.formats.values():
@@ -250,7 +271,8 @@ def _described(operation: Operation) -> dict[str, Any]:
         responses[str(code)] = {"description": _ERRORS[code], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": (operation.endpoint.__doc__ or "").rstrip("."), "responses": responses}
     if operation.body:
-        described["requestBody"] = {"required": True, "content": _content(operation.body)}
+        media = "multipart/form-data" if operation.form else "application/json"
+        described["requestBody"] = {"required": True, "content": _content(operation.body, media)}
     if operation.needs_key:
         described["security"] = [{"key": []}, {}]
     if named := re.search(r"{(\w+)", operation.path):
@@ -269,6 +291,6 @@ def _each(kinds: Kinds | None) -> tuple[Kind, ...]:
     return () if kinds is None else typing.get_args(kinds) or (kinds,)
 
 
-def _content(kinds: Kinds) -> dict[str, Any]:
+def _content(kinds: Kinds, media: str = "application/json") -> dict[str, Any]:
     references = [{"$ref": _REF.format(name=kind.__name__)} for kind in _each(kinds)]
-    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
+    return {media: {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from preheat.core import Image, SamplingParams, TokenLogprobs
+from preheat.core import Image, SamplingParams, TokenLogprobs, in_background
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
@@ -20,6 +20,7 @@ from preheat.server import answers
 from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from preheat.server.beam_search import search_params
 from preheat.server.body import body_size
+from preheat.server.local_call import BACKGROUND
 from preheat.server.middleware import request_id
 from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
@@ -100,8 +101,11 @@ async def prepared(
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
+    yields = request.scope.get(BACKGROUND, False)
     for state in states:
         state.data_parallel_rank = replica
+        if yields:
+            state.priority = in_background(state.priority)
     if frontend.traces is not None:
         parent = parent_of(request.headers)
         for state in states:

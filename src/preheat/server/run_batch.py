@@ -11,21 +11,19 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import msgspec
 
-from preheat.errors import EngineDead, NotReady, PreheatError, SettingsError
+from preheat.errors import PreheatError, SettingsError
 from preheat.server.app import run_server
+from preheat.server.batch_lines import BatchLine, answer_of, is_no_answer, read_lines
 from preheat.server.batch_output import Answers
 from preheat.server.process import ENGINE
-from preheat.settings import Settings
+from preheat.settings import OPTIONS, Settings
 from preheat.utils.files import open_file, shown, why_unread
-
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-"""What a line may call."""
 
 AT_ONCE = 256
 """Requests that are on their way at once, at most; the engine decides how many of them run."""
@@ -33,40 +31,12 @@ AT_ONCE = 256
 STOPPED = 1
 """The exit status of a batch that is stopped before its server is ready, or while something hangs."""
 
+_NO_BATCHES: dict[str, Any] = {
+    name: OPTIONS[name].default for name in ("batch_dir", "max_batch_file_bytes", "max_batch_files", "max_batches")
+}  # the server of a batch keeps no others
+
 JOIN_SECONDS = 5.0
 """For the last answers to be written when the server has stopped."""
-
-
-class BatchLine(msgspec.Struct):
-    """One request. ``custom_id`` is how its answer is found."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    method: str = "POST"
-
-
-def read_lines(lines: Iterable[str], name: str) -> list[BatchLine]:
-    """The requests in ``lines`` of the file ``name``. Raises SettingsError, naming the line, for one that is none."""
-    found: dict[str, BatchLine] = {}
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        where = f"{name}, line {number}"
-        try:
-            line = msgspec.json.decode(text, type=BatchLine)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise SettingsError(f"{where}: {error}") from None
-        if line.url not in ENDPOINTS or line.method != "POST":
-            raise SettingsError(f"{where}: {line.method} {line.url} is not one of POST {', '.join(ENDPOINTS)}")
-        if line.body.get("stream"):
-            raise SettingsError(f"{where}: a batch has no streams: leave stream out")
-        if line.custom_id in found:
-            raise SettingsError(f"{where}: the custom_id {line.custom_id!r} occurs twice")
-        found[line.custom_id] = line
-    if not found:
-        raise SettingsError(f"{name} has no requests")
-    return list(found.values())
 
 
 def read_batch(path: str) -> list[BatchLine]:
@@ -95,7 +65,7 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entr
     failure: list[BaseException] = []
     missing = [line for line in lines if line.custom_id not in answers.kept]
     with tempfile.TemporaryDirectory() as folder:
-        settings = dataclasses.replace(settings, uds=os.path.join(folder, "socket"))
+        settings = dataclasses.replace(settings, uds=os.path.join(folder, "socket"), **_NO_BATCHES)
 
         def run() -> None:
             try:
@@ -126,7 +96,7 @@ def _ask(settings: Settings, lines: list[BatchLine], answers: Answers) -> bool:
         for answer in pool.map(lambda line: _answer(settings, line), lines):
             if answer is None:
                 return True
-            answers.write(json.dumps(answer).encode(), refused=answer["response"]["status_code"] != 200)
+            answers.write(msgspec.json.encode(answer), refused=answer["response"]["status_code"] != 200)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return False
@@ -146,20 +116,7 @@ def _answer(settings: Settings, line: BatchLine) -> dict[str, Any] | None:
         return None
     finally:
         connection.close()
-    if answer.status == NotReady.status or _kind(body) == EngineDead.kind:
-        return None
-    return {
-        "id": f"batch_req_{id}",
-        "custom_id": line.custom_id,
-        "response": {"status_code": answer.status, "request_id": id, "body": body},
-        "error": None,
-    }
-
-
-def _kind(body: Any) -> object:
-    """The type of the error that an answer is."""
-    error = body.get("error") if isinstance(body, dict) else None
-    return error.get("type") if isinstance(error, dict) else None
+    return None if is_no_answer(answer.status, body) else answer_of(line, answer.status, id, body)
 
 
 class _Connection(http.client.HTTPConnection):

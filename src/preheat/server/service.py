@@ -70,6 +70,14 @@ class Service:
         return self._frontend
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether a request would be taken now."""
+        try:
+            return bool(self.frontend)
+        except PreheatError:
+            return False
+
+    @property
     def booted(self) -> Frontend:
         """The frontend of an engine that runs, even if it takes no requests now. Raises NotReady or EngineDead."""
         if self.dead is not None:

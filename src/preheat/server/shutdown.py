@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 
@@ -52,36 +52,42 @@ class Server(uvicorn.Server):
 
 
 class Shutdown:
-    """Stops ``server`` once ``service`` is idle, or after ``seconds``. ``hasty``: the engine must not be waited for.
-    ``unready``: the signal that stopped a server before it was ready. ``status`` is that of a process that leaves
-    while something hangs.
+    """Stops ``server`` once all ``services`` are idle, or after ``seconds``.
+
+    ``hasty``: engines must not be waited for. ``unready``: the signal that stopped a server before it was ready.
+    ``status`` is that of a process that leaves while something hangs.
     """
 
-    def __init__(self, service: Service, server: Server, seconds: float, status: int = 0) -> None:
-        self._service, self._server, self._seconds, self._status = service, server, seconds, status
+    def __init__(self, services: Sequence[Service], server: Server, seconds: float, status: int = 0) -> None:
+        self._services, self._server, self._seconds, self._status = services, server, seconds, status
         self.hasty = False
         self.unready: int | None = None
         self._draining: asyncio.Task[None] | None = None
 
     def signalled(self, number: int) -> None:
         """The signal ``number``, to stop, has come: the first one or another. Before ready nothing is waited for."""
-        if self._service.max_model_len is None:
+        if any(service.max_model_len is None for service in self._services):
             self.unready, self.hasty = number, True
             self._server.should_exit = self._server.force_exit = True
             return
-        if self._service.draining:
+        if self._services[0].draining:
             self._leave("A second signal stopped the server before this request was finished")
             return
         logger.info(
             "Draining: running requests have %g s to finish, new ones are rejected; a second signal stops now",
             self._seconds,
         )
-        self._service.draining = True
+        for service in self._services:
+            service.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    @property
+    def _busy(self) -> bool:
+        return any(service.busy for service in self._services)
 
     async def _drain(self) -> None:
         end = time.monotonic() + self._seconds
-        while self._service.busy:
+        while self._busy:
             if time.monotonic() >= end:
                 self._leave(f"The server stopped: this request did not finish in {self._seconds:g} s")
                 return
@@ -92,9 +98,10 @@ class Shutdown:
         if self.hasty:
             return
         self.hasty = True
-        if self._service.busy:
+        if self._busy:
             logger.warning("%s", reason)
-        self._service.end_all(NotReady(reason))
+        for service in self._services:
+            service.end_all(NotReady(reason))
         self._server.close_seconds = _HASTE_SECONDS
         self._server.should_exit = True
         exit_after(_LAST_SECONDS + _HASTE_SECONDS, self._status)

@@ -86,7 +86,7 @@ async def ready(request: Request) -> Response:
 async def warmup(request: Request) -> Response:
     """The outcome of the warm-up, as JSON of all engines or one, or as a page of one; until then, how far it is."""
     service = _service(request)
-    as_page, engine = _wants_page(request), _engine(request, service.settings.data_parallel_size)
+    as_page, engine = wants_page(request), _engine(request, service.settings.data_parallel_size)
     headers = {"vary": "accept", "cache-control": "no-cache"}
     if progress := service.progress:
         if as_page:
@@ -114,7 +114,8 @@ def _engine(request: Request, engines: int) -> int | None:
     return int(asked[0])
 
 
-def _wants_page(request: Request) -> bool:
+def wants_page(request: Request) -> bool:
+    """Whether the record is asked for as a page. Raises InvalidRequest for another format."""
     asked = request.query_params.getlist("format")
     if not asked:
         return "text/html" in request.headers.get("accept", "")

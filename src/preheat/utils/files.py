@@ -7,6 +7,7 @@ opening it might wait for ever. What is read whole has a limit. All errors are O
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -77,6 +78,35 @@ def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
     if len(data) > most:
         raise _too_large(path, most)
     return data.decode("utf-8-sig")
+
+
+def new_file(path: str | Path) -> BinaryIO:
+    """A file that was not there, open to be written. Raises FileExistsError for one that was."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o600), "wb", 0)
+
+
+def grown_file(path: str | Path) -> BinaryIO:
+    """The regular file ``path``, made if it is missing, open to be read and written."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _check(os.fstat(descriptor), path, None)
+        return os.fdopen(descriptor, "r+b", 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def lock_folder(folder: Path) -> BinaryIO:
+    """A file in ``folder`` that is locked while it is open. Raises BlockingIOError where another process has it."""
+    file = grown_file(folder / "lock")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def same_file(one: str, other: str) -> bool:

@@ -7,6 +7,7 @@ object behind a dot. What a flag of vLLM does that is no option here is in :mod:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,7 +54,9 @@ def _meant(name: str, value: object, options: Mapping[str, Option], where: str) 
     """The options, or keys of their objects, that ``name`` sets, with the values that they get."""
     head, dot, _ = name.partition(".")
     row = FOREIGN.get(head)
-    if head in options:
+    if name in options and isinstance(value, list) and (several := options[name].several) is not None:
+        yield (name, value[0]) if len(value) == 1 and not _is_named(str(value[0])) else (several, value)
+    elif head in options:
         yield name, value
     elif row is not None and dot:
         raise refuse(row, value) if row.verdict == "refused" else _unknown(name, options, where)
@@ -63,6 +66,12 @@ def _meant(name: str, value: object, options: Mapping[str, Option], where: str) 
         yield from _meant(name.removeprefix("no_"), value in (False, "false"), options, where)
     else:
         raise _unknown(name, options, where)
+
+
+def _is_named(text: str) -> bool:
+    """Whether ``text`` is NAME=PATH, and no path itself."""
+    name, equals, _ = text.partition("=")
+    return bool(equals) and "/" not in name and not os.path.exists(text)
 
 
 def _of_vllm(row: Foreign, value: object) -> Iterator[tuple[str, object]]:

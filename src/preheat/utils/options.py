@@ -33,7 +33,8 @@ class Option:
     ``later`` is the reason why values other than the default are rejected: the feature is not implemented. A mapping
     gives the reasons for single values. ``env`` is vLLM's variable, ``later_env`` what its later versions call it. A
     list's flag takes several words, or with ``one_word`` one: it is repeated for more, so that the word behind it is
-    never taken for another. ``unset`` are values that other engines write for the default.
+    never taken for another. ``unset`` are values that other engines write for the default. ``several`` is the option
+    that is meant where this one is given several times, or as NAME=VALUE.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Option:
     default_text: str | None = None
     one_word: bool = False
     unset: tuple[Any, ...] = ()
+    several: str | None = None
 
     @property
     def flag(self) -> str:
@@ -266,6 +268,8 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> Non
             keywords["metavar"] = "VALUE"
         elif opt.kinds[0] is dict:
             keywords["metavar"] = "JSON"
+        elif opt.several is not None:
+            keywords |= {"action": "append", "metavar": opt.kinds[0].__name__.upper()}
         else:
             keywords["metavar"] = "|".join(opt.choices) if opt.choices else opt.kinds[0].__name__.upper()
         group.add_argument(opt.flag, **keywords)

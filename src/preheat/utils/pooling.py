@@ -24,6 +24,12 @@ PROMPTS = "config_sentence_transformers.json"
 
 _KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
 _MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "lasttoken": "LAST", "mean": "MEAN"}
+_HEADED, _HEADLESS = (
+    ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel"),
+    ("Model", "ForTextEncoding"),
+)
+"""How names of architectures end that have an output head, and of those that have none (source: vLLM's defaults)."""
+
 _MODULES = "Transformer", "Pooling", "Normalize"
 """The modules of sentence-transformers that are served."""
 
@@ -49,8 +55,8 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     config.json. Raises SettingsError for options that contradict each other, ModelError for modules not served.
     """
     given = _given(settings)
-    asked = _runner(settings, given)
-    headless = any(str(name).endswith("Model") for name in config.get("architectures") or ())
+    headless = any(map(_is_headless, config.get("architectures") or ()))
+    asked = _runner(settings, given, headless)
     if asked == "generate" and headless:
         raise ModelError("the model has no output head, so it generates nothing: write --runner pooling")
     pools = bool(given) or headless or os.path.lexists(folder / "modules.json")
@@ -66,11 +72,18 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     return replace(own, **given)
 
 
-def _runner(settings: Any, given: Mapping[str, object]) -> str:
-    """auto, generate or pooling, as all of the options together say."""
+def _is_headless(architecture: object) -> bool:
+    """Whether an architecture has no output head, by the end of its name."""
+    return str(architecture).endswith(_HEADLESS) and not str(architecture).endswith(_HEADED)
+
+
+def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
+    """auto, generate or pooling, as all of the options together say. A ``headless`` model pools as it is, and any other
+    must be converted to.
+    """
     said = {
         "runner": settings.runner,
-        "convert": {"none": "generate", "embed": "pooling"}.get(settings.convert, "auto"),
+        "convert": {"none": "auto" if headless else "generate", "embed": "pooling"}.get(settings.convert, "auto"),
         "task": {"generate": "generate", "embed": "pooling"}.get(settings.task or "auto", "auto"),
     }
     asked = {name: runner for name, runner in said.items() if runner != "auto"}

@@ -35,6 +35,7 @@ FACTS = Facts(
         ("offload",): "nobody has tried the copies",
         ("pooling",): "nobody has tried to read the hidden states of a step there",
         ("replicas",): "replicas on Gaudi have not been tried",
+        ("several_models",): "a card belongs to one process",
         ("updates",): "the bridge may have folded the weights into its recipes",
         ("pipeline",): "nobody has tried stages there",
         ("tensor_parallel", "text_drafts"): "nobody has tried it there",

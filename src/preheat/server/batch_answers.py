@@ -1,0 +1,78 @@
+"""The answers of one batch while it runs: two files that grow by whole lines, and that a later server goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from preheat.server.batch_schema import RequestCounts
+from preheat.utils.files import grown_file, open_file
+
+
+class _Answered(Struct):
+    """What is read of an answer."""
+
+    custom_id: str
+
+
+class BatchAnswers:
+    """Writes answers to ``path`` and refusals to ``failed``, one line each, and counts them in ``counts``.
+
+    ``done`` are the custom_ids of those that are written, by an earlier server too. What that did not write to the end
+    of its line is cut off, and asked for again. Raises OSError.
+    """
+
+    def __init__(self, path: Path, failed: Path, counts: RequestCounts) -> None:
+        self._counts = counts
+        self._thread = ThreadPoolExecutor(1, "batch")  # one, so that no line is torn by another
+        self._files: list[BinaryIO] = [grown_file(each) for each in (path, failed)]
+        answered, refused = (_take_over(file, each) for file, each in zip(self._files, (path, failed), strict=True))
+        self.done = answered | refused
+        counts.completed, counts.failed = len(answered), len(refused)
+
+    async def write(self, answer: dict[str, Any], *, refused: bool) -> None:
+        """Write one line; it is counted when it is there. It goes on if the caller is cancelled. Raises OSError."""
+        self.done.add(answer["custom_id"])
+        await asyncio.wrap_future(self._thread.submit(self._write, msgspec.json.encode(answer) + b"\n", refused))
+
+    async def close(self) -> None:
+        """Wait until what was written is on the disk."""
+        await asyncio.wrap_future(self._thread.submit(self._close))
+        self._thread.shutdown(wait=False)
+
+    def _write(self, line: bytes, refused: bool) -> None:
+        left = memoryview(line)
+        while left:
+            left = left[self._files[refused].write(left) :]
+        if refused:
+            self._counts.failed += 1
+        else:
+            self._counts.completed += 1
+
+    def _close(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+            file.close()
+
+
+def _take_over(file: BinaryIO, path: Path) -> set[str]:
+    """The custom_ids of the whole lines of ``file``, which is cut off behind the last of them."""
+    found, end = set[str](), 0
+    with open_file(path) as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found.add(msgspec.json.decode(line, type=_Answered).custom_id)
+            except (msgspec.MsgspecError, UnicodeError, RecursionError):
+                break
+            end += len(line)
+    file.truncate(end)
+    file.seek(end)
+    return found

@@ -1,0 +1,65 @@
+"""The input of a batch: checked once as a whole, and then read in slices, so that no file is in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncIterator, Collection, Iterator
+from itertools import islice
+from typing import BinaryIO
+
+from preheat.server.batch_lines import BadLine, BatchLine, read_line
+from preheat.server.batch_schema import BatchError
+
+MOST_LINES = 50_000
+"""Requests in a batch, as in OpenAI's."""
+
+MOST_ERRORS = 100
+"""Errors that are told of a batch."""
+
+SLICE = 64
+"""Lines that are read at once."""
+
+
+def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list[BatchError]]:
+    """How many requests a file has, and what is wrong with lines; one has ``most_bytes`` at most."""
+    seen, errors, number = set[str](), list[BatchError](), 0
+    for number, text in _numbered(file, most_bytes):
+        try:
+            if len(text) > most_bytes:
+                raise BadLine("line_too_long", f"the line has over {most_bytes} bytes (--max-body-bytes)")
+            if len(seen) >= MOST_LINES:
+                raise BadLine("too_many_requests", f"a batch has at most {MOST_LINES} requests: make several")
+            seen.add(read_line(text, seen, (endpoint,)).custom_id)
+        except BadLine as error:
+            errors.append(BatchError(error.code, error.message, error.param, number))
+            if len(errors) == MOST_ERRORS or error.code in ("line_too_long", "too_many_requests"):
+                break
+    if not seen and not errors:
+        errors.append(BatchError("empty_file", "the file has no requests"))
+    return len(seen), errors
+
+
+async def missing_lines(
+    file: BinaryIO, endpoint: str, most_bytes: int, done: Collection[str]
+) -> AsyncIterator[BatchLine]:
+    """The requests of a checked file that are not ``done``."""
+    lines = _numbered(file, most_bytes)
+
+    def more() -> list[BatchLine]:
+        return [read_line(text, (), (endpoint,)) for _, text in islice(lines, SLICE)]
+
+    while found := await asyncio.to_thread(more):
+        for line in found:
+            if line.custom_id not in done:
+                yield line
+
+
+def _numbered(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, without their ends and without the mark (BOM) at the beginning."""
+    number = 0
+    while text := file.readline(most_bytes + 2):
+        number += 1
+        text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+        if text.strip():
+            yield number, text.rstrip(b"\r\n")

@@ -1,0 +1,205 @@
+"""Several models behind one port: which of them a request goes to, and what is answered for all of them.
+
+Each model has an application of its own, as a server of one model has it. A request goes to the one that its body
+names as ``model``, or its path or its query; without a name, to the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from preheat.errors import ModelNotFound
+from preheat.metrics import Metrics
+from preheat.server import ollama_models, status
+from preheat.server.answers import encode
+from preheat.server.body import keep_body, read_body
+from preheat.server.errors import HANDLERS, OLLAMA
+from preheat.server.ollama_models import LATEST
+from preheat.server.service import Service
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+INLINE_BYTES = 1 << 16
+"""Smaller bodies are looked at in the event loop."""
+
+_MODEL = "/v1/models/"
+_FIRST = ("/v1/files", "/v1/batches")  # they are not about a model
+
+
+class _Named(Struct):
+    """What a body calls its model, in OpenAI's and in Ollama's words."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class JointMetrics(Collector):
+    """The metrics of all ``models`` on one page: a family once, with the samples of each."""
+
+    def __init__(self, models: Sequence[Metrics]) -> None:
+        self._models = models
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """The page, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for family in model.collect():
+                if family.name != "http_requests":  # of the server as a whole
+                    own = {"model_name": model.model_name}
+                    family.samples = [each._replace(labels=own | each.labels) for each in family.samples]
+                families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                families[family.name].samples += family.samples
+        yield from families.values()
+
+
+class JointModels:
+    """The application of all models: ``apps`` are those of each, in the order of ``services``."""
+
+    def __init__(self, services: Sequence[Service], apps: Sequence[Starlette]) -> None:
+        self._services, self._apps = services, apps
+        self._metrics = JointMetrics([service.metrics for service in services])
+        self.joint: dict[Endpoint, str] = {
+            self.health: "/health", self.ping: "/ping", self.ready: "/ready", self.load: "/load",
+            self.warmup: "/warmup", self.metrics: "/metrics", self.models: "/v1/models", self.tags: "/api/tags",
+            self.ps: "/api/ps", self.reset_prefix_cache: "/reset_prefix_cache",
+        }  # fmt: skip
+        """The endpoints about all models, and their paths."""
+
+    def app(self) -> Starlette:
+        """The application."""
+        posted: dict[Endpoint, list[str]] = {self.ping: ["GET", "POST"], self.reset_prefix_cache: ["POST"]}
+        ollama = self._services[0].settings.api == "ollama"
+        routes = [
+            Route(path, endpoint, methods=posted.get(endpoint, ["GET"]))
+            for endpoint, path in self.joint.items() if ollama or not path.startswith(OLLAMA)
+        ]  # fmt: skip
+        app = Starlette(routes=[*routes, Mount("", app=self._to_model)], exception_handlers=HANDLERS)  # type: ignore[arg-type]
+        app.state.service = self._services[0]
+        return app
+
+    async def _to_model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        await self._apps[self._place(await self._name(request), request)](scope, receive, send)
+
+    async def _name(self, request: Request) -> str | None:
+        """The model that a request is for; None: it names none."""
+        path = request.url.path
+        if path.startswith(_FIRST):
+            return None
+        if request.method != "POST":
+            return path.removeprefix(_MODEL) if path.startswith(_MODEL) else request.query_params.get("model")
+        data = await read_body(request)
+        keep_body(request, data)
+        named = _named(data) if len(data) < INLINE_BYTES else await asyncio.to_thread(_named, data)
+        return named.model if named.model is not None or not path.startswith(OLLAMA) else named.name
+
+    def _place(self, name: str | None, request: Request) -> int:
+        """The place of the model or adapter ``name``. Raises ModelNotFound."""
+        names = [{*service.names, *(each.name for each in service.adapters)} for service in self._services]
+        if name is None:
+            return 0
+        asked = (name, name.removesuffix(LATEST)) if request.url.path.startswith(OLLAMA) else (name,)
+        for each in asked:
+            for place, known in enumerate(names):
+                if each in known:
+                    return place
+        served = ", ".join(each for service in self._services for each in service.names)
+        raise ModelNotFound(f"The model {name!r} is not served here, but {served} are", param="model")
+
+    async def _each(self, request: Request, endpoint: Endpoint) -> list[Response]:
+        """What the endpoint answers for each model. Raises the first error."""
+        return [await endpoint(Request({**request.scope, "app": app}, request.receive)) for app in self._apps]
+
+    async def _first_not_well(self, request: Request, endpoint: Endpoint) -> Response:
+        found = await self._each(request, endpoint)
+        return next((each for each in found if each.status_code != 200), found[0])
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests may be sent here, for all models."""
+        return await self._first_not_well(request, status.health)
+
+    async def ping(self, request: Request) -> Response:
+        """The same as /health, where SageMaker asks for it."""
+        return await self._first_not_well(request, status.health)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether requests are taken for all models."""
+        found = await self._each(request, status.ready)
+        bad = next((each for each in found if each.status_code != 200), None)
+        return bad or self._by_name(found, status="ready")
+
+    async def warmup(self, request: Request) -> Response:
+        """The outcome of each warm-up, or of the model that the query names."""
+        name = request.query_params.get("model")
+        if name is not None or status.wants_page(request):
+            app = self._apps[self._place(name, request)]
+            return await status.warmup(Request({**request.scope, "app": app}, request.receive))
+        return self._by_name(await self._each(request, status.warmup))
+
+    async def load(self, _: Request) -> Response:
+        """How many requests for completions are being answered."""
+        return _json({"server_load": sum(service.load for service in self._services)})
+
+    async def metrics(self, _: Request) -> Response:
+        """Counters and times of all models, for Prometheus."""
+        await asyncio.gather(*(service.refresh(status.PATIENCE) for service in self._services))
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def models(self, request: Request) -> Response:
+        """The names of all models, and their adapters."""
+        return await self._together(request, status.models, "data")
+
+    async def tags(self, request: Request) -> Response:
+        """The models that are served, as Ollama lists them."""
+        return await self._together(request, ollama_models.tags, "models")
+
+    async def ps(self, request: Request) -> Response:
+        """The models that are loaded: all."""
+        return await self._together(request, ollama_models.ps, "models")
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Empty the prefix caches."""
+        return (await self._each(request, status.reset_prefix_cache))[0]
+
+    async def _together(self, request: Request, endpoint: Endpoint, key: str) -> Response:
+        """The answer for the first model, with what the others have in the list ``key`` behind it."""
+        answers = [msgspec.json.decode(each.body) for each in await self._each(request, endpoint)]
+        return _json(answers[0] | {key: [item for answer in answers for item in answer[key]]})
+
+    def _by_name(self, answers: Sequence[Response], **more: Any) -> Response:
+        names = (service.names[0] for service in self._services)
+        return _json(
+            more | {"models": {name: msgspec.Raw(each.body) for name, each in zip(names, answers, strict=True)}}
+        )
+
+
+def _named(data: bytes) -> _Named:
+    """What a body names; nothing, if it is none: the first model's application says so."""
+    try:
+        return msgspec.json.decode(data, type=_Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Named()
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(encode(body), media_type="application/json")
