@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1]
 API, KEY, MODEL = f"{URL}/v1", "none", "m"
-TEXT = "Grüße aus Oslo, today"
+TEXT = ", ".join(["Grüße aus Oslo"] * 12)  # long, so that it comes in several events on a busy machine too
 CALL = '<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>'
 SUNNY = "Sunny in Oslo"
 

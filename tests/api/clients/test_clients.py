@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ ENVIRONMENTS = {
 }
 
 
-def steps_of(command: list[str | Path], url: str) -> list[str]:
+def steps_of(command: list[str | Path], url: str, **options: Any) -> list[str]:
     """The names of the steps that a client did. It must end well."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, url], check=False, env=environment, cwd=HERE, capture_output=True, text=True, timeout=240
+        [*command, url], check=False, env=environment, capture_output=True, text=True, timeout=240, **options
     )
     assert done.returncode == 0, f"after {done.stdout.split()}: {done.stderr[-3000:]}"
     return done.stdout.split()
@@ -47,13 +48,16 @@ def test_clients_in_python(name: str, talker: Server) -> None:
     python = Path(sys.prefix, ENVIRONMENTS[name], "bin", "python")
     if not python.exists():
         pytest.skip("the clients are not installed: scripts/install clients")
-    assert steps_of([python, f"use_{name}.py"], talker.url) == STEPS
+    assert steps_of([python, HERE / f"use_{name}.py"], talker.url) == STEPS
 
 
 def test_the_sdk_of_vercel(talker: Server) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("there is no node")
-    if not (HERE / "vercel" / "node_modules").is_dir():
+    packages = Path(sys.prefix, "clients-npm")
+    if not (packages / "node_modules").is_dir():
         pytest.skip("the clients are not installed: scripts/install clients")
-    assert steps_of([node, "vercel/use_vercel.mjs"], talker.url) == STEPS
+    with (HERE / "use_vercel.mjs").open() as program:  # read from there, it finds the packages of the working directory
+        steps = steps_of([node, "--input-type=module", "-"], talker.url, stdin=program, cwd=packages)
+    assert steps == STEPS
