@@ -318,6 +318,9 @@ class Settings:
     enable_force_include_usage: bool = _server(
         False, "End each stream with its usage, as if `stream_options.include_usage` were true."
     )
+    stream_interval: int = _server(
+        1, "Tokens in each event of a stream but the first and the last, for requests that do not say.", low=1
+    )
     return_tokens_as_token_ids: bool = _server(
         False, "Show tokens in logprobs as `token_id:5`, for clients that need to tell tokens of equal text apart."
     )

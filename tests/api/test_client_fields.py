@@ -332,6 +332,18 @@ def test_events_of_several_tokens(complete: Callable[..., Any]) -> None:
     assert sum(ids) == 20 and min(ids[1:-1]) >= 5
 
 
+def test_the_server_may_say_how_many_tokens_an_event_has(tools_folder: Path) -> None:
+    with serving(str(tools_folder), served_model_name=["m"], stream_interval=5) as server:
+        body = {"model": "m", "prompt": list(range(5, 26)), "max_tokens": 20, "stream": True, "return_token_ids": True}
+        for own, least in (({}, 5), ({"stream_interval": 2}, 2), ({"stream_interval": 7}, 7)):
+            lines = server.post("/v1/completions", body | own).body.decode().split("\n\n")
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+            ids = [len(event["choices"][0]["token_ids"]) for event in events]
+            assert sum(ids) == 20 and min(ids[1:-1]) >= least and len(ids) <= 20 // least + 2
+        told = {"model": "m", "max_tokens": 40, "stream": True, "messages": [{"role": "user", "content": "a" * 20}]}
+        assert server.post("/v1/messages", told).body.count(b"text_delta") <= 6
+
+
 def test_a_prompt_may_lose_its_end(complete: Callable[..., Any]) -> None:
     for side, kept in (("left", [10, 11]), ("right", [8, 9])):
         answer = complete([8, 9, 10, 11], truncate_prompt_tokens=2, truncation_side=side)

@@ -116,6 +116,24 @@ def test_the_clients_own_loop_of_tools(client: anthropic.Anthropic) -> None:
         assert len(turns) == 2
 
 
+def test_an_answer_that_fills_the_context_says_so(tools_folder: Path) -> None:
+    """Clients fill in the max_tokens that their own models have; the answer is cut to what fits this one."""
+    engine = "tests.api.scripted:run_short_engine"
+    with (
+        serving(str(tools_folder), engine=engine, served_model_name=["m"]) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        told = "a" * 30
+        for asked, reason, tokens in ((16384, "model_context_window_exceeded", 16), (16, "max_tokens", 16)):
+            answer = ask(client, told, tools=[], max_tokens=asked)
+            assert (answer.stop_reason, answer.usage.output_tokens) == (reason, tokens)
+            with ask(client, told, "stream", tools=[], max_tokens=asked) as stream:
+                assert stream.get_final_message().stop_reason == reason
+        assert ask(client, "Hi", tools=[], max_tokens=16384).stop_reason == "end_turn"
+        with pytest.raises(anthropic.BadRequestError, match="your prompt has 50 tokens"):
+            ask(client, "a" * 48, tools=[], max_tokens=1)
+
+
 def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(client, "x", extra_body={"top_k": -5})

@@ -1,18 +1,16 @@
 """Clients that are too heavy for the test environment, against a server with the bundled model.
 
     python -m venv /tmp/clients
-    /tmp/clients/bin/pip install langchain-openai instructor litellm 'pydantic-ai-slim[openai,anthropic]' \
-        openai-agents dspy 'lm-eval[api]' guidellm
-    preheat serve --port 8000 --enable-auto-tool-choice --tool-call-parser hermes &
+    /tmp/clients/bin/pip install dspy 'lm-eval[api]' guidellm
+    preheat serve --port 8000 &
     /tmp/clients/bin/python tests/clients/run.py http://127.0.0.1:8000
 
-The bundled model knows no tools, so calls are forced. Each check prints a line, and the exit status is 1 if one failed;
-names behind the URL pick some.
+Each check prints a line, and the exit status is 1 if one failed; names behind the URL pick some. Lighter clients are in
+tests/api/clients.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -28,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 API, KEY, MODEL = f"{URL}/v1", "none", "bundled"
-os.environ |= {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": API, "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+os.environ |= {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": API}
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # in place of a file from the net
 
 
@@ -38,82 +36,6 @@ class Weather(BaseModel):
     model_config = ConfigDict(extra="forbid")
     city: Literal["Oslo", "Rome"]
     days: int = Field(ge=0, le=9)
-
-
-def langchain() -> None:
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model=MODEL, base_url=API, api_key=KEY, max_tokens=200, temperature=0)
-    assert model.invoke("Hi").content
-    assert "".join(str(chunk.content) for chunk in model.stream("Hi"))
-    (call,) = model.bind_tools([Weather], tool_choice="Weather").invoke("Hi").tool_calls
-    assert Weather.model_validate(call["args"])
-    for method in ("function_calling", "json_schema"):
-        assert isinstance(model.with_structured_output(Weather, method=method).invoke("Hi"), Weather)
-    responses = ChatOpenAI(model=MODEL, base_url=API, api_key=KEY, max_tokens=50, use_responses_api=True)
-    assert responses.invoke("Hi").content
-
-
-def instructor() -> None:
-    import instructor as library
-    from openai import OpenAI
-
-    for mode in (library.Mode.TOOLS, library.Mode.JSON_SCHEMA):
-        client = library.from_openai(OpenAI(base_url=API, api_key=KEY), mode=mode)
-        answer = client.chat.completions.create(
-            model=MODEL, response_model=Weather, messages=[{"role": "user", "content": "Hi"}], max_tokens=900,
-            max_retries=0, temperature=0,
-        )  # fmt: skip
-        assert isinstance(answer, Weather), mode
-
-
-def litellm() -> None:
-    import litellm as library
-
-    talk = [{"role": "user", "content": "Hi"}]
-    options: dict[str, Any] = {"model": f"hosted_vllm/{MODEL}", "api_base": API, "api_key": KEY, "max_tokens": 200}
-    assert library.completion(messages=talk, **options).choices[0].message.content
-    assert "".join(e.choices[0].delta.content or "" for e in library.completion(messages=talk, stream=True, **options))
-    tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
-    answer = library.completion(messages=talk, tools=[tool], tool_choice="required", **options)
-    assert Weather.model_validate_json(answer.choices[0].message.tool_calls[0].function.arguments)
-
-
-def pydantic_ai() -> None:
-    from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    provider = OpenAIProvider(base_url=API, api_key=KEY)
-    for kind in (OpenAIChatModel, OpenAIResponsesModel):
-        model = kind(MODEL, provider=provider)
-        assert Agent(model, model_settings={"max_tokens": 50}).run_sync("Hi").output
-        agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 300, "temperature": 0.0})
-        assert isinstance(agent.run_sync("Hi").output, Weather), kind
-
-
-def openai_agents() -> None:
-    from agents import Agent, ModelSettings, Runner, function_tool
-
-    @function_tool
-    def forecast(city: Literal["Oslo", "Rome"]) -> str:
-        """The forecast for a city."""
-        return f"Sunny in {city}"
-
-    async def run() -> None:
-        short = ModelSettings(max_tokens=100, temperature=0)
-        plain = await Runner.run(Agent(name="a", model=MODEL, model_settings=short), "Hi")
-        assert plain.final_output
-        typed = Agent(name="b", model=MODEL, output_type=Weather, model_settings=short)
-        assert isinstance((await Runner.run(typed, "Hi")).final_output, Weather)
-        forced = ModelSettings(max_tokens=100, temperature=0, tool_choice="required")
-        caller = Agent(name="c", model=MODEL, tools=[forecast], model_settings=forced)
-        result = await Runner.run(caller, "Hi", max_turns=3)
-        assert any("Sunny in" in str(getattr(item, "output", "")) for item in result.new_items)
-        stream = Runner.run_streamed(Agent(name="d", model=MODEL, model_settings=short), "Hi")
-        assert [event async for event in stream.stream_events()] and stream.final_output
-
-    asyncio.run(run())
 
 
 def dspy() -> None:
@@ -177,7 +99,7 @@ def guidellm() -> None:
             assert each["output_tokens"] == 8 and each["prompt_tokens"] >= 32 and each["inter_token_latency_ms"] > 0
 
 
-CHECKS: list[Callable[[], None]] = [langchain, instructor, litellm, pydantic_ai, openai_agents, dspy, lm_eval, guidellm]
+CHECKS: list[Callable[[], None]] = [dspy, lm_eval, guidellm]
 ASKED = sys.argv[2:] or [check.__name__ for check in CHECKS]
 
 

@@ -25,8 +25,10 @@ from preheat.utils.options import parse_count
 from preheat.utils.text import misspelled
 from preheat.utils.vllm_flags import ALWAYS, FOREIGN, INSTEAD, REFUSED, SETS, SHORT, UNUSED
 from preheat.utils.vllm_variables import VARIABLES, why_unused
+from tests.command_lines import pairs
 
 DATA = Path(__file__).parent / "vllm"
+PAGES = ("from-vllm.md", "from-others.md")
 FLAGS = [
     word for line in (DATA / "flags.txt").read_text().splitlines() if not line.startswith("#") for word in line.split()
 ]
@@ -120,8 +122,26 @@ def test_recipes_start_or_say_why_not(line: str, reason: str) -> None:
 
 
 def test_there_are_enough_recipes() -> None:
-    assert len(recipes()) >= 40
-    assert sum(not reason for _, reason in recipes()) >= 25
+    assert sum(not reason for _, reason in recipes()) >= 40
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [pair for page in PAGES for pair in pairs(page)])
+def test_lines_of_the_pages_are_right(theirs: str, ours: str) -> None:
+    """Ours starts, and a line of vLLM is changed only if it would not."""
+    program, command, *words = shlex.split(ours)
+    assert (program, command in {"serve", "run-batch"}) == ("preheat", True)
+    if command == "run-batch":
+        return
+    made = settings(*words)
+    if not theirs.startswith("vllm serve"):
+        return
+    known = shlex.split(theirs)[2:]
+    if known == words:
+        return
+    assert set(words) < set(known)
+    with pytest.raises(SettingsError):
+        settings(*known)
+    assert made.model == known[0]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ async def messages(request: Request) -> ASGIApp:
         return _talk(body), _choice(body), params
 
     talk, choice, params = await interpreted(request, asked)
-    state, form = await prepared_talk(request, frontend, talk, choice, params, cap_length=False)
+    # Anthropic's API requires max_tokens, so clients fill in a number that knows nothing about this model.
+    state, form = await prepared_talk(request, frontend, talk, choice, params, cap_length=True)
     return _MessagesWriter(request, body, state, form)
 
 
@@ -150,6 +151,7 @@ class _MessagesWriter(BlocksWriter):
     def __init__(self, request: Request, body: MessagesRequest, state: RequestState, form: AnswerFormat) -> None:
         super().__init__(request, state, form, bool(body.stream))
         self._id, self._model = f"msg_{request_id(request)}", body.model or self._service.names[0]
+        self._max_tokens = body.max_tokens
 
     def whole(self) -> MessageAnswer:
         self.read_all()
@@ -195,7 +197,8 @@ class _MessagesWriter(BlocksWriter):
     def _stop(self) -> tuple[str, str | None]:
         """Why the answer ended, and the stop sequence that ended it."""
         if self.choice.finish_reason == "length":
-            return "max_tokens", None
+            full = self.completion_tokens < self._max_tokens
+            return "model_context_window_exceeded" if full else "max_tokens", None
         if isinstance(self.choice.stop_reason, str):
             return "stop_sequence", self.choice.stop_reason
         return "tool_use" if self.answer.calls else "end_turn", None

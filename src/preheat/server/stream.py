@@ -84,7 +84,7 @@ class Writer(WholeWriter):
 
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
-        self._stream, self.interval = stream, 1
+        self._stream, self.interval = stream, self._service.settings.stream_interval
         for state in states:
             state.stream = stream
 
@@ -166,7 +166,7 @@ class CompletionsWriter(Writer):
         options, settings = body.stream_options or StreamOptions(include_usage=False), self._service.settings
         self._usage = options.include_usage is not False or settings.enable_force_include_usage
         self._continuous = self._usage and bool(options.continuous_usage_stats)
-        self.interval = body.stream_interval or 1
+        self.interval = body.stream_interval or self.interval
         by_id = body.return_tokens_as_token_ids or settings.return_tokens_as_token_ids
         self.names = TokenIds() if by_id else self._frontend.tokenizer
         self._head = b'data: %b,"choices":[' % encode(self._event_fields)[:-1]  # the same in each event

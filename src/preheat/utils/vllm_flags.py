@@ -171,7 +171,7 @@ REFUSED: Mapping[str, str] = {
         --speculative-max-model-len= --speculative-draft-tensor-parallel-size=1 --speculative-model-quantization=
         --speculative-disable-by-batch-size= --speculative-disable-mqa-scorer""",
     "vLLM's flag is --num-scheduler-steps; --async-scheduling prepares a step while one runs": "--num-scheduler-seqs=",
-    "an event is sent for each step": "--stream-interval=1 --multi-step-stream-outputs",
+    "an event is sent for each step": "--multi-step-stream-outputs",
     "logprobs are those of the model's own distribution": "--logprobs-mode=raw_logprobs",
     "tokens are drawn in one way, which seeds repeat": "--use-fp64-gumbel --watermark-config=",
     "answers have tokens and logprobs alone": "--enable-return-routed-experts --return-sampling-mask",
