@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.cli import main
 from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.settings import Settings
 from preheat.startup import boot_engine
-from preheat.verify.fuzz import Fuzz
+from preheat.verify.fuzz import Fuzz, possible
 from preheat.verify.random_engines import random_features
 from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
 from tests.cpu.planted import split_by_batch
@@ -46,6 +48,14 @@ def test_a_round_whose_engine_fails_is_a_failed_round_with_its_seed():
     assert [(each.path, each.identical < each.prompts, each.note) for each in rounds] == [
         (f"seed {seed}", True, "an engine failed: out of memory") for seed in (7, 8, 9)
     ]
+
+
+def test_options_that_a_device_rejects_are_not_drawn(monkeypatch):
+    drawn = {"contiguous_pa": True, "tensor_parallel_size": 2, "max_num_seqs": 3}
+    assert possible(drawn, CPU) == drawn
+    for cards, ranks in ((1, {}), (2, {"tensor_parallel_size": 2})):
+        monkeypatch.setattr("torch.accelerator.device_count", lambda cards=cards: cards)
+        assert possible(drawn, CUDA) == {"max_num_seqs": 3, **ranks}
 
 
 def test_its_flags_belong_together(capsys):

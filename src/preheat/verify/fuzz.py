@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from preheat.backends.registry import pick_backend
+from preheat.backends.base import Facts
 from preheat.errors import PreheatError
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
@@ -75,22 +75,15 @@ class Fuzz:
             prompts = random_prompts(draw, alone.vocab_size, longest, names_of(alone))
             prompts = as_pooled(prompts) if alone.pools else prompts
             expected = alone.run(prompts, in_groups([1] * len(prompts)))
+            facts = alone.loop.executor.backend.facts
             del alone
             load = random_limits(draw, longest + OUTPUTS) | (features.loaded if features else {})
             load["enable_prefix_caching"] |= bool(load.get("kv_offloading_size"))
-            load = self._possible(load)
+            load = possible(load, facts)
             engine = Engine(self.boot, replace(settings, **load))
             names_of(engine)
             runs = [engine.run(prompts, draw.choice((at_once, trickling(draw)))) for _ in range(2)]
         return compare(f"seed {seed}", expected, runs, ", ".join([*note, *_shown(load, Path(folder))]))
-
-    def _possible(self, load: dict[str, Any]) -> dict[str, Any]:
-        """Drop options that this device rejects, and ranks where it has one card; other draws of the round stay."""
-        facts = pick_backend(self.settings.device).facts
-        refused = {*facts.rejected} if load.get("contiguous_pa") else set()
-        if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
-            refused.add("tensor_parallel_size")
-        return {name: value for name, value in load.items() if name not in refused}
 
     def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, Features | None, list[str]]:
         """The settings of a round but for its limits, what the engine under load does besides, and what was drawn of
@@ -115,6 +108,14 @@ class Fuzz:
         ]
         shown += [*["int4"] * ("quantization_config" in config), *_shown(features.both, folder)]
         return replace(settings, **model, **features.both), features, shown
+
+
+def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """Drop options that a device of ``facts`` rejects, and ranks where it has too few cards; other draws stay."""
+    refused = {*facts.rejected} if load.get("contiguous_pa") else set[str]()
+    if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
+        refused.add("tensor_parallel_size")
+    return {name: value for name, value in load.items() if name not in refused}
 
 
 def _shown(options: dict[str, Any], folder: Path) -> list[str]:
