@@ -381,6 +381,7 @@ def test_several_conversations_are_answered_together(server: Server) -> None:
     [
         ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"tools": [TOOL]}, "tools"), ({"messages": []}, "messages"),
         ({"use_beam_search": True}, "use_beam_search"), ({"messages": [[USER], []]}, "messages[1]"),
+        ({"messages": [[USER], [USER, {**USER, "refusal": "no"}]]}, "messages[1][1].refusal"),
         ({"messages": [[USER]] * 2049}, "messages"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [[USER], [{"role": "user", "content": "x " * 5000}]]}, None),
     ],

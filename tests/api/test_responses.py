@@ -136,6 +136,13 @@ def test_what_is_kept(client: OpenAI, talker: Server) -> None:
         ask(client, "Four", previous_response_id=first.id)
 
 
+def test_an_answer_with_logprobs_is_kept(client: OpenAI) -> None:
+    told: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    first = ask(client, "One", **told)
+    assert first.output[0].content[0].logprobs and client.responses.retrieve(first.id).output == first.output
+    assert ask(client, "Two", previous_response_id=first.id, **told).output_text == "Two"
+
+
 def test_nothing_is_kept_unless_that_was_asked_for(scripted: Server) -> None:
     assert scripted.post("/v1/responses", {"input": "x", "store": True}).error["param"] == "store"
     body = {"input": "x", "previous_response_id": "resp_1"}

@@ -23,7 +23,7 @@ from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
-REQUESTS, VOCAB = {"eager": 2_000, "compile": 400}, 336
+REQUESTS, VOCAB = {"eager": 2_000, "compile": 400}, 338
 SMALL = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 96,

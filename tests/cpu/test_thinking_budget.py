@@ -137,6 +137,14 @@ def test_where_there_is_no_reasoning_nothing_changes(llm: LLM) -> None:
     assert said(llm, [[50, 60]], [thinks])[0][:4] == [start, start, start, end]
 
 
+def test_a_text_that_is_held_from_its_first_token_has_no_reasoning(llm: LLM) -> None:
+    """Whatever the prompt looks like."""
+    start = llm.frontend.tokenizer.token_id("<think>")
+    held = {"structured_outputs": StructuredOutputsParams(regex="[ab]{6,8}"), "ignore_eos": False}
+    free, bound = said(llm, [[50, start]] * 2, [sampled(4, **held), sampled(4, **held, thinking_token_budget=2)])
+    assert free == bound and len(free) >= 6
+
+
 def test_what_a_budget_needs(folder: Path) -> None:
     for more, message in (
         ({"reasoning_parser": None}, "--reasoning-parser"),

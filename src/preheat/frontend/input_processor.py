@@ -244,9 +244,11 @@ class InputProcessor:
         ]  # fmt: skip
 
     def _thinking(self, state: RequestState) -> Thinking | None:
-        """The limit on the reasoning of its answers, if there is one that could be reached."""
-        budget = state.params.thinking_token_budget
-        if budget is None or self._reasoning is None:
+        """The limit on the reasoning of its answers, if there is one that could be reached. A text that a grammar holds
+        from its first token on has none.
+        """
+        budget, held = state.params.thinking_token_budget, state.params.structured_outputs
+        if budget is None or self._reasoning is None or (held is not None and held.after_token_id is None):
             return None
         return self._reasoning.thinking(budget, state.shown_ids, state.phase, sorted(state.call_ids))
 

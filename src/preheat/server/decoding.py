@@ -154,26 +154,37 @@ def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None
         if is_hint and ignored is not None:
             ignored[f"{at}{name}"] = None
             continue
-        hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
-        raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
+        raise InvalidRequest(f"{path}{name} is not supported", param=f"{path}{name}")
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, Struct):
             _check_only(value, f"{path}{name}.", f"{at}{name}.", ignored)
         elif isinstance(value, list) and _may_hold_structs(type(body), name):
-            for position, item in enumerate(value):
-                if isinstance(item, Struct):
-                    _check_only(item, f"{path}{name}[{position}].", f"{at}{name}[].", ignored)
+            _check_items(value, f"{path}{name}", f"{at}{name}", ignored)
+
+
+def _check_items(items: list[Any], path: str, at: str, ignored: Names | None) -> None:
+    """As :func:`_check_only`, for the structs in a list, or in lists in it."""
+    for position, item in enumerate(items):
+        if isinstance(item, Struct):
+            _check_only(item, f"{path}[{position}].", f"{at}[].", ignored)
+        elif isinstance(item, list):
+            _check_items(item, f"{path}[{position}]", f"{at}[]", ignored)
 
 
 @functools.cache
 def _may_hold_structs(kind: type[Struct], name: str) -> bool:
     """Whether the field ``name`` may be a list with structs in it; lists of ids may have millions of items."""
-    found = next(field.type for field in _fields(kind) if field.name == name)
-    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
-    items = [each.item_type for each in kinds if isinstance(each, inspect.ListType)]
-    inner = [one for item in items for one in (item.types if isinstance(item, inspect.UnionType) else (item,))]
-    return any(isinstance(one, inspect.StructType) for one in inner)
+    return _has_structs(next(field.type for field in _fields(kind) if field.name == name), listed=False)
+
+
+def _has_structs(kind: inspect.Type, *, listed: bool = True) -> bool:
+    """Whether a struct is among the items of ``kind``, or, where it is an item itself (``listed``), is ``kind``."""
+    if isinstance(kind, inspect.UnionType):
+        return any(_has_structs(each, listed=listed) for each in kind.types)
+    if isinstance(kind, inspect.ListType):
+        return _has_structs(kind.item_type)
+    return listed and isinstance(kind, inspect.StructType)
 
 
 def _fields(kind: type[Struct]) -> tuple[inspect.Field, ...]:

@@ -356,8 +356,9 @@ class _ResponsesWriter(BlocksWriter):
         response.usage = ResponsesUsage(
             prompt, InputDetails(self.state.cached_tokens), completion, OutputDetails(thought), prompt + completion
         )
-        whole = [item for item in response.output if not isinstance(item, OutputCall) or _is_json(item.arguments)]
-        self._keep(_messages(msgspec.to_builtins(whole)) if whole else [])
+        if self._store is not None:
+            whole = [item for item in response.output if not isinstance(item, OutputCall) or _is_json(item.arguments)]
+            self._keep(_messages(msgspec.json.decode(encode(whole))) if whole else [])
         return response
 
     def _keep(self, said: Sequence[dict[str, Any]] = (), *, ended: bool = True) -> None:
