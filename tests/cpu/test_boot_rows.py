@@ -20,7 +20,8 @@ from preheat.schedule import prefix, slots
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
-from preheat.verify import draws
+from preheat.verify import boot as boot_checks
+from preheat.verify import draws, names
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.names import long_context
@@ -321,3 +322,8 @@ def test_such_an_engine_does_not_become_ready(monkeypatch):
     monkeypatch.setattr(boot, "load_model", load)
     with pytest.raises(PreheatError, match="not finite is layer 2"):
         LLM(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, block_size=16, skip_warmup=False)
+
+
+def test_every_check_says_when_it_runs_and_how():
+    assert {check.name for check in names.CHECKS} == boot_checks.CHECKS.keys()
+    assert len({check.name for check in names.CHECKS}) == len(names.CHECKS)

@@ -13,7 +13,8 @@ from preheat.ops.sampling import allowed
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine
-from preheat.verify.masked import MaskedPrompts
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import Size
 from preheat.warmup.record import Record
 from tests.cpu.structured import held, random_llm, write_model
 from tests.schemas import closed
@@ -142,8 +143,10 @@ def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(tmp_path
 
     if planted:
         monkeypatch.setattr(Guidance, "fill", fill)
-    prompts = MaskedPrompts.of(Engine(boot_engine, Settings.load(options | config)), 24, 8)
-    result = prompts.without_drafts(Engine(boot_engine, Settings.load(options | {"on_cold": "off"})))
+    paths = PathRunner(Size(0, 1, 24, 8), lambda engine: [])
+    list(paths.on(Engine(boot_engine, Settings.load(options | config)), "asked", ["grammars"]))
+    plain = Engine(boot_engine, Settings.load(options | {"on_cold": "off"}))
+    (result,) = paths.on(plain, "without drafts", ["grammars"])
     assert (result.first is None) == (not planted)
 
 

@@ -18,8 +18,9 @@ from preheat.schedule.prefix import PrefixCache
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompt_sets import PromptSet
 from preheat.verify.prompts import Size, make_prompts
-from preheat.verify.verification import Verification
 from tests.cpu.test_boot_check import SMALL, boot, checks, few_items
 from tests.cpu.test_verify import OPTIONS
 
@@ -136,22 +137,22 @@ def test_the_check_at_boot(llm, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def verification() -> tuple[Verification, Engine]:
+def verification() -> tuple[PathRunner, Engine]:
     """The engine with few blocks, which has run all prompts once."""
     size = Size(prompts=16, runs=1, outputs=3, longest=60)
     settings = Settings.load(OPTIONS | OFFLOAD | {"boot_check": "off"})
-    run, engine = Verification(boot_engine, settings, lambda _: [], size), Engine(boot_engine, settings)
-    run.asked = make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
-    run.first = engine.run(run.asked)
-    return run, engine
+    engine = Engine(boot_engine, settings)
+    prompts = make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
+    paths = PathRunner(size, lambda _: prompts, {"texts": PromptSet(prompts, engine.run(prompts))})
+    return paths, engine
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
 def test_verify(planted, verification, monkeypatch):
     if planted:
         under_another_hash(monkeypatch)
-    run, engine = verification
-    found = run._offloaded(engine)
+    paths, engine = verification
+    (found,) = paths.on(engine, "tight", ["offloaded blocks"])
     assert (found.first is not None) is planted
     assert not found.note.startswith("0 ")
 

@@ -30,7 +30,8 @@ from preheat.transport import InlineTransport
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.drive import Engine
-from preheat.verify.image_paths import ImagePaths
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import Size
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
 from tests.llava import SIZE, TOKENS, Reference, as_modules, data_url, edit_json, picture, save_adapter, save_llava
@@ -344,10 +345,11 @@ def test_the_check_at_boot_finds(loop, plant, monkeypatch):
 def paths(folder: str) -> dict[str, bool]:
     settings = Settings.load({"model": folder, **OPTIONS, "boot_check": "off", "max_num_batched_tokens": 256})
     engine = Engine(boot_engine, settings)
-    images = ImagePaths.of(engine, STEPS)
-    assert len(images.prompts) == 7
-    small = tight(replace(settings, max_num_batched_tokens=48), images.prompts)
-    found = [*images.as_asked(engine), *images.tight(Engine(boot_engine, small))]
+    taken = PathRunner(Size(0, 1, STEPS, 0), lambda engine: [])
+    found = list(taken.on(engine, "asked", ["images"]))
+    assert len(taken.for_few_blocks) == 7
+    small = tight(replace(settings, max_num_batched_tokens=48), taken.for_few_blocks)
+    found += taken.on(Engine(boot_engine, small), "tight", ["images"])
     return {result.path: result.identical == result.prompts for result in found}
 
 

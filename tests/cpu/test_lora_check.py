@@ -13,11 +13,12 @@ from preheat.schedule.prefix import PrefixCache, chain_root
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
-from preheat.verify.adapter_paths import AdapterPaths
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.compare import PathResult
 from preheat.verify.drive import Engine
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import Size
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
@@ -137,9 +138,10 @@ def small(tmp_path_factory):
 
 def verified(settings) -> dict[str, PathResult]:
     engine = Engine(boot_engine, Settings.load(settings, {}))
-    paths = AdapterPaths.of(engine, outputs=4)
-    results = [*paths.as_asked(engine)]
-    results += paths.tight(Engine(boot_engine, tight(Settings.load(settings, {}), paths.prompts)))
+    paths = PathRunner(Size(0, 1, 4, 0), lambda engine: [])
+    results = [*paths.on(engine, "asked", ["adapters"])]
+    few = tight(Settings.load(settings, {}), paths.for_few_blocks)
+    results += paths.on(Engine(boot_engine, few), "tight", ["adapters"])
     return {result.path: result for result in results}
 
 

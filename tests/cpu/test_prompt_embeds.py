@@ -30,7 +30,8 @@ from preheat.verify import image_check
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.drive import Engine
-from preheat.verify.image_paths import ImagePaths
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import Size
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
 from tests.adapters import write_adapter
@@ -343,10 +344,11 @@ def test_the_check_at_boot_finds(loop, plant, message, monkeypatch):
 def paths() -> dict[str, bool]:
     settings = Settings.load({**OPTIONS, "boot_check": "off", "max_num_batched_tokens": 256, "max_model_len": 512})
     engine = Engine(boot_engine, settings)
-    embeds = ImagePaths.of(engine, 5)
-    assert len(embeds.prompts) == 7
-    small = tight(replace(settings, max_num_batched_tokens=48), embeds.prompts)
-    found = [*embeds.as_asked(engine), *embeds.tight(Engine(boot_engine, small))]
+    taken = PathRunner(Size(0, 1, 5, 0), lambda engine: [])
+    found = list(taken.on(engine, "asked", ["images"]))
+    assert len(taken.for_few_blocks) == 7
+    small = tight(replace(settings, max_num_batched_tokens=48), taken.for_few_blocks)
+    found += taken.on(Engine(boot_engine, small), "tight", ["images"])
     return {result.path: result.identical == result.prompts for result in found}
 
 

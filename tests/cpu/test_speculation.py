@@ -28,8 +28,10 @@ from preheat.transport import InlineTransport
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.drive import Engine
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompt_sets import PromptSet
 from preheat.verify.prompts import Size, make_prompts
-from preheat.verify.verification import Verification
+from preheat.verify.verification import without_drafts
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
@@ -338,12 +340,11 @@ def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(
     }
     settings = Settings.load({"model": models["target"], **SMALL, **drafted, "boot_check": "off"})
     size = Size(6, 1, 20, 40)
-    run = Verification(boot_engine, settings, lambda _: [], size)
     if plant:
         plant(monkeypatch)
     engine = Engine(boot_engine, settings)
-    run.asked = make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
-    run.first = engine.run(run.asked)
-    run.drafts = engine.stats.draft_tokens, engine.stats.accepted_tokens
-    assert run.drafts[0] > 0
-    assert (next(run._without_drafts()).first is None) == (plant is None)
+    prompts = make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
+    paths = PathRunner(size, lambda _: prompts, {"texts": PromptSet(prompts).seen(engine, engine.run(prompts))})
+    assert engine.stats.draft_tokens > 0
+    (result,) = paths.on(Engine(boot_engine, without_drafts(settings)), "without drafts", ["texts"])
+    assert (result.first is None) == (plant is None)

@@ -14,8 +14,11 @@ from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify import command
 from preheat.verify.compare import PathResult
+from preheat.verify.paths import PATHS as ROWS
+from preheat.verify.paths import group_sizes
+from preheat.verify.prompt_sets import MAKERS
 from preheat.verify.prompts import FULL, REDUCED, Size, make_prompts
-from preheat.verify.verification import Verification, group_sizes
+from preheat.verify.verification import Verification
 from tests.cpu.planted import PLANTS
 
 SMALL = Size(prompts=14, runs=2, outputs=20, longest=300)
@@ -189,6 +192,15 @@ def test_prompts_fit_the_model():
     assert max(len(prompt.tokens) for prompt in make_prompts(FULL, 100, 500)) == 500 - 128
     with pytest.raises(InvalidRequest, match="no room"):
         make_prompts(FULL, 100, 128)
+
+
+def test_every_set_of_prompts_is_made_before_another_engine_takes_it():
+    made: set[str] = set()
+    for row in ROWS:
+        assert row.prompts in {"", *MAKERS}
+        made |= {row.prompts} if row.engine == "asked" else set()
+        assert row.prompts in made
+    assert made == {"", *MAKERS}
 
 
 def test_groups_add_up():

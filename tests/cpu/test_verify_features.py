@@ -17,20 +17,25 @@ from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.compare import PathResult
 from preheat.verify.drive import Engine
-from preheat.verify.features import CHUNKED, Features
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompt_sets import CHUNKED
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import tight
 
 SIZE = Size(prompts=2, runs=1, outputs=20, longest=CHUNKED)
 OPTIONS = {"max_num_seqs": 24, "block_size": 32, "skip_warmup": True, "boot_check": "off", "on_cold": "off"}
+TAKEN = (
+    "long texts", "short texts", "grammars", "cache salts", "logprobs of given tokens", "beam search",
+    "penalties, interrupted",
+)  # fmt: skip
 
 
 def results() -> dict[str, PathResult]:
     settings = Settings.load(OPTIONS)
-    engine, features = Engine(boot_engine, settings), Features(SIZE.outputs, SIZE.longest)
-    found = list(features.as_asked(engine))
+    engine, paths = Engine(boot_engine, settings), PathRunner(SIZE, lambda engine: [])
+    found = list(paths.on(engine, "asked", TAKEN))
     prompts = make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
-    found += features.tight(Engine(boot_engine, tight(settings, prompts)))
+    found += paths.on(Engine(boot_engine, tight(settings, prompts)), "tight", TAKEN)
     return {result.path: result for result in found}
 
 

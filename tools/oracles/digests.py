@@ -1,8 +1,9 @@
 """The digests of many small models on a CPU: ``python -m tools.oracles.digests --write FILE | --against FILE``.
 
-A cell is a model of :mod:`tools.oracles.models`, a dtype, a number of ranks, and adapters or none. Its value is the
-digest that ``preheat verify --digest`` compares, which is that of the logits of a few contexts in one large step, with
-random adapters too; or the reason why there is none. The check at boot has compared decoding with them.
+A cell is a model of :mod:`tools.oracles.models`, a dtype, a number of ranks, and adapters, or none, or all splits on
+one rank. Its value is the digest that ``preheat verify --digest`` compares, which is that of the logits of a few
+contexts in one large step, with random adapters too; or the reason why there is none. The check at boot has compared
+decoding with them.
 
 An interrupt stores what was found; ``--missing`` goes on from there.
 
@@ -41,13 +42,15 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 64, "max_model_len": 64, "num_threads": 1, "log_level": "error", "cache_dir": "off",
     "kv_cache_memory_bytes": 1 << 24, "boot_check": "quick", "skip_warmup": False, "determinism_warmup_iterations": 0,
 }  # fmt: skip
-ADAPTERS: dict[str, dict[str, Any]] = {
+_ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+WITH: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adapters": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64},
-    "divided adapters": {
-        "enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "fully_sharded_loras": True,
-    },
-}  # fmt: skip
+    "adapters": _ADAPTERS,
+    "divided adapters": _ADAPTERS | {"fully_sharded_loras": True},
+    "splits": {"tp_invariant": True},
+    "splits, adapters": _ADAPTERS | {"tp_invariant": True},
+}
+"""What an engine has besides. On one rank splits are all of a layer's: more of them meet than on several ranks."""
 
 
 PRELOADED = (
@@ -73,17 +76,17 @@ class Cell(NamedTuple):
     stored: str
     dtype: str
     ranks: int
-    adapters: str
+    more: str
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.stored}, {self.dtype}, {self.ranks} ranks, {self.adapters}"
+        return f"{self.family}, {self.stored}, {self.dtype}, {self.ranks} ranks, {self.more}"
 
     @property
     def options(self) -> dict[str, Any]:
-        more = {} if self.family.endswith("LM") or "Generation" in self.family else {"runner": "pooling"}
+        own: dict[str, Any] = {} if self.family.endswith("LM") or "Generation" in self.family else {"runner": "pooling"}
         if self.ranks > 1:
-            more["tensor_parallel_size"] = self.ranks
-        return OPTIONS | ADAPTERS[self.adapters] | ASKED.get(self.stored, {}) | more | {"dtype": self.dtype}
+            own["tensor_parallel_size"] = self.ranks
+        return OPTIONS | WITH[self.more] | ASKED.get(self.stored, {}) | own | {"dtype": self.dtype}
 
 
 def cells() -> Iterator[Cell]:
@@ -96,9 +99,9 @@ def cells() -> Iterator[Cell]:
 
 
 def _shared(thorough: bool) -> Iterator[tuple[int, str]]:
-    """Ranks and adapters. With adapters, logits without any are in the digest too."""
+    """Ranks, and what there is besides. With adapters, logits without any are in the digest too."""
     yield from itertools.product((1, 2), ("plain", "adapters"))
-    yield 4, "adapters"
+    yield from [(1, "splits"), (1, "splits, adapters"), (4, "adapters")]
     if thorough:
         yield from [(4, "plain"), (2, "divided adapters"), (4, "divided adapters")]
 
@@ -238,7 +241,7 @@ def found(jobs: int, only: str, known: Collection[str] = ()) -> dict[str, str]:
     ranks._child = forked_rank
     every = {str(cell): cell for cell in cells()}
     waiting = [every[name] for name in files.chosen(list(every), only) if name not in known]
-    waiting.sort(key=lambda cell: (cell.ranks, cell.adapters == "plain"))
+    waiting.sort(key=lambda cell: (cell.ranks, cell.more == "plain"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     running: dict[Connection, tuple[int, Cell]] = {}
     values: dict[str, str] = {}

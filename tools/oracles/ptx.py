@@ -13,8 +13,10 @@ Kernels that compute no product (norms, sums of ranks, routing) are left out.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -86,10 +88,13 @@ class Programs:
 
 
 def found(only: str) -> dict[str, list[str]]:
-    programs = Programs()
-    with card():
-        wanted: Callable[[str], bool] = lambda name: re.search(only, name) is not None  # noqa: E731
-        return {name: programs.of(seen) for name, seen in _all(wanted)}
+    """By cell; an interrupt ends it. What was compiled is in Triton's cache, so a second run is quick."""
+    programs, cells = Programs(), dict[str, list[str]]()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with card(), suppress(KeyboardInterrupt):
+        for name, seen in _all(lambda name: re.search(only, name) is not None):
+            cells[name] = programs.of(seen)
+    return cells
 
 
 def _all(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Seen]]:

@@ -7,10 +7,12 @@ through the packer and the executor that serve, on blocks that go back to the po
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,15 +23,16 @@ from preheat.errors import CheckFailed, NotInvariant
 from preheat.grammar.service import Grammars
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import NothingToRun
+from preheat.verify import context_paths as paths
 from preheat.verify.adapter_check import AdapterCheck
 from preheat.verify.check_runner import CheckRunner, Row
+from preheat.verify.context_paths import ContextPath, large_steps
 from preheat.verify.draws import check_drafted_draws, check_draws
 from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
 from preheat.verify.key_check import check_keys
 from preheat.verify.logprob_check import check_logprobs
 from preheat.verify.names import context_lengths, long_context
-from preheat.verify.paths import PATHS, large_steps
 from preheat.verify.pool_check import check_pooled
 from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Record
@@ -39,14 +42,9 @@ DIGEST_BYTES = 16
 SIMULATED = "simulated-"
 """How the digest of a fake device begins: it is never taken for one of the device."""
 
-LONG = "long context"
-"""The check that has a context of its own."""
 
-IMAGES, EMBEDS = "images", "embeds"
-"""The check of models that see images, and that of prompts that are embeddings: an engine has one of them."""
-
-ADAPTERS = "adapters"
-"""The check of engines with adapters."""
+Which = Literal["usual", "shortest", "long"]
+"""Contexts: all but the long one, the shortest of these, the long one."""
 
 
 class BootCheck:
@@ -55,25 +53,26 @@ class BootCheck:
     def __init__(
         self, runner: CheckRunner, record: Record, facts: Facts, grammars: Grammars | str = "structured outputs are off"
     ) -> None:
-        self._runner, self._record, self._grammars = runner, record, grammars
+        self.runner, self._record, self._grammars = runner, record, grammars
         self._facts = facts
         rng = np.random.default_rng(0)
         self._contexts = [
             rng.integers(runner.vocab_size, size=length, dtype=np.int32) for length in self._lengths(facts)
         ]
-        if LONG in runner.plan.checks and (length := long_context(runner.plan.limits, facts)):
+        if "long context" in runner.plan.checks and (length := long_context(runner.plan.limits, facts)):
             self._long = [rng.integers(runner.vocab_size, size=length, dtype=np.int32)]
         else:
             self._long = []
-        self._images = ImageCheck(runner) if {IMAGES, EMBEDS} & set(runner.plan.checks) else None
-        self._adapters = AdapterCheck(runner) if ADAPTERS in runner.plan.checks else None
+        self._running = ""
+        self._images = ImageCheck(runner) if {"images", "embeds"} & set(runner.plan.checks) else None
+        self._adapters = AdapterCheck(runner) if "adapters" in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
         """The lengths of the contexts, each halved until there is a bucket for it."""
         found = []
-        for wanted in context_lengths(self._runner.plan.limits, facts):
+        for wanted in context_lengths(self.runner.plan.limits, facts):
             length = wanted
-            while length > 1 and not all(map(self._runner.bucket_of, ([Row(0, length)], [Row(length - 1, 1)]))):
+            while length > 1 and not all(map(self.runner.bucket_of, ([Row(0, length)], [Row(length - 1, 1)]))):
                 length //= 2
             found.append(length)
         return list(dict.fromkeys(found))
@@ -83,8 +82,8 @@ class BootCheck:
         """Each context's logits, alone in one step, and that step's bucket; their digest goes into the record."""
         found, bits = [], hashlib.blake2b(digest_size=DIGEST_BYTES)
         for tokens in [*self._contexts, *self._long]:
-            (logits,) = large_steps(self._runner, tokens)
-            found.append((logits, self._runner.bucket))
+            (logits,) = large_steps(self.runner, tokens)
+            found.append((logits, self.runner.bucket))
             bits.update(logits.numpy().tobytes())
         if self._images is not None:
             bits.update(self._images.first().numpy().tobytes())
@@ -100,57 +99,49 @@ class BootCheck:
         _ = self._expected
 
     def run(self, name: str) -> None:
-        """Run one check. Raises NotInvariant, with path, bucket and layer, for the first logits that differ,
-        CheckFailed for logits that are not finite or draws that are not the contract's, and NothingToRun if no context
-        can take the path.
+        """Run one check of :data:`CHECKS`. Raises NotInvariant, with path, bucket and layer, for the first logits that
+        differ, CheckFailed for logits that are not finite or draws that are not the contract's, and NothingToRun if no
+        context can take the path.
         """
-        self._record.proof.compared += self._of_its_own.get(name, partial(self._run_path, name))() or 0
-        if name == "drafts":
-            check_drafted_draws(self._runner)
-        if name == "prefix hit":
-            check_keys(self._runner.slots.block_size)
+        self._running = name
+        self._record.proof.compared += CHECKS[name](self) or 0
 
-    @cached_property
-    def _of_its_own(self) -> dict[str, Callable[[], int | None]]:
-        """The checks that are no paths of the contexts, by name; each gives what it compared, if it counts that."""
-        found: dict[str, Callable[[], int | None]] = {
-            "finite": self._check_finite,
-            "sampler": partial(check_draws, self._runner),
-            "logprobs": partial(check_logprobs, self._runner),
-            "grammar": self._check_grammars,
-            "windows": partial(check_windows, self._runner),
-            "pooled": lambda: sum(check_pooled(self._runner, tokens) for tokens in self._contexts),
-        }
-        for name, check in ((IMAGES, self._images), (EMBEDS, self._images), (ADAPTERS, self._adapters)):
-            if check is not None:
-                found[name] = check.run
-        return found
-
-    def _check_grammars(self) -> None:
+    def check_grammars(self) -> None:
+        """Raises NothingToRun if there are none."""
         if isinstance(self._grammars, str):
             raise NothingToRun(self._grammars)
-        GrammarCheck(self._runner, self._grammars).run()
+        GrammarCheck(self.runner, self._grammars).run()
 
-    def _run_path(self, name: str) -> int:
+    def check_images(self) -> int:
+        """Images, or prompts that are embeddings: an engine has one of them."""
+        assert self._images is not None, "the plan has no such check"
+        return self._images.run()
+
+    def check_adapters(self) -> int:
+        """See :class:`AdapterCheck`."""
+        assert self._adapters is not None, "the plan has no such check"
+        return self._adapters.run()
+
+    def check_pooled(self) -> int:
+        """Every context; how many ways were compared."""
+        return sum(check_pooled(self.runner, tokens) for tokens in self._contexts)
+
+    def compare(self, path: ContextPath, which: Which) -> int:
+        """Compare the contexts' logits by ``path`` with the expected ones; how often that was possible."""
         count, reason = 0, "no context within the limits takes this path"
         contexts = zip([*self._contexts, *self._long], self._expected, strict=True)
-        for tokens, (expected, usual) in islice(contexts, *self._places(name)):
+        usual = len(self._contexts)
+        places = {"usual": (0, usual), "shortest": (usual - 1, usual), "long": (usual, usual + 1)}
+        for tokens, (expected, bucket) in islice(contexts, *places[which]):
             try:
-                count += self._compare(name, tokens, expected, usual)
+                count += self._compare(path, tokens, expected, bucket)
             except NothingToRun as error:
                 reason = str(error)
         if not count:
             raise NothingToRun(reason)
         return count
 
-    def _places(self, name: str) -> tuple[int, int]:
-        """Which contexts take the path: the long one its own, the shortest one a full step, otherwise all but that."""
-        usual = len(self._contexts)
-        if name == LONG:
-            return usual, usual + 1
-        return (usual - 1, usual) if name == "full step" else (0, usual)
-
-    def _check_finite(self) -> None:
+    def check_finite(self) -> None:
         """Raise CheckFailed, naming the first layer, if logits are not finite."""
         for tokens, (logits, bucket) in zip([*self._contexts, *self._long], self._expected, strict=True):
             if not logits.isfinite().all():
@@ -160,7 +151,7 @@ class BootCheck:
 
     def _not_finite(self, tokens: np.ndarray) -> str:
         """What first gives something that is not finite when ``tokens`` are run again, operation by operation."""
-        runner = self._runner
+        runner = self.runner
         runner.eager = True
         try:
             for _ in large_steps(runner, tokens):
@@ -171,10 +162,10 @@ class BootCheck:
         finally:
             runner.eager = False
 
-    def _compare(self, name: str, tokens: np.ndarray, expected: Tensor, usual: Bucket | None) -> int:
+    def _compare(self, path: ContextPath, tokens: np.ndarray, expected: Tensor, usual: Bucket | None) -> int:
         """Compare one context's logits with the ``expected`` ones; how often that was possible."""
         count = 0
-        with closing(PATHS[name](self._runner, tokens)) as ways:
+        with closing(path(self.runner, tokens)) as ways:
             for logits in ways:
                 if not same_bits(logits, expected):
                     break
@@ -182,18 +173,18 @@ class BootCheck:
             else:
                 return count
         # The path is closed, so its slots are free for finding the layer.
-        found = f"{len(tokens)} tokens in {self._runner.bucket} give other logits than alone in {usual}"
+        found = f"{len(tokens)} tokens in {self.runner.bucket} give other logits than alone in {usual}"
         gap = (logits - expected).abs().max().item()
-        raise NotInvariant(f"{name}: {found}, by up to {gap:.3g}; {self._where(name, tokens, count)}")
+        raise NotInvariant(f"{self._running}: {found}, by up to {gap:.3g}; {self._where(path, tokens, count)}")
 
-    def _where(self, name: str, tokens: np.ndarray, way: int) -> str:
+    def _where(self, path: ContextPath, tokens: np.ndarray, way: int) -> str:
         """The first layer that differs when both are run again, operation by operation."""
-        runner = self._runner
+        runner = self.runner
         runner.eager = True
         try:
             (right,) = large_steps(runner, tokens)
             layers = runner.layers
-            wrong = next(islice(PATHS[name](runner, tokens), way, None))
+            wrong = next(islice(path(runner, tokens), way, None))
             for number, (one, other) in enumerate(zip(layers, runner.layers, strict=True)):
                 if not same_bits(one, other):
                     return f"the first layer that differs is layer {number}"
@@ -209,3 +200,48 @@ class BootCheck:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of floats are equal bit for bit, NaN and the sign of zero included."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class OfContexts:
+    """A check that computes ``which`` contexts by a ``path``, and does something ``more``."""
+
+    path: ContextPath
+    which: Which = "usual"
+    more: Callable[[CheckRunner], object] = lambda runner: None
+
+    def __call__(self, check: BootCheck) -> int:
+        """How often logits were compared."""
+        count = check.compare(self.path, self.which)
+        self.more(check.runner)
+        return count
+
+
+CHECKS: Mapping[str, Callable[[BootCheck], int | None]] = {
+    "finite": BootCheck.check_finite,
+    "later run": OfContexts(paths.alone),
+    "co-batched": OfContexts(paths.beside),
+    "next bucket": OfContexts(paths.next_bucket),
+    "every bucket": OfContexts(paths.every_bucket),
+    "chunked": OfContexts(paths.chunks),
+    "prefix hit": OfContexts(paths.prefix_hit, more=lambda runner: check_keys(runner.slots.block_size)),
+    "offloaded": OfContexts(paths.offloaded),
+    "decode": OfContexts(paths.decode),
+    "poisoned": OfContexts(paths.poisoned),
+    "resumed": OfContexts(paths.resumed),
+    "fp8 cache": OfContexts(paths.fp8_cache),
+    "long context": OfContexts(paths.long_context, "long"),
+    "full step": OfContexts(paths.full_step, "shortest"),
+    "drafts": OfContexts(paths.drafts, more=check_drafted_draws),
+    "sampler": lambda check: check_draws(check.runner),
+    "logprobs": lambda check: check_logprobs(check.runner),
+    "pooled": BootCheck.check_pooled,
+    "embeds": BootCheck.check_images,
+    "images": BootCheck.check_images,
+    "adapters": BootCheck.check_adapters,
+    "grammar": BootCheck.check_grammars,
+    "compaction": OfContexts(paths.compaction),
+    "windows": lambda check: check_windows(check.runner),
+    "eager": OfContexts(paths.eager),
+}
+"""How each check of :data:`preheat.verify.names.CHECKS` runs; some say how often they compared."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from preheat.core import SamplingParams
 from preheat.frontend.request_state import RequestState
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
+from preheat.verify.context_paths import alone, compaction
 from preheat.verify.drive import Engine
-from preheat.verify.paths import PATHS
 from preheat.verify.prompts import Prompt
 
 OUTPUTS = 4
@@ -123,8 +123,8 @@ def moved(engine: Engine) -> PathResult | None:
             limits.max_model_len - 1, limits.max_num_batched_tokens, runner.pool.num_free // 3 * limits.block_size
         )
         tokens = np.array(_tokens(engine, max(min(most, 2 * limits.block_size), 1), 200), np.int32)
-        first = [_seen(logits) for logits in PATHS["later run"](runner, tokens)]
-        found = [[_seen(logits)] for logits in PATHS["compaction"](runner, tokens)]
+        first = [_seen(logits) for logits in alone(runner, tokens)]
+        found = [[_seen(logits)] for logits in compaction(runner, tokens)]
     return compare("blocks moved at once", first, found, f"{len(found)} sizes of a swap")
 
 

@@ -7,13 +7,11 @@ same way would agree, so tokens and texts are compared with rules.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 from msgspec.structs import replace
 
 from preheat.core import SamplingParams, StructuredOutputsParams
-from preheat.grammar.service import Grammars
 from preheat.verify.compare import Divergence, PathResult
 from preheat.verify.drive import Engine
 from preheat.verify.prompts import Prompt
@@ -71,18 +69,11 @@ class Crowd(NamedTuple):
         return max(self.outputs - (self.count - 1 - number) % 4, 1)
 
 
-def crowded(engine: Engine, outputs: int) -> Iterator[PathResult]:
-    """Answers of up to ``outputs`` tokens of an engine with few blocks."""
+def penalties_interrupted(engine: Engine, outputs: int) -> PathResult | None:
+    """Compare each token with the contract, behind all that were drawn before it. None with blocks for all answers."""
     crowd = Crowd.of(engine, outputs)
     if crowd is None:
-        return
-    yield _penalties(engine, crowd)
-    if not isinstance(engine.loop.grammars, str):
-        yield _grammars(engine, crowd, engine.loop.grammars)
-
-
-def _penalties(engine: Engine, crowd: Crowd) -> PathResult:
-    """Each token is the contract's, behind all that were drawn before it."""
+        return None
     liked = random.Random(32).sample(range(engine.vocab_size), LIKED)
     bias = dict.fromkeys(liked, BIAS)
     asked = crowd.prompts(engine, [replace(each, logit_bias=bias, ignore_eos=True) for each in PENALTIES])
@@ -91,8 +82,11 @@ def _penalties(engine: Engine, crowd: Crowd) -> PathResult:
     return _noted(result, engine, before)
 
 
-def _grammars(engine: Engine, crowd: Crowd, grammars: Grammars) -> PathResult:
-    """Each text counts on where it was."""
+def grammars_interrupted(engine: Engine, outputs: int) -> PathResult | None:
+    """Check that each text counts on where it was. None with blocks for all answers, or without grammars."""
+    crowd, grammars = Crowd.of(engine, outputs), engine.loop.grammars
+    if crowd is None or isinstance(grammars, str):
+        return None
     end = grammars.backend.end
     params = [
         SamplingParams(temperature=temperature, structured_outputs=COUNTING, stop_token_ids=[end])

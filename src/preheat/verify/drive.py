@@ -31,6 +31,9 @@ from preheat.verify.prompts import Prompt
 
 Boot = Callable[[Settings, EngineSide], Loop]
 
+Prompts = Callable[["Engine"], list[Prompt]]
+"""Makes prompts that fit the model and the limits of an engine."""
+
 OWN_IDS = 1 << 40
 """The ids of requests that no frontend made begin here: a frontend counts from one."""
 
@@ -95,6 +98,11 @@ class Engine:
     def keeps_ties(self) -> bool:
         """Whether top_k keeps all that equal its last token."""
         return self._settings.handle_topk_duplicates
+
+    @property
+    def offloads(self) -> bool:
+        """Whether evicted blocks are kept on the host."""
+        return bool(self._settings.kv_offloading_size)
 
     @property
     def stats(self) -> Stats:

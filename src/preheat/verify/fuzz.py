@@ -20,9 +20,9 @@ from preheat.backends.base import Facts
 from preheat.errors import PreheatError
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
-from preheat.verify.adapter_paths import names_of
 from preheat.verify.compare import PathResult, compare
 from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
+from preheat.verify.prompt_sets import names_of
 from preheat.verify.prompts import Prompt, as_pooled, with_settings
 from preheat.verify.random_engines import Features, random_features
 from preheat.verify.random_models import write_model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
@@ -17,6 +18,81 @@ BEHIND_WINDOW = 8
 
 BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
+
+
+class Asked(NamedTuple):
+    """What decides which checks an engine runs. ``windows`` are the model's; ``pools``: it has no head."""
+
+    settings: Settings
+    limits: Limits
+    mode: Mode
+    facts: Facts
+    pools: bool
+    windows: Collection[int]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return context_lengths(self.limits, self.facts)[0]
+
+    @property
+    def neighbours(self) -> bool:
+        return self.limits.max_num_seqs > 1
+
+    @property
+    def room(self) -> int:
+        """Tokens that all blocks hold."""
+        return (self.limits.num_blocks - 1) * self.limits.block_size
+
+    @property
+    def images(self) -> bool:
+        """Whether a sequence of which there can be two holds an image, or a piece of embeddings."""
+        return bool(self.limits.image_tokens) and image_context(self.limits) <= _room(self.limits)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a sequence can be longer than a window."""
+        most = min(self.limits.max_model_len - 1, self.room)
+        return any(window + BEHIND_WINDOW <= most for window in self.windows)
+
+
+class Check(NamedTuple):
+    """A check, and whether an engine runs it."""
+
+    name: str
+    needs: Callable[[Asked], object] = lambda asked: True
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("finite"),
+    Check("later run"),
+    Check("co-batched", lambda asked: asked.neighbours),
+    Check("next bucket", lambda asked: asked.neighbours and asked.settings.boot_check == "quick"),
+    Check("every bucket", lambda asked: asked.neighbours and asked.settings.boot_check == "full"),
+    Check("chunked", lambda asked: asked.settings.enable_chunked_prefill and asked.longest > 1),
+    Check("prefix hit", lambda asked: asked.settings.enable_prefix_caching and asked.longest > asked.limits.block_size),
+    Check("offloaded", lambda asked: asked.settings.kv_offloading_size and asked.longest > asked.limits.block_size),
+    Check("decode", lambda asked: asked.longest > 1),
+    Check("poisoned"),
+    Check("resumed", lambda asked: asked.longest > 1),
+    Check("fp8 cache", lambda asked: asked.settings.kv_cache_dtype in FP8 and asked.longest > 1),
+    Check("long context", lambda asked: asked.settings.enable_chunked_prefill
+          and long_context(asked.limits, asked.facts) is not None),
+    Check("full step", lambda asked: asked.neighbours),
+    Check("drafts", lambda asked: asked.settings.speculation is not None and asked.longest > 1),
+    Check("sampler", lambda asked: not asked.pools),
+    Check("logprobs", lambda asked: not asked.pools),
+    Check("pooled", lambda asked: asked.pools and asked.longest > 1),
+    Check("embeds", lambda asked: asked.images and asked.settings.enable_prompt_embeds),
+    Check("images", lambda asked: asked.images and not asked.settings.enable_prompt_embeds),
+    Check("adapters", lambda asked: asked.settings.enable_lora),
+    Check("grammar", lambda asked: not asked.pools and preloads_of(asked.settings)),
+    Check("compaction", lambda asked: policy_of(asked.settings).compacts and asked.longest > 1
+          and asked.limits.num_blocks > 2),
+    Check("windows", lambda asked: not asked.pools and asked.windowed),
+    Check("eager", lambda asked: asked.mode != "eager"),
+)  # fmt: skip
+"""In the order in which they run; :data:`preheat.verify.boot.CHECKS` says how."""
 
 
 def check_names(
@@ -35,37 +111,8 @@ def check_names(
         return ()
     if not settings.batch_invariant:
         return ("finite", "later run")
-    longest, neighbours = context_lengths(limits, facts)[0], limits.max_num_seqs > 1
-    compacts, most = policy_of(settings).compacts, (limits.num_blocks - 1) * limits.block_size
-    possible = {
-        "finite": True,
-        "later run": True,
-        "co-batched": neighbours,
-        "next bucket": neighbours and settings.boot_check == "quick",
-        "every bucket": neighbours and settings.boot_check == "full",
-        "chunked": settings.enable_chunked_prefill and longest > 1,
-        "prefix hit": settings.enable_prefix_caching and longest > limits.block_size,
-        "offloaded": bool(settings.kv_offloading_size) and longest > limits.block_size,
-        "decode": longest > 1,
-        "poisoned": True,
-        "resumed": longest > 1,
-        "fp8 cache": settings.kv_cache_dtype in FP8 and longest > 1,
-        "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,
-        "full step": neighbours,
-        "drafts": settings.speculation is not None and longest > 1,
-        "sampler": not pools,
-        "logprobs": not pools,
-        "pooled": pools and longest > 1,
-        "embeds" if settings.enable_prompt_embeds else "images": bool(limits.image_tokens)
-        and image_context(limits) <= _room(limits),
-        "adapters": settings.enable_lora,
-        "grammar": not pools and bool(preloads_of(settings)),
-        "compaction": compacts and longest > 1 and limits.num_blocks > 2,
-        "windows": not pools
-        and any(window + BEHIND_WINDOW <= min(limits.max_model_len - 1, most) for window in windows),
-        "eager": mode != "eager",
-    }
-    return tuple(name for name, can_run in possible.items() if can_run)
+    asked = Asked(settings, limits, mode, facts, pools, windows)
+    return tuple(check.name for check in CHECKS if check.needs(asked))
 
 
 def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:

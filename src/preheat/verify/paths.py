@@ -1,302 +1,373 @@
-"""The paths that must give the same logits: one function for each check of :mod:`preheat.verify.names`.
+"""The paths of ``preheat verify``, a row each: on which engine, with which prompts, and how they are taken.
 
-Each takes a context, int32 tokens, and yields the logits after its last token, fp32 [vocab], once for each way in which
-the path can compute them.
+A path's runs are compared with the first run of its set of prompts (:mod:`preheat.verify.prompt_sets`), which was that
+of the engine as asked, and with the set's rule. Sets of texts, adapters, images and embeddings share the functions.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from typing import Literal, NamedTuple
 
-import numpy as np
-from torch import Tensor
+import torch
 
+from preheat.core import SamplingParams
 from preheat.errors import CheckFailed
-from preheat.plan.buckets import Bucket, StepSize
+from preheat.execution.encoder import Given
+from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.plan.items import NothingToRun
-from preheat.verify.check_runner import CheckRunner, Row
-from preheat.warmup.dummy_batch import rows_of
-
-Ways = Generator[Tensor, None, None]
-"""Logits, each computed in its own way. Slots are taken until the generator ends or is closed."""
-
-Path = Callable[[CheckRunner, np.ndarray], Ways]
-
-RAGGED = (37, 1, 101, 5, 260)
-"""The lengths of the chunks that a context is cut into, repeated as needed."""
-
-DECODED = 3
-"""Tokens at the end of a context that are computed one by one."""
-
-BESIDE = (Row(9, 1), Row(0, 17), Row(0, 3))
-"""Neighbours in a step: one decodes, two prefill."""
-
-
-POISONED = Row(5, 1)
-"""A neighbour whose cached keys and values are NaN."""
-
-
-def alone(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context in one step of its own; all other paths are compared with it."""
-    with runner.sequence(tokens) as slot:
-        yield runner.step(slot)
-
-
-def eager(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The same, operation by operation."""
-    before, runner.eager = runner.eager, True
-    try:
-        yield from alone(runner, tokens)
-    finally:
-        runner.eager = before
-
-
-def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In front of and behind neighbours that prefill and, where steps mix, decode."""
-    mixes = runner.plan.policy.mixed_steps
-    rows = [row for row in BESIDE if mixes or row.lacking > 1]
-    while rows and not runner.bucket_of([Row(0, len(tokens)), *rows]):
-        rows.pop()
-    for first in (True, False) if rows else ():
-        with runner.neighbours(rows) as others, runner.sequence(tokens) as slot:
-            yield runner.step(slot, behind=others) if first else runner.step(slot, before=others)
-
-
-def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context, then its last token, in the next bucket, with just enough neighbours to need it."""
-    for last in (len(tokens), 1):
-        row = Row(len(tokens) - last, last)
-        usual = runner.bucket_of([row])
-        rows = next((rows for rows in _more_and_more(row, runner) if runner.bucket_of([row, *rows]) != usual), None)
-        if rows is not None:
-            with _all_but(runner, tokens, last) as slot, runner.neighbours(rows) as others:
-                yield runner.step(slot, behind=others)
-
-
-def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
-    """Neighbours of the same phase as ``row``, twice as many or as long each time, while there is a bucket for them."""
-    size = 1
-    rows = [Row(5, 1)] if row.lacking == 1 else [Row(0, 2)]
-    while runner.bucket_of([row, *rows]):
-        yield rows
-        size *= 2
-        rows = [Row(5, 1)] * size if row.lacking == 1 else [Row(0, size + 1)]
-
-
-def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context, and its last token, in every bucket of the plan that can hold them."""
-    for bucket in runner.plan.dispatcher.buckets:
-        for last in (len(tokens), 1):
-            row = Row(len(tokens) - last, last)
-            rows = _filling(runner, bucket, row)
-            if runner.bucket_of([row, *rows]) == bucket:
-                with _all_but(runner, tokens, last) as slot, runner.neighbours(rows) as others:
-                    yield runner.step(slot, behind=others)
-
-
-def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
-    """Neighbours with which a step with ``row`` needs ``bucket``, if there are any."""
-    size = runner.plan.dispatcher.example(bucket)
-    rows, tokens = size.rows - 1, size.tokens - row.lacking
-    blocks = max(size.blocks - -(-sum(row) // runner.slots.block_size), 0)
-    if not 0 < rows <= tokens:
-        return []
-    others = rows_of(StepSize(size.phase, rows, tokens, min(size.longest, tokens), blocks), runner.plan.limits)
-    return [Row(other.cached, other.extend) for other in others if other.extend > 0]
-
-
-def chunks(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In ragged chunks, and in two halves."""
-    for sizes in (RAGGED, (-(-len(tokens) // 2),)):
-        with runner.sequence(tokens) as slot:
-            left, sizes_again = len(tokens), itertools.cycle(sizes)
-            while left > (size := next(sizes_again)):
-                runner.read(slot, size)
-                left -= size
-            yield runner.step(slot)
-
-
-def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """With the first block, then all full blocks, shared with another sequence."""
-    size = runner.slots.block_size
-    most = (len(tokens) - 1) // size * size
-    if not most or runner.slots.num_free < 2:
-        return
-    with runner.sequence(tokens) as first:
-        runner.step(first)
-        for cached in sorted({size, most}):
-            with runner.sequence(tokens, cached=cached, of=first) as slot:
-                yield runner.step(slot)
-
-
-def offloaded(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """With all full blocks brought back from the host into blocks that held something else."""
-    count = (len(tokens) - 1) // runner.slots.block_size
-    if not count or runner.slots.num_free < 2:
-        return
-    with runner.sequence(tokens) as first:
-        runner.step(first)
-        with runner.sequence(tokens) as slot:
-            runner.restore(slot, first, count)
-            yield runner.step(slot)
-
-
-def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The last tokens one by one, alone and beside others that decode."""
-    rows = [Row(cached, 1) for cached in (5, 33, 0)]
-    while rows and not runner.bucket_of([Row(len(tokens) - 1, 1), *rows]):
-        rows.pop()
-    for neighbours in [[], rows] if rows else [[]]:
-        with _all_but(runner, tokens, DECODED) as slot:
-            for known in range(int(runner.slots.cached_len[slot]) + 1, len(tokens) + 1):
-                runner.lengthen(slot, known)
-                with runner.neighbours(neighbours) as others:
-                    logits = runner.step(slot, before=others)
-            yield logits
-
-
-def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """On blocks that hold NaN, as the numbers of another request may have left them, as a whole and with its last token
-    alone; then its last token beside a row that reads NaN.
-    """
-    with runner.poisoned(tokens) as slot:
-        yield runner.step(slot)
-    with runner.poisoned(tokens) as slot:
-        if len(tokens) > 1:
-            runner.lengthen(slot, len(tokens) - 1)
-            runner.step(slot)
-        runner.lengthen(slot, len(tokens))
-        yield runner.step(slot)
-    if runner.slots.num_free > 1 and runner.bucket_of([Row(len(tokens) - 1, 1), POISONED]):
-        with (
-            _all_but(runner, tokens, 1) as slot,
-            runner.poisoned(tokens[:1].repeat(sum(POISONED)), POISONED.cached) as other,
-        ):
-            yield runner.step(slot, before=[other])
-            runner.slots.cached_len[other] = POISONED.cached
-            if runner.executor.decoder.spec.head is not None and runner.draw(other) >= 0:
-                raise CheckFailed("poisoned: a row that reads NaN draws a token as if its logits were finite")
-
-
-def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Preempted after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
-    with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
-        yield runner.step(slot)
-
-
-def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In two steps, cut behind its first token, at the end of a block, in the middle and before its last token: the
-    second step reads from the cache what the first one rounded, and has to see its own keys and values rounded too.
-    """
-    length, block = len(tokens), runner.slots.block_size
-    for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
-        if runner.bucket_of([Row(0, cut)]) and runner.bucket_of([Row(cut, length - cut)]):
-            yield from _in_steps(runner, tokens, [cut])
-
-
-def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In as few steps as hold it; the long context is compared with this."""
-    size = len(tokens)
-    while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
-        size //= 2
-    yield from _in_steps(runner, tokens, [size] * (-(-len(tokens) // size) - 1))
-
-
-def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In steps that end beside the thirds, then its last token alone: steps see one, two and three KV splits."""
-    third = len(tokens) // 3
-    sizes = [third - 7, third, len(tokens) - 2 * third + 6]
-    if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
-        raise NothingToRun("no step holds a third of the context")
-    yield from _in_steps(runner, tokens, sizes)
-
-
-def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
-    """In steps of these sizes and one more for the rest."""
-    with runner.sequence(tokens) as slot:
-        for size in sizes:
-            runner.read(slot, size)
-        yield runner.step(slot)
-
-
-def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Behind neighbours that prefill, in the largest step that they can fill: more rows than any part of a linear layer
-    that is computed in parts.
-    """
-    row = Row(0, len(tokens))
-    buckets = [bucket for bucket in runner.plan.dispatcher.buckets if bucket.phase != "decode"]
-    for bucket in sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True):
-        rows = _filling(runner, bucket, row)
-        if runner.bucket_of([row, *rows]) == bucket:
-            with runner.neighbours(rows) as others, runner.sequence(tokens) as slot:
-                yield runner.step(slot, before=others)
-            return
-
-
-def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The last token, again and again, after the blocks were moved in swaps of every size that free blocks fill up."""
-    with _all_but(runner, tokens, 1) as slot:
-        for size in runner.swap_sizes(slot):
-            runner.move(slot, size)
-            yield runner.step(slot)
-            runner.slots.cached_len[slot] -= 1
-
-
-def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Its last tokens as drafts that are right, alone and behind others that decode, and where every bucket is tried in
-    each that has drafts; then as drafts that were wrong and are computed over.
-    """
-    count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
-    rows = [Row(cached, 1) for cached in (5, 33, 0)]
-    while rows and (runner.plan.most_drafts(1 + len(rows)) < count or len(rows) >= runner.slots.num_free):
-        rows.pop()
-    for neighbours in [[], rows] if rows else [[]]:
-        with _all_but(runner, tokens, count + 1) as slot, runner.neighbours(neighbours) as others:
-            yield runner.verify(slot, others)[-1]
-    every = runner.plan.dispatcher.phases["verify"].buckets if "every bucket" in runner.plan.checks else ()
-    for bucket in (each for each in every if each.longest <= len(tokens)):
-        beside_it = runner.neighbours([Row(5, 1)] * (bucket.rows - 1))
-        with _all_but(runner, tokens, bucket.longest) as slot, beside_it as others:
-            yield runner.verify(slot, others)[-1]
-    last = len(tokens) - count
-    with _all_but(runner, tokens, count + 1) as slot:
-        runner.write(slot, last, (tokens[last:] + 1) % runner.vocab_size)
-        runner.verify(slot)
-        runner.write(slot, last, tokens[last:])
-        yield runner.step(slot)
-
-
-@contextmanager
-def _all_but(runner: CheckRunner, tokens: np.ndarray, last: int) -> Iterator[int]:
-    """A sequence that lacks its ``last`` tokens."""
-    with runner.sequence(tokens) as slot:
-        if len(tokens) > last:
-            runner.lengthen(slot, len(tokens) - last)
-            runner.step(slot)
-        runner.lengthen(slot, len(tokens))
-        yield slot
-
-
-PATHS: Mapping[str, Path] = MappingProxyType(
-    {
-        "later run": alone,
-        "co-batched": beside,
-        "next bucket": next_bucket,
-        "every bucket": every_bucket,
-        "chunked": chunks,
-        "prefix hit": prefix_hit,
-        "offloaded": offloaded,
-        "decode": decode,
-        "poisoned": poisoned,
-        "resumed": resumed,
-        "fp8 cache": fp8_cache,
-        "long context": long_context,
-        "full step": full_step,
-        "drafts": drafts,
-        "compaction": compaction,
-        "eager": eager,
-    }
+from preheat.verify.beam_path import beam_search
+from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
+from preheat.verify.compare import Divergence, PathResult, Seen, compare
+from preheat.verify.crowded_paths import grammars_interrupted, penalties_interrupted
+from preheat.verify.drive import Answer, Engine, Prompts, in_groups, trickling
+from preheat.verify.prompt_sets import (
+    CHUNKED,
+    LEAST,
+    LONG,
+    MAKERS,
+    SHORT,
+    PromptSet,
+    Sizes,
+    alone,
+    names_of,
+    prompt_of,
+    random_tokens,
 )
+from preheat.verify.prompts import Prompt, Size
+from preheat.verify.served_path import served
+from preheat.verify.window_check import check_windows
+
+GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
+"""How many requests run together, repeated as needed."""
+
+Which = Literal["asked", "tight", "without drafts"]
+"""The engine with the given settings; one with small steps and few blocks, so that chunks, preemption and compaction
+are frequent; one in which nothing drafts: what was drafted must not have changed a bit."""
+
+
+@dataclass
+class Trial:
+    """A path that is taken now: its ``name``, its ``prompts``, and the ``engine`` that takes it."""
+
+    name: str
+    prompts: PromptSet
+    engine: Engine
+    size: Size
+    longest: int
+
+    def __post_init__(self) -> None:
+        self._before = self.engine.stats
+
+    def run(self) -> list[Seen]:
+        """All prompts at once."""
+        return self.engine.run(self.prompts.prompts)
+
+    def compared(self, *runs: Sequence[Seen], note: str = "") -> PathResult:
+        """The ``runs``, compared with the first one and with the rule."""
+        result = compare(self.name, self.prompts.first, runs, note)
+        return result.with_wrong([*self.prompts.rule(self.engine)])
+
+    def count(self, name: str) -> int:
+        """How much more a number of the engine's statistics is than before the path."""
+        found: int = getattr(self.engine.stats, name) - getattr(self._before, name)
+        return found
+
+    @property
+    def hits(self) -> str:
+        return f"{self.count('prefix_hits'):,} tokens from the prefix cache"
+
+
+Take = Callable[[Trial], PathResult | None]
+"""Takes a path; None where the engine cannot."""
+
+
+class Path(NamedTuple):
+    """``prompts`` name a set, if it has one; a path of a set without prompts is not taken. ``needs``: whether an engine
+    takes it. In the name, {kind} is the set's, and {most} the largest group.
+    """
+
+    name: str
+    engine: Which
+    prompts: str
+    take: Take
+    needs: Callable[[Engine], bool] = lambda engine: not engine.pools
+
+
+def _any(engine: Engine) -> bool:
+    """Engines that pool take it, too."""
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ shared by all sets
+
+
+def later(trial: Trial) -> PathResult:
+    """Again, with all that the cache then has."""
+    return trial.compared(*[trial.run() for _ in range(trial.size.runs - 1)], note=trial.hits)
+
+
+def together(trial: Trial) -> PathResult:
+    """All at once, with nothing in the cache."""
+    trial.engine.forget_prefixes()
+    return trial.compared(trial.run())
+
+
+def shuffled(trial: Trial) -> PathResult:
+    """In another order, a few before each step."""
+    prompts = trial.prompts.prompts
+    order = random.Random(1).sample(range(len(prompts)), len(prompts))
+    seen = trial.engine.run([prompts[number] for number in order], trickling(random.Random(2)))
+    by_prompt = dict(zip(order, seen, strict=True))
+    return trial.compared([by_prompt[number] for number in range(len(prompts))])
+
+
+def in_batches(trial: Trial) -> PathResult:
+    """In groups of all sizes, with nothing in the cache."""
+    trial.engine.forget_prefixes()
+    prompts = trial.prompts.prompts
+    return trial.compared(trial.engine.run(prompts, in_groups(group_sizes(len(prompts)))))
+
+
+def cold_and_cached(trial: Trial) -> PathResult:
+    """One by one, with nothing in the cache, then with all."""
+    trial.engine.forget_prefixes()
+    return trial.compared(*[alone(trial.engine, trial.prompts.prompts) for _ in range(2)], note=trial.hits)
+
+
+def backwards(trial: Trial) -> PathResult:
+    """One by one, the last first, with all in the cache."""
+    return trial.compared(alone(trial.engine, trial.prompts.prompts[::-1])[::-1], note=trial.hits)
+
+
+def one_by_one(trial: Trial) -> PathResult:
+    """Each alone."""
+    prompts = trial.prompts.prompts
+    return trial.compared(alone(trial.engine, prompts), note=f"{len(prompts[0].tokens):,} tokens")
+
+
+def few_blocks(trial: Trial) -> PathResult:
+    """All at once, where steps are small and blocks are few."""
+    return trial.compared(trial.run(), note=f"{trial.count('preemptions'):,} preemptions")
+
+
+def few_blocks_moved(trial: Trial) -> PathResult:
+    """The same; blocks move, too."""
+    result = few_blocks(trial)
+    result.note += f", {trial.count('blocks_moved'):,} blocks moved"
+    return result
+
+
+def offloaded(trial: Trial) -> PathResult:
+    """What was evicted meanwhile comes back from the host."""
+    seen = trial.run()
+    return trial.compared(seen, note=f"{trial.count('external_hits'):,} tokens from the host")
+
+
+def answered(trial: Trial) -> PathResult:
+    """The answers of the engine's last run as prompts."""
+    return answers_as_prompts(trial.name, trial.engine, trial.prompts.prompts, trial.prompts.first)
+
+
+def undrafted(trial: Trial) -> PathResult:
+    """Where nothing drafts; the note is of the first run, in which something did."""
+    stats = trial.prompts.stats
+    assert stats is not None, "the first run is over"
+    note = f"{stats.accepted_tokens:,} of {stats.draft_tokens:,} drafts were accepted"
+    return trial.compared(trial.run(), note=note)
+
+
+# ------------------------------------------------------------------------------------------------ of one set
+
+
+def windows(trial: Trial) -> PathResult | None:
+    """The model's sliding windows, if it has some that a sequence can be longer than."""
+    try:
+        with trial.engine.unwatched() as runner:
+            count = check_windows(runner)
+    except NothingToRun:
+        return None
+    except CheckFailed as error:
+        return PathResult(trial.name, 1, 1, 0, Divergence(1, 0, 0, float("inf")), str(error))
+    return PathResult(trial.name, count, 1, count)
+
+
+def salts(trial: Trial) -> PathResult:
+    """One prompt under several salts: only an equal salt finds it in the prefix cache, all answers are equal."""
+    engine, salts = trial.engine, ("a", "b", "a", "")
+    (tokens,) = random_tokens(engine, 1, LONG // 2, trial.size.outputs)
+    plain = SamplingParams(temperature=0.0)
+    seen = alone(engine, [prompt_of(tokens, plain, trial.size.outputs, salt) for salt in salts])
+    cached = [answer.cached for answer in engine.answers]
+    result = compare(trial.name, [seen[0]] * len(salts), [seen], f"{cached[2]:,} tokens from an equal salt")
+    return result.with_wrong(
+        [Divergence(1, number, 0, float(count)) for number, count in enumerate(cached) if count and number != 2]
+    )
+
+
+def min_tokens(trial: Trial) -> PathResult:
+    """No stop id before min_tokens, and with fewer tokens no end."""
+    prompts, again, wrong = trial.prompts.prompts[-LEAST:], trial.run()[-LEAST:], list[Divergence]()
+    for number, (prompt, answer) in enumerate(zip(prompts, trial.engine.answers[-LEAST:], strict=True)):
+        least, stops = prompt.params.min_tokens, prompt.params.stop_token_ids or []
+        early = [place for place, token in enumerate(answer.tokens[:least]) if token in stops]
+        if early or len(answer.tokens) < least:
+            wrong.append(Divergence(1, number, early[0] if early else len(answer.tokens), 0.0))
+    return compare(trial.name, trial.prompts.first[-LEAST:], [again]).with_wrong(wrong)
+
+
+def told_logprobs(trial: Trial) -> PathResult:
+    """Of ``logprob_token_ids``, each request's own and one with none: alone, then together."""
+    engine, outputs = trial.engine, trial.size.outputs
+    params = [
+        SamplingParams(temperature=float(number % 2), logprobs=3, logprob_token_ids=[*range(5 * number)][::-1])
+        for number in range(4)
+    ]
+    prompts = [prompt_of(*pair, outputs) for pair in zip(random_tokens(engine, 4, SHORT, outputs), params, strict=True)]
+    found = list[list[Seen]]()
+    for groups in ([1] * 4, [4]):
+        engine.run(prompts, in_groups(groups))
+        found.append([_as_seen(answer.logprobs) for answer in engine.answers])
+    wrong = [
+        Divergence(1, number, place, 0.0)
+        for number, answer in enumerate(engine.answers)
+        for place, entry in enumerate(answer.logprobs)
+        if number and [token for token, _ in entry.top] != params[number].logprob_token_ids
+    ]
+    return compare(trial.name, found[0], [found[1]], f"{5 * 3} of one").with_wrong(wrong)
+
+
+def prompt_logprobs(trial: Trial) -> PathResult:
+    """Of the engine's last run, whose steps are smaller than the prompts: one entry a token but the first."""
+    prompts = trial.prompts.prompts[:2]
+
+    def reported(answers: Sequence[Answer]) -> list[Seen]:
+        return [_as_seen(answer.prompt_logprobs) for answer in answers[:2]]
+
+    chunked = reported(trial.engine.answers)
+    wrong = [
+        Divergence(1, number, len(seen.bits), 0.0)
+        for number, (prompt, seen) in enumerate(zip(prompts, chunked, strict=True))
+        if len(seen.bits) != len(prompt.tokens)
+    ]
+    note = f"{len(prompts[0].tokens):,} tokens"
+    return compare(trial.name, reported(trial.prompts.answers), [chunked], note).with_wrong(wrong)
+
+
+def _as_seen(entries: Sequence[object]) -> Seen:
+    """Log-probabilities, which are compared as they are reported."""
+    return Seen([repr(entry) for entry in entries], [0.0] * len(entries))
+
+
+def grammars(trial: Trial) -> PathResult:
+    """All in one batch, those without grammars among them."""
+    return trial.compared(trial.run(), note=f"{len(trial.prompts.prompts) // 2} with grammars")
+
+
+def as_tokens(trial: Trial) -> PathResult | None:
+    """Texts as tokens, and as their rows of the table, where prompts may be embeddings."""
+    engine, encoder = trial.engine, trial.engine.loop.executor.encoder
+    if encoder is None or not isinstance(encoder.tower, Given):
+        return None
+    table = engine.loop.executor.decoder.weights.embedding
+    reads, given = PromptEmbeds(table.shape[1], lambda: engine.ready.max_model_len), list[Prompt]()
+    texts = [changed(prompt, segments=()) for prompt in trial.prompts.prompts]
+    for prompt in texts:
+        embedded = reads.of_tensor(table[torch.tensor(prompt.tokens, device=table.device)])
+        given.append(changed(prompt, tokens=embedded.ids, segments=tuple(embedded.segments)))
+    engine.forget_prefixes()
+    return compare(trial.name, engine.run(texts), [engine.run(given)])
+
+
+PATHS: tuple[Path, ...] = (
+    Path("later runs", "asked", "texts", later, _any),
+    Path("prefix cache cold", "asked", "texts", together, _any),
+    Path("shuffled arrivals", "asked", "texts", shuffled, _any),
+    Path("batches of 1 to {most}", "asked", "texts", in_batches, _any),
+    Path("answers as prompts", "asked", "texts", answered),
+    Path("served, by the contract", "asked", "", lambda trial: served(trial.engine, trial.size.outputs)),
+    Path("windows", "asked", "", windows),
+    Path("penalties, long prompts", "asked", "long texts", one_by_one),
+    Path("long answers as prompts", "asked", "long texts", answered),
+    Path("cache salts", "asked", "", salts),
+    Path("min_tokens", "asked", "short texts", min_tokens),
+    Path("logprobs of given tokens", "asked", "", told_logprobs),
+    Path("beam search", "asked", "", lambda trial: beam_search(trial.engine, min(CHUNKED, trial.longest))),
+    Path("grammars", "asked", "grammars", grammars),
+    Path("{kind}, together", "asked", "images", together),
+    Path("{kind}, prefix cache", "asked", "images", cold_and_cached),
+    Path("{kind}, as tokens", "asked", "images", as_tokens),
+    Path("{kind}, together", "asked", "adapters", together),
+    Path("{kind}, prefix cache", "asked", "adapters", backwards),
+    Path("nearly equal prompts", "asked", "", lambda trial: nearly_equal(trial.engine, names_of(trial.engine))),
+    Path("prompts given up", "asked", "", lambda trial: given_up(trial.engine)),
+    Path("blocks moved at once", "asked", "", lambda trial: moved(trial.engine)),
+    Path("chunks, few blocks", "tight", "texts", few_blocks_moved, _any),
+    Path("offloaded blocks", "tight", "texts", offloaded, lambda engine: engine.offloads),
+    Path("penalties, few blocks", "tight", "short texts", few_blocks),
+    Path("prompt logprobs, chunks", "tight", "short texts", prompt_logprobs),
+    Path("grammars, few blocks", "tight", "grammars", few_blocks),
+    Path("penalties, interrupted", "tight", "", lambda trial: penalties_interrupted(trial.engine, trial.size.outputs)),
+    Path("grammars, interrupted", "tight", "", lambda trial: grammars_interrupted(trial.engine, trial.size.outputs)),
+    Path("{kind}, chunks, few blocks", "tight", "images", few_blocks),
+    Path("{kind}, chunks, few blocks", "tight", "adapters", few_blocks),
+    Path("without speculation", "without drafts", "texts", undrafted, _any),
+    Path("grammars without speculation", "without drafts", "grammars", grammars),
+)
+"""In the order in which they are taken. Some look at the run before."""
+
+
+@dataclass
+class PathRunner:
+    """Takes paths, and keeps the ``sets`` of prompts that were made: by the engine as asked, for the first path that
+    needs each.
+    """
+
+    size: Size
+    texts: Prompts
+    sets: dict[str, PromptSet] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt that an engine with few blocks takes."""
+        known = self.sets.get("texts")
+        return max(len(prompt.tokens) for prompt in known.prompts) if known else self.size.longest
+
+    def on(self, engine: Engine, which: Which, only: Collection[str] = ()) -> Iterator[PathResult]:
+        """The results on ``engine``; ``only`` those of paths that it names, by the path or by its set, if any."""
+        names_of(engine)  # random ones, if the settings name none: each engine has the same
+        for path in PATHS:
+            if path.engine != which or (only and not {path.name, path.prompts} & set(only)) or not path.needs(engine):
+                continue
+            if path.prompts in MAKERS and path.prompts not in self.sets and which == "asked":
+                self.sets[path.prompts] = self._made(path.prompts, engine)
+            prompts = self.sets.get(path.prompts, PromptSet([]))
+            if path.prompts and not prompts.prompts:
+                continue
+            name = path.name.format(kind=prompts.kind, most=max(group_sizes(len(prompts.prompts)), default=0))
+            result = path.take(Trial(name, prompts, engine, self.size, self.longest))
+            if result is not None:
+                yield result
+
+    def _made(self, name: str, engine: Engine) -> PromptSet:
+        return MAKERS[name](engine, Sizes(self.size.outputs, self.longest, self.texts))
+
+    @property
+    def for_few_blocks(self) -> list[Prompt]:
+        """All prompts that an engine with few blocks takes."""
+        names = {path.prompts for path in PATHS if path.engine == "tight"}
+        return [prompt for name in names & self.sets.keys() for prompt in self.sets[name].prompts]
+
+
+def group_sizes(count: int) -> list[int]:
+    """`GROUPS`, repeated until there are ``count`` requests."""
+    sizes: list[int] = []
+    for size in itertools.cycle(GROUPS):
+        if sum(sizes) == count:
+            return sizes
+        sizes.append(min(size, count - sum(sizes)))
+    raise AssertionError("a cycle never ends")

@@ -11,7 +11,7 @@ from preheat.errors import NotInvariant
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.schedule.sequence import Pooled
 from preheat.verify.check_runner import CheckRunner
-from preheat.verify.paths import RAGGED
+from preheat.verify.context_paths import RAGGED
 
 _, ALL = POOLER_SETTINGS
 

@@ -1,0 +1,279 @@
+"""The paths that must give the same logits: a function each, for the rows of :mod:`preheat.verify.boot`.
+
+Each takes a context, int32 tokens, and yields the logits after its last token, fp32 [vocab], once for each way in which
+the path can compute them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from torch import Tensor
+
+from preheat.errors import CheckFailed
+from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.items import NothingToRun
+from preheat.verify.check_runner import CheckRunner, Row
+from preheat.warmup.dummy_batch import rows_of
+
+Ways = Generator[Tensor, None, None]
+"""Logits, each computed in its own way. Slots are taken until the generator ends or is closed."""
+
+ContextPath = Callable[[CheckRunner, np.ndarray], Ways]
+
+RAGGED = (37, 1, 101, 5, 260)
+"""The lengths of the chunks that a context is cut into, repeated as needed."""
+
+DECODED = 3
+"""Tokens at the end of a context that are computed one by one."""
+
+BESIDE = (Row(9, 1), Row(0, 17), Row(0, 3))
+"""Neighbours in a step: one decodes, two prefill."""
+
+
+POISONED = Row(5, 1)
+"""A neighbour whose cached keys and values are NaN."""
+
+
+def alone(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The whole context in one step of its own; all other paths are compared with it."""
+    with runner.sequence(tokens) as slot:
+        yield runner.step(slot)
+
+
+def eager(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The same, operation by operation."""
+    before, runner.eager = runner.eager, True
+    try:
+        yield from alone(runner, tokens)
+    finally:
+        runner.eager = before
+
+
+def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In front of and behind neighbours that prefill and, where steps mix, decode."""
+    mixes = runner.plan.policy.mixed_steps
+    rows = [row for row in BESIDE if mixes or row.lacking > 1]
+    while rows and not runner.bucket_of([Row(0, len(tokens)), *rows]):
+        rows.pop()
+    for first in (True, False) if rows else ():
+        with runner.neighbours(rows) as others, runner.sequence(tokens) as slot:
+            yield runner.step(slot, behind=others) if first else runner.step(slot, before=others)
+
+
+def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The whole context, then its last token, in the next bucket, with just enough neighbours to need it."""
+    for last in (len(tokens), 1):
+        row = Row(len(tokens) - last, last)
+        usual = runner.bucket_of([row])
+        rows = next((rows for rows in _more_and_more(row, runner) if runner.bucket_of([row, *rows]) != usual), None)
+        if rows is not None:
+            with _all_but(runner, tokens, last) as slot, runner.neighbours(rows) as others:
+                yield runner.step(slot, behind=others)
+
+
+def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
+    """Neighbours of the same phase as ``row``, twice as many or as long each time, while there is a bucket for them."""
+    size = 1
+    rows = [Row(5, 1)] if row.lacking == 1 else [Row(0, 2)]
+    while runner.bucket_of([row, *rows]):
+        yield rows
+        size *= 2
+        rows = [Row(5, 1)] * size if row.lacking == 1 else [Row(0, size + 1)]
+
+
+def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The whole context, and its last token, in every bucket of the plan that can hold them."""
+    for bucket in runner.plan.dispatcher.buckets:
+        for last in (len(tokens), 1):
+            row = Row(len(tokens) - last, last)
+            rows = _filling(runner, bucket, row)
+            if runner.bucket_of([row, *rows]) == bucket:
+                with _all_but(runner, tokens, last) as slot, runner.neighbours(rows) as others:
+                    yield runner.step(slot, behind=others)
+
+
+def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
+    """Neighbours with which a step with ``row`` needs ``bucket``, if there are any."""
+    size = runner.plan.dispatcher.example(bucket)
+    rows, tokens = size.rows - 1, size.tokens - row.lacking
+    blocks = max(size.blocks - -(-sum(row) // runner.slots.block_size), 0)
+    if not 0 < rows <= tokens:
+        return []
+    others = rows_of(StepSize(size.phase, rows, tokens, min(size.longest, tokens), blocks), runner.plan.limits)
+    return [Row(other.cached, other.extend) for other in others if other.extend > 0]
+
+
+def chunks(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In ragged chunks, and in two halves."""
+    for sizes in (RAGGED, (-(-len(tokens) // 2),)):
+        with runner.sequence(tokens) as slot:
+            left, sizes_again = len(tokens), itertools.cycle(sizes)
+            while left > (size := next(sizes_again)):
+                runner.read(slot, size)
+                left -= size
+            yield runner.step(slot)
+
+
+def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """With the first block, then all full blocks, shared with another sequence."""
+    size = runner.slots.block_size
+    most = (len(tokens) - 1) // size * size
+    if not most or runner.slots.num_free < 2:
+        return
+    with runner.sequence(tokens) as first:
+        runner.step(first)
+        for cached in sorted({size, most}):
+            with runner.sequence(tokens, cached=cached, of=first) as slot:
+                yield runner.step(slot)
+
+
+def offloaded(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """With all full blocks brought back from the host into blocks that held something else."""
+    count = (len(tokens) - 1) // runner.slots.block_size
+    if not count or runner.slots.num_free < 2:
+        return
+    with runner.sequence(tokens) as first:
+        runner.step(first)
+        with runner.sequence(tokens) as slot:
+            runner.restore(slot, first, count)
+            yield runner.step(slot)
+
+
+def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The last tokens one by one, alone and beside others that decode."""
+    rows = [Row(cached, 1) for cached in (5, 33, 0)]
+    while rows and not runner.bucket_of([Row(len(tokens) - 1, 1), *rows]):
+        rows.pop()
+    for neighbours in [[], rows] if rows else [[]]:
+        with _all_but(runner, tokens, DECODED) as slot:
+            for known in range(int(runner.slots.cached_len[slot]) + 1, len(tokens) + 1):
+                runner.lengthen(slot, known)
+                with runner.neighbours(neighbours) as others:
+                    logits = runner.step(slot, before=others)
+            yield logits
+
+
+def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """On blocks that hold NaN, as the numbers of another request may have left them, as a whole and with its last token
+    alone; then its last token beside a row that reads NaN.
+    """
+    with runner.poisoned(tokens) as slot:
+        yield runner.step(slot)
+    with runner.poisoned(tokens) as slot:
+        if len(tokens) > 1:
+            runner.lengthen(slot, len(tokens) - 1)
+            runner.step(slot)
+        runner.lengthen(slot, len(tokens))
+        yield runner.step(slot)
+    if runner.slots.num_free > 1 and runner.bucket_of([Row(len(tokens) - 1, 1), POISONED]):
+        with (
+            _all_but(runner, tokens, 1) as slot,
+            runner.poisoned(tokens[:1].repeat(sum(POISONED)), POISONED.cached) as other,
+        ):
+            yield runner.step(slot, before=[other])
+            runner.slots.cached_len[other] = POISONED.cached
+            if runner.executor.decoder.spec.head is not None and runner.draw(other) >= 0:
+                raise CheckFailed("poisoned: a row that reads NaN draws a token as if its logits were finite")
+
+
+def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Preempted after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
+    with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
+        yield runner.step(slot)
+
+
+def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In two steps, cut behind its first token, at the end of a block, in the middle and before its last token: the
+    second step reads from the cache what the first one rounded, and has to see its own keys and values rounded too.
+    """
+    length, block = len(tokens), runner.slots.block_size
+    for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
+        if runner.bucket_of([Row(0, cut)]) and runner.bucket_of([Row(cut, length - cut)]):
+            yield from _in_steps(runner, tokens, [cut])
+
+
+def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In as few steps as hold it; the long context is compared with this."""
+    size = len(tokens)
+    while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
+        size //= 2
+    yield from _in_steps(runner, tokens, [size] * (-(-len(tokens) // size) - 1))
+
+
+def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In steps that end beside the thirds, then its last token alone: steps see one, two and three KV splits."""
+    third = len(tokens) // 3
+    sizes = [third - 7, third, len(tokens) - 2 * third + 6]
+    if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
+        raise NothingToRun("no step holds a third of the context")
+    yield from _in_steps(runner, tokens, sizes)
+
+
+def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
+    """In steps of these sizes and one more for the rest."""
+    with runner.sequence(tokens) as slot:
+        for size in sizes:
+            runner.read(slot, size)
+        yield runner.step(slot)
+
+
+def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Behind neighbours that prefill, in the largest step that they can fill: more rows than any part of a linear layer
+    that is computed in parts.
+    """
+    row = Row(0, len(tokens))
+    buckets = [bucket for bucket in runner.plan.dispatcher.buckets if bucket.phase != "decode"]
+    for bucket in sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True):
+        rows = _filling(runner, bucket, row)
+        if runner.bucket_of([row, *rows]) == bucket:
+            with runner.neighbours(rows) as others, runner.sequence(tokens) as slot:
+                yield runner.step(slot, before=others)
+            return
+
+
+def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """The last token, again and again, after the blocks were moved in swaps of every size that free blocks fill up."""
+    with _all_but(runner, tokens, 1) as slot:
+        for size in runner.swap_sizes(slot):
+            runner.move(slot, size)
+            yield runner.step(slot)
+            runner.slots.cached_len[slot] -= 1
+
+
+def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Its last tokens as drafts that are right, alone and behind others that decode, and where every bucket is tried in
+    each that has drafts; then as drafts that were wrong and are computed over.
+    """
+    count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
+    rows = [Row(cached, 1) for cached in (5, 33, 0)]
+    while rows and (runner.plan.most_drafts(1 + len(rows)) < count or len(rows) >= runner.slots.num_free):
+        rows.pop()
+    for neighbours in [[], rows] if rows else [[]]:
+        with _all_but(runner, tokens, count + 1) as slot, runner.neighbours(neighbours) as others:
+            yield runner.verify(slot, others)[-1]
+    every = runner.plan.dispatcher.phases["verify"].buckets if "every bucket" in runner.plan.checks else ()
+    for bucket in (each for each in every if each.longest <= len(tokens)):
+        beside_it = runner.neighbours([Row(5, 1)] * (bucket.rows - 1))
+        with _all_but(runner, tokens, bucket.longest) as slot, beside_it as others:
+            yield runner.verify(slot, others)[-1]
+    last = len(tokens) - count
+    with _all_but(runner, tokens, count + 1) as slot:
+        runner.write(slot, last, (tokens[last:] + 1) % runner.vocab_size)
+        runner.verify(slot)
+        runner.write(slot, last, tokens[last:])
+        yield runner.step(slot)
+
+
+@contextmanager
+def _all_but(runner: CheckRunner, tokens: np.ndarray, last: int) -> Iterator[int]:
+    """A sequence that lacks its ``last`` tokens."""
+    with runner.sequence(tokens) as slot:
+        if len(tokens) > last:
+            runner.lengthen(slot, len(tokens) - last)
+            runner.step(slot)
+        runner.lengthen(slot, len(tokens))
+        yield slot

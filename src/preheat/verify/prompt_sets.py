@@ -1,0 +1,284 @@
+"""The sets of prompts of ``preheat verify``, each with its first run, which the set's paths are compared with.
+
+Where every run could be wrong in the same way, a set also has a rule: what is wrong with the answers of the last run,
+said in a few lines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from preheat.core import Image, SamplingParams, Segment, Stats
+from preheat.execution.encoder import noise
+from preheat.lora.random import random_adapter
+from preheat.verify.compare import Divergence, Seen
+from preheat.verify.drive import Answer, Engine, Prompts, in_groups
+from preheat.verify.masked import RULES, TEMPERATURES, end_token, texts_of
+from preheat.verify.prompts import Prompt, as_pooled
+
+Rule = Callable[[Engine], Iterable[Divergence]]
+
+
+@dataclass
+class PromptSet:
+    """``prompts``, the ``first`` run's logits and ``answers``, and the engine's ``stats`` after it. ``kind`` is what
+    the names of paths call them. No engine is kept: two at once may not fit into memory.
+    """
+
+    prompts: list[Prompt]
+    first: list[Seen] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    stats: Stats | None = None
+    kind: str = ""
+    rule: Rule = lambda engine: ()
+
+    def seen(self, engine: Engine, first: list[Seen]) -> PromptSet:
+        """The set, whose ``first`` run was that of ``engine`` just now."""
+        self.first, self.answers, self.stats = first, engine.answers, engine.stats
+        return self
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Each prompt is continued by ``outputs`` tokens; those that an engine with few blocks takes have ``longest`` at
+    most. ``texts`` makes the prompts of the set of that name.
+    """
+
+    outputs: int
+    longest: int
+    texts: Prompts
+
+
+Make = Callable[[Engine, Sizes], PromptSet]
+"""Makes prompts that fit the limits of an engine, and runs them for the first time."""
+
+
+def random_tokens(engine: Engine, count: int, length: int, outputs: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens, or of as many as leave room for ``outputs``."""
+    draw = random.Random(length)
+    length = max(min(length, engine.ready.max_model_len - outputs), 1)
+    return [[draw.randrange(engine.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def prompt_of(tokens: list[int], params: SamplingParams, outputs: int, salt: str = "") -> Prompt:
+    """The prompt ``tokens``, continued by ``outputs`` tokens."""
+    return Prompt(tokens, replace(params, seed=len(tokens), max_tokens=outputs, ignore_eos=True), salt)
+
+
+def in_turn(outputs: int, number: int) -> SamplingParams:
+    """Greedy and at random in turn."""
+    return SamplingParams(temperature=float(number % 2), seed=number, max_tokens=outputs, ignore_eos=True)
+
+
+def alone(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
+    """Run each of ``prompts`` alone, behind the blocks of those before it."""
+    return engine.run(prompts, in_groups([1] * len(prompts)))
+
+
+def alone_and_cold(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
+    """Run each of ``prompts`` alone, without the others' blocks."""
+    found = []
+    for prompt in prompts:
+        engine.forget_prefixes()
+        found += engine.run([prompt])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ texts
+
+
+def texts(engine: Engine, sizes: Sizes) -> PromptSet:
+    """The prompts that were asked for, all at once. The first run is that of a fresh engine."""
+    prompts = as_pooled(sizes.texts(engine)) if engine.pools else sizes.texts(engine)
+    return PromptSet(prompts).seen(engine, engine.run(prompts))
+
+
+LONG = 1_300
+"""Tokens of a prompt that is longer than what a sampler might look back over."""
+
+PENALTIES = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=2.0, presence_penalty=1.0)
+CLOSE = 1e-4
+"""Penalised logits this close may be drawn in either order: the rule is computed in another precision."""
+
+
+def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Long prompts with penalties and greedy draws, which are the best of the penalised logits; what the model likes
+    stands at the beginning.
+    """
+    plain, tokens = SamplingParams(temperature=0.0), random_tokens(engine, 3, LONG, sizes.outputs)
+    engine.run([prompt_of(each, plain, sizes.outputs) for each in tokens])
+    liked = [list(dict.fromkeys(answer.tokens)) for answer in engine.answers]
+    liked = [found + list(range(3 * number)) for number, found in enumerate(liked)]  # of lengths of their own
+    prompts = [
+        prompt_of([*found, *each[len(found) :]][: len(each)], PENALTIES, sizes.outputs)
+        for found, each in zip(liked, tokens, strict=True)
+    ]
+    with engine.keeping_logits() as logits:
+        first = engine.run(prompts)
+
+    def rule(engine: Engine) -> Iterable[Divergence]:
+        for number, (prompt, answer) in enumerate(zip(prompts, engine.answers, strict=True)):
+            place, gap = _not_best(prompt, answer.tokens, logits[number])
+            if place >= 0:
+                yield Divergence(1, number, place, gap)
+
+    return PromptSet(prompts, rule=rule).seen(engine, first)
+
+
+def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -> tuple[int, float]:
+    """The place of the first token that is not the best of the penalised logits, and by how much; else -1."""
+    params = prompt.params
+    for place, token in enumerate(output):
+        line, done = logits[place].double(), output[:place]
+        seen = torch.tensor(sorted({*prompt.tokens, *done}))
+        line[seen] = torch.where(
+            line[seen] > 0, line[seen] / params.repetition_penalty, line[seen] * params.repetition_penalty
+        )
+        for other in set(done):
+            line[other] -= params.frequency_penalty * done.count(other) + params.presence_penalty
+        gap = float(line.max() - line[token])
+        if gap > CLOSE:
+            return place, gap
+    return -1, 0.0
+
+
+CHUNKED = 400
+"""More than a step of the engine with few blocks has."""
+
+SHORT, COUNT, LEAST = 40, 12, 2
+"""Tokens of a short prompt, how many there are, and how many of them have min_tokens."""
+
+
+def short_texts(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Prompts with penalties, greedy and at random; two of them with prompt logprobs, two with min_tokens, whose stop
+    ids are what they would begin with.
+    """
+    params = [
+        replace(PENALTIES, temperature=float(number % 2), prompt_logprobs=2 if number < 2 else None)
+        for number in range(COUNT)
+    ]
+    lengths = [min(each, sizes.longest) for each in [CHUNKED] * 2 + [SHORT] * (COUNT - 2)]
+    tokens = [random_tokens(engine, COUNT, length, sizes.outputs)[number] for number, length in enumerate(lengths)]
+    prompts = [prompt_of(*pair, sizes.outputs) for pair in zip(tokens, params, strict=True)]
+    engine.run(prompts[-LEAST:])
+    for place, answer in enumerate(engine.answers, COUNT - LEAST):
+        stops = replace(prompts[place].params, stop_token_ids=answer.tokens[:3], min_tokens=sizes.outputs // 2)
+        prompts[place] = Prompt(prompts[place].tokens, stops)
+    return PromptSet(prompts).seen(engine, alone(engine, prompts))
+
+
+# ------------------------------------------------------------------------------------------------ grammars
+
+
+def masked_texts(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Prompts with grammars, then as many without, each alone; none where there are no grammars."""
+    if isinstance(engine.loop.grammars, str):
+        return PromptSet([])
+    draw, end, masked, plain = random.Random(9), end_token(engine), list[Prompt](), list[Prompt]()
+    outputs, length = min(sizes.outputs, SHORT), min(2 * SHORT, sizes.longest)
+    length = max(min(length, engine.ready.max_model_len - outputs), 1)
+    for params, *_ in RULES:
+        for temperature in TEMPERATURES:
+            tokens = [draw.randrange(engine.vocab_size) for _ in range(length)]
+            free = SamplingParams(temperature=temperature, seed=len(masked), max_tokens=outputs, ignore_eos=True)
+            held = replace(free, ignore_eos=False, stop_token_ids=[end], structured_outputs=params)
+            masked.append(Prompt(tokens, held))
+            plain.append(Prompt(tokens, free))
+
+    def rule(engine: Engine) -> Iterable[Divergence]:
+        outputs = [answer.tokens for answer in engine.answers[: len(masked)]]
+        for number, (text, whole) in enumerate(texts_of(engine, outputs)):
+            _, is_whole, may_begin = RULES[number // len(TEMPERATURES)]
+            if not (is_whole if whole else may_begin)(text):
+                yield Divergence(1, number, 0, 0.0)
+
+    prompts = [*masked, *plain]
+    return PromptSet(prompts, rule=rule).seen(engine, alone(engine, prompts))
+
+
+# ------------------------------------------------------------------------------------------------ images, adapters
+
+TEXT = 40
+"""Tokens before an image, and as many as follow."""
+
+PICTURES = ((0,), (1,), (0,), (2, 1), (1, 2), (2,), (3,))
+"""The images of each prompt, by number. All prompts begin with the same text, and those with as many images have the
+same tokens."""
+
+
+def images(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Prompts with images, or with pieces of embeddings: none if no sequence can hold one."""
+    encoder = engine.loop.executor.encoder
+    if encoder is None:
+        return PromptSet([])
+    tower, draw, size = encoder.tower, random.Random(5), engine.loop.scheduler.limits.image_tokens
+    text = [[draw.randrange(engine.vocab_size) for _ in range(TEXT)] for _ in range(3)]
+    made = [noise(tower, number) for number in range(4)]
+    pictured = [
+        _pictured(text, [made[each] for each in pictures], size, tower.token, in_turn(sizes.outputs, number))
+        for number, pictures in enumerate(PICTURES)
+    ]
+    prompts = [each for each in pictured if len(each.tokens) <= engine.ready.max_model_len - sizes.outputs]
+    return PromptSet(prompts, kind=tower.name).seen(engine, alone_and_cold(engine, prompts))
+
+
+def _pictured(text: list[list[int]], images: list[Image], size: int, token: int, params: SamplingParams) -> Prompt:
+    """A text, then each image with a text behind it."""
+    tokens, segments = list(text[0]), list[Segment]()
+    for image, behind in zip(images, text[1:], strict=False):
+        segments.append(Segment(len(tokens), len(tokens) + size, image))
+        tokens += [token] * size + behind
+    return Prompt(tokens, params, segments=tuple(segments))
+
+
+LONGEST = 120
+"""Tokens of the longest prompt with an adapter."""
+
+BASE_EVERY = 3
+"""One prompt in this many has no adapter."""
+
+
+def adapters(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Prompts that name adapters in turn: those that the settings name, or one more random one than there are places;
+    none where there are no adapters.
+    """
+    names = names_of(engine)
+    if not names:
+        return PromptSet([])
+    draw, longest = random.Random(6), max(min(LONGEST, engine.ready.max_model_len - sizes.outputs), 1)
+    shared = [draw.randrange(engine.vocab_size) for _ in range(longest)]
+    prompts = []
+    for number in range(COUNT):
+        tokens = shared[: longest // 2] + shared[: max(longest * number // COUNT // 2, 1)][::-1]
+        name = names[(number + number // BASE_EVERY) % len(names)] if number % BASE_EVERY else ""
+        prompts.append(Prompt(tokens[:longest], in_turn(sizes.outputs, number), lora_name=name))
+    return PromptSet(prompts, kind="adapters").seen(engine, alone_and_cold(engine, prompts))
+
+
+def names_of(engine: Engine) -> list[str]:
+    """The adapters that ``engine`` serves; random ones from now on if there are none."""
+    adapters, seats = engine.loop.adapters, engine.loop.executor.adapters
+    if isinstance(adapters, str) or seats is None:
+        return []
+    if not adapters.names:
+        for number in range(seats.places + 1):
+            made = random_adapter(seats, number)
+            adapters.serve(made.name, "", made)
+    return adapters.names
+
+
+MAKERS: Mapping[str, Make] = {
+    "texts": texts,
+    "long texts": long_texts,
+    "short texts": short_texts,
+    "grammars": masked_texts,
+    "images": images,
+    "adapters": adapters,
+}
+"""The sets by name, in the order in which paths need them."""
