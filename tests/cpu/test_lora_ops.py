@@ -10,7 +10,7 @@ from preheat.backends.cpu import lora
 from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.errors import NotInvariant
-from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
+from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta
 from preheat.ops.moe import combine
 from preheat.ops.proof import noise, signed_pairs
 
@@ -32,7 +32,7 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
     """Put an adapter into ``place``: what it has for each of the first parts."""
-    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given)}))
+    made.write(place, made.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
 def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     put(made, 1, *given)
     base = run(made, rows, x, [-1] * 19)
     found = run(made, rows, x, [1] * 19)
-    more = torch.cat([delta(x, *each) for each in given], 1)
+    more = torch.cat([delta(x, LowRankPair(*each)) for each in given], 1)
     torch.testing.assert_close(found, add_delta(base, more), atol=1e-4 if dtype == torch.float32 else 0.06, rtol=1e-5)
     exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
     torch.testing.assert_close(more.double(), exact, atol=1e-4, rtol=1e-5)

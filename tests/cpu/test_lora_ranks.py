@@ -29,7 +29,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.model.shard import shard
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise
 from preheat.settings import Settings
 from preheat.verify.drive import Engine
@@ -147,7 +147,7 @@ def added(collective: Collective) -> Tensor:
     layer = CpuAdapters().linear(
         base, part, [OUTPUTS], rows, places=2, max_rank=40, dtype=torch.float32, activation=None, clip=None
     )
-    layer.write(1, layer.pack({0: LowRank(a[:, mine], noise(OUTPUTS, 23, seed=2), 0.37)}))
+    layer.write(1, layer.pack({0: LowRankPair(a[:, mine], noise(OUTPUTS, 23, seed=2), 0.37)}))
     rows.describe(0, "tokens", np.array([1, -1] * ROWS, np.int32)[:ROWS])
     rows.use("tokens")
     return layer(noise(ROWS, INPUTS, seed=5)[:, mine].contiguous())
@@ -163,7 +163,9 @@ def test_what_is_added_is_the_references(tmp_path):
     x, weight = noise(ROWS, INPUTS, seed=5), noise(OUTPUTS, INPUTS) / 60
     a, b = noise(23, INPUTS, seed=1) / 60, noise(OUTPUTS, 23, seed=2)
     base = x @ weight.T + noise(OUTPUTS, seed=4)
-    torch.testing.assert_close(found[0][::2], add_delta(base, delta(x, a, b, 0.37, 4))[::2], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0][::2], add_delta(base, delta(x, LowRankPair(a, b, 0.37), 4))[::2], atol=1e-4, rtol=1e-5
+    )
     torch.testing.assert_close(found[0][1::2], base[1::2], atol=1e-4, rtol=1e-5)
 
 

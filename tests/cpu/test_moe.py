@@ -14,8 +14,9 @@ from torch import Tensor
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.moe import CpuExperts
 from preheat.ops import moe
-from preheat.ops.moe import Routing, combine, route
+from preheat.ops.moe import combine, route
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 

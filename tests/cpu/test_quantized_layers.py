@@ -14,7 +14,6 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import Fp8Linear, parts_of
 from preheat.ops import quantization
 from preheat.ops.kinds import ActivationScales, Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
 from preheat.ops.quantization import (
     E4M3,
@@ -26,6 +25,7 @@ from preheat.ops.quantization import (
     quantize_rows,
     scaled_product,
 )
+from preheat.ops.values import Routing
 
 CPU = CpuBackend()
 FP8 = Scheme(code="fp8", scales="channel", activations="token")

@@ -35,7 +35,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import FromHost, load_weights
 from preheat.model.shard import shard
-from preheat.ops.leaves import tree_sum
+from preheat.ops.matmul import tree_sum
 from preheat.parallel import channel
 from preheat.parallel.channel import RingReceiver, RingSender
 from preheat.parallel.reports import Reporter
@@ -131,7 +131,7 @@ def test_controls(name, tmp_path, monkeypatch):
     assert not same(on_sizes(model, tmp_path / "rounds", wrap=RoundsOnTheWire))
     arrivals = on_ranks(4, tmp_path / "arrival", lambda c: logits_on(OrderOfArrival(c), model))
     assert not torch.equal(arrivals[0], plain[0])
-    monkeypatch.setattr(shards, "leaves_of", lambda world: world)
+    monkeypatch.setattr(shards, "k_splits_of", lambda world: world)
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 

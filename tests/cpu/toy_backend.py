@@ -17,7 +17,7 @@ from preheat.backends import base, cold
 from preheat.backends.base import AttentionLayer, K, R, StepInputs
 from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
-from preheat.ops import activation, digest, embedding, logprobs, moe, norm, rotary, sampler, sampling
+from preheat.ops import activation, digest, embedding, logprobs, moe, norm, rotary, sampler, sampling, values
 from preheat.warmup.cold_sources import ORIGINS
 
 
@@ -127,6 +127,7 @@ class ToyBackend:
     cold_sources = staticmethod(lambda: dict.fromkeys(ORIGINS, cold.Watched("none", "it is a toy")))
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
+    supports = staticmethod(lambda value: values.Ok())
 
     def sleep_memory(self) -> None:
         pass

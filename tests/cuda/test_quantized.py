@@ -30,8 +30,8 @@ from preheat.backends.cuda.tuning import (
 )
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 from preheat.settings import Settings
 from tests.cpu.test_quantized_layers import random_weight as random_layer
 from tests.kernels.ranks import on_ranks

@@ -20,10 +20,11 @@ from preheat.backends.cuda.tuning import Tile
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.lora import LowRank, add_delta, delta
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.matmul import LowRankPair, add_delta, delta
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
+from preheat.ops.values import Routing
 from tests.cpu.test_quantized_layers import FP8, W8A8, random_weight
 from tests.kernels.backend import InterpretedCuda
 
@@ -78,7 +79,7 @@ def tokens(kind: Kind):
     return noise(TOKENS, size(kind).hidden, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
 
 
-def adapter(place: int, kind: Kind) -> dict[int, LowRank]:
+def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
     """By part. Of expert 1 the first leaves up alone, of expert 2 all."""
     found, own, dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
@@ -87,7 +88,9 @@ def adapter(place: int, kind: Kind) -> dict[int, LowRank]:
         inputs, outputs = (own.inner, own.hidden) if part % 3 == 2 else (own.hidden, own.inner)
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
-        found[part] = LowRank(a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place)
+        found[part] = LowRankPair(
+            a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place
+        )
     return found
 
 
@@ -131,7 +134,7 @@ def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tens
 
 @functools.cache
 def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
-    """By :func:`preheat.ops.lora.delta`, layer by layer, each sum rounded once."""
+    """By :func:`preheat.ops.matmul.delta`, layer by layer, each sum rounded once."""
     (x, logits), (gate_up, down) = tokens(kind), weights(kind)
     adapters = [adapter(place, kind) for place in range(PLACES)]
     chosen, shares = route(logits, ROUTING)
@@ -140,7 +143,7 @@ def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
         return weight.part(number) if isinstance(weight, QuantizedWeight) else weight[number]
 
     def added(y, rows, part, place):
-        return add_delta(y, delta(rows, *adapters[place][part])) if part in adapters[place] else y
+        return add_delta(y, delta(rows, adapters[place][part])) if part in adapters[place] else y
 
     def one(number: int, row: torch.Tensor, place: int) -> torch.Tensor:
         gate, up = times(row, own(gate_up, number)).chunk(2, 1)

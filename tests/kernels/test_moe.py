@@ -10,8 +10,9 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
 from preheat.backends.cuda.tuning import Tile
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 
 PLAIN = Tile(16, 16, 16, 1, 2)
 HIDDEN, INNER = 40, 24

@@ -20,9 +20,10 @@ from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedRows
+from preheat.ops.values import Routing
 from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order

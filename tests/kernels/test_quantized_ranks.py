@@ -16,10 +16,10 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.tuning import Expanded
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing
+from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Routing
 from tests.cpu.test_quantized_layers import W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import Heard, on_ranks

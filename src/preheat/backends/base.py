@@ -18,6 +18,7 @@ import numpy as np
 from preheat.combinations import Lacks
 from preheat.limits import Limits
 from preheat.ops.kinds import Activation, NormKind, Scheme
+from preheat.ops.values import Support, Value
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from preheat.backends.cold import Watched
     from preheat.backends.meeting import Meeting
     from preheat.core import Level
-    from preheat.ops.lora import LowRank
-    from preheat.ops.moe import Routing
+    from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
+    from preheat.ops.values import Routing
 
 HOST_COPIES = 2
 """Copies on the host of what travels to the device: one is written while the device may still read the other."""
@@ -179,13 +180,13 @@ class AdapterRows(Protocol):
 
 
 class Adapted(Protocol):
-    """A module with places for adapters, see :mod:`preheat.ops.lora`."""
+    """A module with places for adapters, see :mod:`preheat.ops.matmul`."""
 
     @property
     def bytes(self) -> int:
         """Bytes of all its places."""
 
-    def pack(self, parts: Mapping[int, LowRank]) -> Any:
+    def pack(self, parts: Mapping[int, LowRankPair]) -> Any:
         """What a place holds of an adapter with these matrices, by part; others it leaves alone. On the host, in the
         layout and the dtype of a place. Any thread may ask for it.
         """
@@ -589,7 +590,7 @@ class Link(Collective, Protocol):
 
 class Sharing(Protocol):
     """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
-    depend on how many ranks there are; see :mod:`preheat.ops.leaves`.
+    depend on how many ranks there are; see :mod:`preheat.ops.matmul`.
     """
 
     def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
@@ -691,6 +692,9 @@ class Backend(Operations, Protocol):
 
     def kv_cache_memory(self) -> int | None:
         """Bytes of KV cache if no size is set; None means a share of the free memory."""
+
+    def supports(self, value: Value) -> Support:
+        """Whether the device runs the layer of ``value``, and with its terms; see :mod:`preheat.backends.support`."""
 
     def supports_bfloat16(self) -> bool:
         """Whether the device multiplies bfloat16 natively."""

@@ -1,4 +1,4 @@
-"""Linear layers of which a rank has a part, made of a backend's own; see :mod:`preheat.ops.leaves`."""
+"""Linear layers of which a rank has a part, made of a backend's own; see :mod:`preheat.ops.matmul`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Collective, Linear
-from preheat.ops.leaves import tree_sum
+from preheat.ops.matmul import tree_sum
 
 Make = Callable[[Tensor, "Tensor | None"], Linear]
 """Makes the backend's layer of a weight [outputs, inputs] and a bias [outputs]."""

@@ -24,7 +24,8 @@ from preheat.backends.base import (
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.specs import EmbeddingSpec, LinearSpec, MoeSpec
 from preheat.ops.embedding import rounded
-from preheat.ops.lora import TILE, LowRank
+from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import TILE
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
@@ -132,17 +133,17 @@ class AdapterSeats:
         assert self._embedding is not None
         self._embedding.add(inputs.tokens, inputs.slots, last_token, out)
 
-    def pack(self, factors: Mapping[str, LowRank]) -> Packed:
+    def pack(self, factors: Mapping[str, LowRankPair]) -> Packed:
         """What :meth:`load` puts into a place, of an adapter's matrices by module; any thread may ask. Raises
         InvalidRequest for modules that have no place, or matrices that do not fit.
         """
         self._check(factors)
-        parts: list[dict[int, LowRank]] = [{} for _ in self._layers]
+        parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
         for name, each in factors.items():
             seat = self._seats[name]
             a = each.a if seat.columns is None else each.a[:, slice(*seat.columns)]
             b = each.b if seat.order is None else each.b[seat.order]
-            parts[seat.layer][seat.part] = LowRank(a, b, each.scale * seat.scale)
+            parts[seat.layer][seat.part] = LowRankPair(a, b, each.scale * seat.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
     def load(self, place: int, packed: Packed) -> None:
@@ -153,7 +154,7 @@ class AdapterSeats:
             else:
                 layer.write(place, each)
 
-    def _check(self, factors: Mapping[str, LowRank]) -> None:
+    def _check(self, factors: Mapping[str, LowRankPair]) -> None:
         """Raise InvalidRequest unless an adapter fits."""
         for name, each in factors.items():
             seat = self._seats.get(name)

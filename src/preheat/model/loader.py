@@ -38,7 +38,7 @@ from preheat.model.layers import (
     SharedExpert,
     Weights,
 )
-from preheat.model.quantization import bytes_by_scheme, check_backend
+from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
@@ -59,10 +59,11 @@ from preheat.model.specs import (
 )
 from preheat.model.stage import stage_of
 from preheat.model.ties import with_stored_head
+from preheat.model.values import check_supported
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight, empty_weight
+from preheat.ops.values import Routing
 from preheat.settings import Settings
 from preheat.utils.pooling import pooling_of
 
@@ -114,7 +115,7 @@ def load_model(
     spec = stage_of(spec, stage, settings.pipeline_parallel_size)
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
-    check_backend(spec, backend.facts)
+    check_supported(spec, name, backend.supports)
     seats = make_seats(settings, backend, dtype, collective)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())

@@ -16,22 +16,12 @@ backend puts its rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from preheat.ops.opaque import opaque
-
-
-class Routing(NamedTuple):
-    """How a token's experts are chosen and weighted. ``renormalize``: the chosen experts' weights sum to one.
-    ``round_weights``: they are rounded to the model's dtype.
-    """
-
-    top_k: int
-    renormalize: bool
-    round_weights: bool
+from preheat.ops.values import Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -73,7 +63,7 @@ def routed_leaves(
 ) -> list[Tensor]:
     """As :func:`routed`, for experts that give a sum of leaves: for each leaf the weighted sum over a token's experts,
     fp32 [tokens, hidden]. ``expert(number, slots)`` gives one's leaves, fp32 [n, hidden] each, for the tokens that
-    chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.leaves`.
+    chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.matmul`.
     """
     leaves: list[Tensor] = []
     for number, mine in visits(chosen, num_experts):

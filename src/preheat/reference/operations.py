@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from preheat.backends.base import Backend, Experts, Linear, Norm
 from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Routing
 
 Operation = Callable[..., Tensor]
 

@@ -35,20 +35,22 @@ from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
-from preheat.backends.cpu.linear import OneDnnLinear, finished
+from preheat.backends.cpu.linear import OneDnnLinear, finished, obstacle
 from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.backends.cpu.moe import CpuExperts
 from preheat.backends.cpu.quantized import Fp8Experts, Fp8Linear
 from preheat.backends.cpu.sampler import CpuSampler
 from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.support import matmuls, supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, add_shared
+from preheat.ops.moe import add_shared
 from preheat.ops.norm import RMSNorm, make_norm
 from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import Refused, Routing, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
 
@@ -81,6 +83,13 @@ class CpuBackend:
     def kv_cache_memory(self) -> int | None:
         """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
         return KV_CACHE_BYTES
+
+    def supports(self, value: Value) -> Support:
+        """Refused, besides, where this torch or this processor lacks a kernel for the dtype."""
+        found = supports(self.facts, value)
+        plain = [part for part in matmuls(value) if part.input == "plain"]
+        lacking = next(filter(None, (obstacle(getattr(torch, part.weight.dtype)) for part in plain)), None)
+        return found if lacking is None or isinstance(found, Refused) else lacking
 
     def supports_bfloat16(self) -> bool:
         """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""

@@ -25,6 +25,7 @@ from preheat.ops.activation import ACTIVATIONS, clip
 from preheat.ops.kinds import Activation
 from preheat.ops.opaque import opaque
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import Refused
 
 MIN_ROWS = FACTS.min_tokens
 
@@ -151,9 +152,16 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return packed
 
 
-def check_kernel(dtype: torch.dtype) -> None:
-    """Raise SettingsError where this torch, on this processor, has no kernel for ``dtype``."""
+def obstacle(dtype: torch.dtype) -> Refused | None:
+    """Why this torch, on this processor, has no kernel for ``dtype``; None if it has one."""
     if not torch._C._has_mkldnn:
-        raise SettingsError("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+        return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise SettingsError("this processor has no kernel for bfloat16: use --dtype float32", param="dtype")
+        return Refused("this processor has no kernel for bfloat16: use --dtype float32", "dtype")
+    return None
+
+
+def check_kernel(dtype: torch.dtype) -> None:
+    """Raise SettingsError where there is no kernel for ``dtype``."""
+    if (found := obstacle(dtype)) is not None:
+        raise SettingsError(found.reason, param=found.param)

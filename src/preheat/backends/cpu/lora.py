@@ -1,4 +1,4 @@
-"""Linear layers with places for adapters on a CPU, see :mod:`preheat.ops.lora`.
+"""Linear layers with places for adapters on a CPU, see :mod:`preheat.ops.matmul`.
 
 The rows of one adapter are gathered and multiplied so many at a time, filled up with zeros: by a number of rows whose
 bits are proven, on this machine, to be those of ``ROWS`` rows at any place among them. Every product therefore has one
@@ -23,9 +23,9 @@ from preheat.backends.cpu.linear import finished
 from preheat.backends.shards import LeafLinear
 from preheat.errors import NotInvariant
 from preheat.ops.kinds import Activation
-from preheat.ops.leaves import tree_sum
-from preheat.ops.lora import PART, TILE, LowRank, add_delta, matrix_dtype
+from preheat.ops.matmul import LowRankPair, add_delta, pair_dtype, tree_sum
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import PART, TILE
 
 ROWS = 8
 MORE_ROWS = (64, 32, 16)
@@ -88,7 +88,7 @@ class Places:
     def __init__(self, parts: Sequence[Factors], rows: CpuAdapterRows) -> None:
         self._parts, self._rows = parts, rows
 
-    def pack(self, parts: Mapping[int, LowRank]) -> list[Packed | None]:
+    def pack(self, parts: Mapping[int, LowRankPair]) -> list[Packed | None]:
         return [part.pack(parts[number]) if number in parts else None for number, part in enumerate(self._parts)]
 
     def write(self, place: int, packed: Sequence[Packed | None]) -> None:
@@ -249,7 +249,7 @@ class Factors(ABC):
     def bytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
 
-    def pack(self, given: LowRank) -> Packed:
+    def pack(self, given: LowRankPair) -> Packed:
         """``given`` as a place holds it."""
         a = self._first(given.a.float())[self._share.rank :: self._share.world]
         return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale, given.a.dtype)
@@ -283,7 +283,7 @@ class Factors(ABC):
 
     def expand(self, shrunk: Tensor, place: int, dtype: torch.dtype) -> Tensor:
         """What is added to rows of a model of this dtype that ``shrunk`` to this."""
-        used, rounded = self._tiles[place], matrix_dtype(dtype, self._dtype[place])
+        used, rounded = self._tiles[place], pair_dtype(dtype, self._dtype[place])
         scaled = (shrunk[:used] * self._scale[place]).to(rounded).float()
         given = zip(scaled, self._b[place, :used], strict=True)
         return functools.reduce(Tensor.add_, (self._expand(one, b) for one, b in given))

@@ -1,4 +1,4 @@
-"""Routed experts with places for adapters on a CPU, see :mod:`preheat.ops.lora`."""
+"""Routed experts with places for adapters on a CPU, see :mod:`preheat.ops.matmul`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from preheat.backends.cpu.quantized import Fp8Experts
 from preheat.backends.cpu.sharing import LeafExperts
 from preheat.backends.shards import all_ranks_at_once
 from preheat.ops.activation import silu_and_mul
-from preheat.ops.leaves import tree_sum
-from preheat.ops.lora import NOTHING, add_delta
+from preheat.ops.matmul import NOTHING, add_delta, tree_sum
 from preheat.ops.moe import combine, route, routed_leaves, visits
 
 
 class AdaptedExperts(Places):
-    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.matmul`."""
 
     def __init__(
         self, inner: CpuExperts | Fp8Experts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from preheat.backends.cpu.linear import REFERENCES, check_kernel, packed_linear, proven_size
 from preheat.ops.activation import silu_and_mul
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.opaque import opaque
+from preheat.ops.values import Routing
 
 LARGEST = max(REFERENCES)
 SIZES = tuple(1 << power for power in range(LARGEST.bit_length()))

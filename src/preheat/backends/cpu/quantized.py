@@ -16,7 +16,7 @@ from torch import Tensor
 from preheat.backends.base import Collective, Linear
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import ActivationScales
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.opaque import opaque
 from preheat.ops.quantization import (
     PROMOTED,
@@ -27,6 +27,7 @@ from preheat.ops.quantization import (
     scaled_product,
     token_scales,
 )
+from preheat.ops.values import Routing
 
 
 class Fp8Linear:

@@ -1,4 +1,4 @@
-"""Layers that several ranks share on a CPU, one process each; see :mod:`preheat.ops.leaves`."""
+"""Layers that several ranks share on a CPU, one process each; see :mod:`preheat.ops.matmul`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from preheat.backends.meeting import Meeting, OneNode
 from preheat.backends.shards import LeafLinear, Leaves, Products, TiledLinear, all_ranks
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing, route, routed_leaves
+from preheat.ops.matmul import tree_sum
+from preheat.ops.moe import route, routed_leaves
 from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import Routing
 
 
 class CpuSharing:

@@ -59,11 +59,13 @@ from preheat.backends.cuda.streams import CudaEvent, own_stream
 from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
+from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Experts as ExpertsValue
+from preheat.ops.values import Ok, Routing, Support, Value, WithoutTerms
 from preheat.settings import Settings
 
 
@@ -124,6 +126,14 @@ class CudaBackend:
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None
+
+    def supports(self, value: Value) -> Support:
+        """Without terms, besides, for quantized experts that ranks share: there are no kernels for them."""
+        found = supports(self.facts, value)
+        down = value.down if isinstance(value, ExpertsValue) else None
+        if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
+            return WithoutTerms("with this device, quantization and ranks")
+        return found
 
     def supports_bfloat16(self) -> bool:
         """True for every GPU that is accepted."""

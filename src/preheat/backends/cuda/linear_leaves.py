@@ -1,4 +1,4 @@
-"""Row-parallel linear layers on CUDA: leaves of the inputs, see :mod:`preheat.ops.leaves`.
+"""Row-parallel linear layers on CUDA: leaves of the inputs, see :mod:`preheat.ops.matmul`.
 
 A leaf is :func:`preheat.backends.cuda.linear.in_order` over a range of the inputs: one fp32 accumulator, in order. A
 program adds the leaves that its rank has in the tree's order, in registers. What it writes is their fp32 sum or, where

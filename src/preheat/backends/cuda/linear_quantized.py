@@ -10,7 +10,7 @@ scaled and added to the accumulator in fp32. Its tiles have at least 64 outputs 
 another instruction of it, which sums in another precision.
 
 Of a layer whose inputs ranks share, both kernels compute a product for each leaf, with its scales, and add them in
-registers in the order of the tree (:mod:`preheat.ops.leaves`). Other layers are one leaf.
+registers in the order of the tree (:mod:`preheat.ops.matmul`). Other layers are one leaf.
 """
 
 from __future__ import annotations

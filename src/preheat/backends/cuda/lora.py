@@ -1,4 +1,4 @@
-"""Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
+"""Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.matmul`.
 
 Rows shrink beside the layer itself, of which that needs nothing (:mod:`preheat.backends.cuda.lora_shrink`). Behind both
 they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows without an adapter get
@@ -42,8 +42,9 @@ from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Tile, Wide
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import TILE, LowRank, matrix_dtype
+from preheat.ops.matmul import LowRankPair, pair_dtype
 from preheat.ops.quantization import QuantizedRows, plain_rows
+from preheat.ops.values import TILE
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -107,7 +108,7 @@ class CudaAdapters:
     ) -> AdaptedLinear | AdaptedLeafLinear:
         assert isinstance(linear, CudaLinear | CudaLeafLinear)
         assert len(outputs) <= MOST_PARTS
-        leaves, held = getattr(linear.shape, "leaves", 1), matrix_dtype(linear.shape.dtype, dtype)
+        leaves, held = getattr(linear.shape, "leaves", 1), pair_dtype(linear.shape.dtype, dtype)
         among = among if isinstance(among, RankSums) else RankSums()
         factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
         if isinstance(linear, CudaLeafLinear):
@@ -118,7 +119,7 @@ class CudaAdapters:
         self, table: Tensor, rows: CudaAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
     ) -> AdaptedEmbedding:
         vocab, hidden = table.shape
-        factors = Factors(vocab, [hidden], places, max_rank, matrix_dtype(table.dtype, dtype), self._device)
+        factors = Factors(vocab, [hidden], places, max_rank, pair_dtype(table.dtype, dtype), self._device)
         return AdaptedEmbedding(factors, rows)
 
     def experts(
@@ -128,7 +129,7 @@ class CudaAdapters:
         """Those of quantized experts that ranks share are refused when they are read."""
         if not isinstance(experts, CudaExperts | CudaLeafExperts):
             return None
-        held = matrix_dtype(experts.shape.dtype, dtype)
+        held = pair_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
             Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
             for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
@@ -253,7 +254,7 @@ class Factors:
         """
         return self._a, self._b, self._tiles, self._scales
 
-    def pack(self, given: Mapping[int, LowRank]) -> Packed:
+    def pack(self, given: Mapping[int, LowRankPair]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._sizes.inputs
         rank, world = self._among.rank, self._among.world

@@ -24,7 +24,8 @@ from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, Rows
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.ops.lora import PART, TILE, LowRank
+from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import PART, TILE
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.lora import Factors, Packed
@@ -203,7 +204,7 @@ class ExpertPlaces:
     def bytes(self) -> int:
         return self._gate_up.bytes + self._down.bytes
 
-    def pack(self, parts: Mapping[int, LowRank]) -> tuple[Packed | None, Packed | None]:
+    def pack(self, parts: Mapping[int, LowRankPair]) -> tuple[Packed | None, Packed | None]:
         gate_up = {number // 3 * 2 + number % 3: each for number, each in parts.items() if number % 3 < 2}
         down = {number // 3: each for number, each in parts.items() if number % 3 == 2}
         return self._gate_up.pack(gate_up) if gate_up else None, self._down.pack(down) if down else None
@@ -221,7 +222,7 @@ class ExpertPlaces:
 
 
 class AdaptedExperts(ExpertPlaces):
-    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.matmul`."""
 
     def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
         super().__init__(gate_up, down)

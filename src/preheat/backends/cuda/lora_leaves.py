@@ -1,5 +1,5 @@
-"""Adapters of linear layers whose inputs ranks share, on CUDA: see :mod:`preheat.ops.leaves` and
-:mod:`preheat.ops.lora`.
+"""Adapters of linear layers whose inputs ranks share, on CUDA: see :mod:`preheat.ops.matmul` and
+:mod:`preheat.ops.matmul`.
 
 Rows shrink in the layer's leaves. What a rank's leaves are together lies in memory ahead of its sums of the layer
 itself, so that one exchange moves both; then each is added in the tree's order, and every rank expands all outputs.
@@ -19,7 +19,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking
-from preheat.ops.lora import TILE
+from preheat.ops.values import TILE
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.lora import Factors

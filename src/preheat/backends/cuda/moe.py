@@ -35,8 +35,8 @@ from preheat.backends.cuda.tuning import (
     Wide,
 )
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedRows, plain_rows
+from preheat.ops.values import Routing
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""

@@ -1,5 +1,5 @@
 """Routed experts that several ranks share on CUDA: each leaf is a set of smaller experts, see
-:mod:`preheat.ops.leaves`.
+:mod:`preheat.ops.matmul`.
 
 A leaf has a range of every expert's inner numbers: the rows of gate and up that make them, the columns of down that
 take them. It gives the weighted sum over a token's experts in slot order, in fp32.
@@ -25,8 +25,8 @@ from preheat.backends.cuda.moe_route import Arrangement, arrange, combine
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.cuda.tuning import Expanded, Tile, Wide
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing
+from preheat.ops.matmul import tree_sum
+from preheat.ops.values import Routing
 
 _TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
 """In place of the kernel for many rows, which writes no fp32."""

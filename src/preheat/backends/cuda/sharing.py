@@ -1,4 +1,4 @@
-"""Layers that several ranks share on GPUs, one process each; see :mod:`preheat.ops.leaves`."""
+"""Layers that several ranks share on GPUs, one process each; see :mod:`preheat.ops.matmul`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.meeting import Meeting
 from preheat.ops.kinds import Activation
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Routing
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.backend import CudaBackend

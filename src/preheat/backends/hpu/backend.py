@@ -44,14 +44,16 @@ from preheat.backends.hpu.moe import HpuExperts
 from preheat.backends.hpu.norm import HpuNorm
 from preheat.backends.hpu.sampler import HpuSampler
 from preheat.backends.hpu.sharing import HpuSharing
+from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, add_shared
+from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
 from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import Routing, Support, Value
 from preheat.settings import Settings
 from preheat.utils.environment import warn
 
@@ -108,6 +110,10 @@ class HpuBackend:
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None
+
+    def supports(self, value: Value) -> Support:
+        """As the facts say."""
+        return supports(self.facts, value)
 
     def supports_bfloat16(self) -> bool:
         """Every Gaudi multiplies bfloat16."""

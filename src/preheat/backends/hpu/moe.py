@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from preheat.backends.hpu.linear import HpuLinear, Shape, Sizes
-from preheat.ops.moe import Routing, combine, route
+from preheat.ops.moe import combine, route
+from preheat.ops.values import Routing
 
 
 class HpuExperts:

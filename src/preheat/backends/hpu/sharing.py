@@ -1,4 +1,4 @@
-"""Layers that several ranks share on Gaudi, one card and one process each; see :mod:`preheat.ops.leaves`.
+"""Layers that several ranks share on Gaudi, one card and one process each; see :mod:`preheat.ops.matmul`.
 
 Ranks exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
 like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` says.
@@ -21,9 +21,10 @@ from preheat.backends.shards import LeafLinear, Leaves, TiledLinear, all_ranks
 from preheat.errors import SettingsError
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing, combine, route
+from preheat.ops.matmul import tree_sum
+from preheat.ops.moe import combine, route
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Routing
 
 
 class HpuSharing:
