@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsSize
-from preheat.backends.cpu import lora
-from preheat.backends.cpu.lora import LinearFactors
-from preheat.backends.cpu.lora_ops import CpuAdapters
-from preheat.backends.cpu.sharing import LeafExperts
+from preheat.backends.base import Collective, ExpertsWeights, LayerContext
+from preheat.backends.cpu import lowrank
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.moe import route
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu import test_tensor_parallel
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.quantized import quantize_checkpoint
@@ -107,15 +107,16 @@ def added(collective: Collective, whose: list[int] = WHOSE, plain: bool = False)
     kept = slice(collective.rank * part, (collective.rank + 1) * part)
     gate_up, down = weights()
     halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
-    inner = LeafExperts(halves, down[:, :, kept].contiguous(), ROUTING, 4 // collective.world, collective)
     x, logits = noise(ROWS, HIDDEN, seed=1), noise(ROWS, EXPERTS, seed=2)
+    given = ExpertsWeights(halves, down[:, :, kept].contiguous())
+    value = layers.experts_value(*given, ROUTING, layers.splits(4 // collective.world, collective.rank))
     if plain:
-        return inner(x, logits)
-    rows, size = CpuAdapters().rows(32, 2), ExpertsSize(EXPERTS, HIDDEN, part, ROUTING.top_k, None)
-    experts = CpuAdapters().experts(inner, size, rows, places=2, max_rank=40, dtype=torch.float32)
-    assert experts is not None
+        return CpuBackend().experts(value, given, LayerContext(collective))(x, logits)
+    rows, room = CpuAdapters().rows(32, 2), layers.with_room(value, 2, 40, torch.float32)
+    experts = CpuBackend().experts(room, given, LayerContext(collective, rows))
+    assert experts.slots is not None
     for place in (0, 1):
-        experts.write(place, experts.pack(mine(adapter(place), kept)))
+        experts.slots.write(place, experts.slots.pack(mine(adapter(place), kept)))
     rows.describe(0, "tokens", np.array(whose, np.int32))
     rows.use("tokens")
     return experts(x, logits)
@@ -160,7 +161,7 @@ def test_what_is_added_is_the_references_and_rows_without_an_adapter_are_left_al
 
 def in_a_row(patch):
     """A rank adds its leaves from the first to the last."""
-    patch.setattr(lora, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
+    patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):

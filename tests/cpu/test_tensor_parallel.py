@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import Collective
+from preheat.backends.base import Collective, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
@@ -199,9 +199,10 @@ def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, 
 def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
     taken = []
     backend, device = CpuBackend(), torch.device("meta")
-    monkeypatch.setattr(CpuSharing, "leaf_linear", lambda self, *given: taken.extend(given))
-    FromHost(backend, device, lambda source, out: None).sharing.leaf_linear(torch.ones(2, 8), None, 4)
-    assert [taken[0].device, *taken[1:]] == [device, None, 4]
+    monkeypatch.setattr(backend, "device", device)
+    monkeypatch.setattr(CpuBackend, "layer", lambda self, *given: taken.extend(given))
+    FromHost(backend, lambda source, out: None).layer("value", LayerWeights(torch.ones(2, 8)), "context")
+    assert [taken[0], taken[1].weight.device, taken[1].bias, taken[2]] == ["value", device, None, "context"]
 
 
 def test_ranks_have_the_same_threads_whatever_their_number():

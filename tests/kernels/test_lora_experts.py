@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.base import ExpertsSize
+from preheat.backends.base import ExpertsSize, ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import linear_quantized, lora_experts, moe
@@ -25,6 +25,7 @@ from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu.test_quantized_layers import FP8, W8A8, random_weight
 from tests.kernels.backend import InterpretedCuda
 
@@ -98,10 +99,9 @@ def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), 
     """Experts with the adapters in places, in this order."""
     backend = backend or InterpretedCuda()
     rows = backend.adapters.rows(64, places)
-    experts = backend.adapters.experts(
-        backend.experts(*weights(kind), ROUTING), size(kind), rows, places=places, max_rank=max_rank,
-        dtype=dtype_of(kind),
-    )  # fmt: skip
+    given = ExpertsWeights(*weights(kind))
+    value = layers.with_room(layers.experts_value(*given, ROUTING), places, max_rank, dtype_of(kind))
+    experts = backend.experts(value, given, LayerContext(rows=rows))
     for number, place in enumerate(order):
         experts.write(place, experts.pack(adapter(number, kind)))
     return experts, rows
@@ -227,7 +227,7 @@ def as_a_norm_gives(x: torch.Tensor, kind: Kind) -> torch.Tensor | QuantizedRows
 def test_a_model_gives_them_plain_rows_beside_codes():
     assert made(SCHEMES[2])[0].fused_input is None
     (experts, rows), cuda, (x, _) = made(FP8), InterpretedCuda(), tokens(FP8)
-    block = MoeMlp(cuda.linear(noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
+    block = MoeMlp(layers.linear(cuda, noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
     norm = cuda.norm(noise(x.shape[1], seed=8).bfloat16(), 1e-5)
     rows.describe(0, "tokens", np.array(WHOSE[:2], np.int32))
     rows.use("tokens")

@@ -483,6 +483,15 @@ def tile_options(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
     return {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": depth, "gated": gated, **launch}
 
 
+def tensors_of(*weights: Tensor | DeviceWeight | None) -> Iterator[Tensor]:
+    """The tensors of ``weights``, of which some may be missing."""
+    for each in weights:
+        if isinstance(each, DeviceWeight):
+            yield from each.tensors
+        elif each is not None:
+            yield each
+
+
 def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:
     """``x`` as the layer of ``weight`` reads it."""
     if isinstance(x, QuantizedRows):

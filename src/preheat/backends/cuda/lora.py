@@ -14,7 +14,7 @@ blocks that a step has not end at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import Collective, Experts, ExpertsSize, Linear
+from preheat.backends.base import Collective, ExpertsLayer, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, options
@@ -83,13 +83,13 @@ class Packed(NamedTuple):
 
 
 class CudaAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
+    """See :class:`preheat.backends.base.AdapterOps`; and what makes layers with room for adapters of those without."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def rows(self, tokens: int, places: int) -> CudaAdapterRows:
-        return CudaAdapterRows(tokens, places, self._device)
+    def rows(self, tokens: int, slots: int) -> CudaAdapterRows:
+        return CudaAdapterRows(tokens, slots, self._device)
 
     def linear(
         self,
@@ -123,7 +123,7 @@ class CudaAdapters:
         return AdaptedEmbedding(factors, rows)
 
     def experts(
-        self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
+        self, experts: ExpertsLayer, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
     ) -> AdaptedExperts | AdaptedLeafExperts | None:  # fmt: skip
         """Those of quantized experts that ranks share are refused when they are read."""
@@ -155,6 +155,19 @@ class AdaptedLinear:
         self.inner, self.plain = linear, linear.finished(activation, limit)
         self._factors, self._rows, self._activation, self._limit = factors, rows, activation, limit
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.inner.weights()
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     @property
     def linears(self) -> tuple[CudaLinear, CudaLinear]:
@@ -200,11 +213,24 @@ class AdaptedLinear:
 
 
 class AdaptedEmbedding:
-    """See :class:`preheat.backends.base.AdaptedEmbedding`. What a token shrinks to is a column of the first matrix."""
+    """See :class:`preheat.backends.base.Embedding`. What a token shrinks to is a column of the first matrix."""
 
     def __init__(self, factors: Factors, rows: CudaAdapterRows) -> None:
         self._factors, self._rows = factors, rows
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return iter(())
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
         blocks = self._rows.blocks

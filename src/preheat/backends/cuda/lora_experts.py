@@ -10,7 +10,7 @@ Grids follow from the number of tokens alone: programs whose rows the step has n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,8 +197,24 @@ def _launched(
 class ExpertPlaces:
     """What the adapters in all places have for routed experts: ``gate_up`` have two parts for each, ``down`` one."""
 
+    inner: Any
+
     def __init__(self, gate_up: Factors, down: Factors) -> None:
         self._gate_up, self._down = gate_up, down
+
+    @property
+    def slots(self) -> ExpertPlaces:
+        """What holds its adapters."""
+        return self
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return *self.inner.state(), *self._gate_up.matrices, *self._down.matrices
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        found: Iterator[Tensor] = self.inner.weights()
+        return found
 
     @property
     def bytes(self) -> int:
@@ -223,6 +239,8 @@ class ExpertPlaces:
 
 class AdaptedExperts(ExpertPlaces):
     """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.matmul`."""
+
+    inner: CudaExperts
 
     def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
         super().__init__(gate_up, down)

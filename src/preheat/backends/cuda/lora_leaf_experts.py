@@ -143,6 +143,8 @@ class AdaptedLeafExperts(ExpertPlaces):
     the columns of the first ones.
     """
 
+    inner: CudaLeafExperts
+
     def __init__(self, inner: CudaLeafExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
         super().__init__(gate_up, down)
         self.inner, self._rows = inner, rows

@@ -7,6 +7,7 @@ itself, so that one exchange moves both; then each is added in the tree's order,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,19 @@ class AdaptedLeafLinear:
     def __init__(self, inner: CudaLeafLinear, factors: Factors, rows: CudaAdapterRows) -> None:
         self.inner, self._factors, self._rows = inner, factors, rows
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.inner.weights()
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     @property
     def linears(self) -> tuple[CudaLeafLinear]:
