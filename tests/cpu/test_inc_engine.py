@@ -189,8 +189,8 @@ class Elsewhere(CpuBackend):
     def __init__(self):
         self.given = 0
 
-    def linear(self, weight, bias=None, **more):
-        return self.norm(weight, 0.0)
+    def layer(self, value, weights, context):
+        return self.norm(weights.weight, 0.0)
 
     def norm(self, weight, eps, kind="rms", bias=None):
         assert weight.device == self.device

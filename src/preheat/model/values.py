@@ -130,4 +130,4 @@ def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], S
     """Raise ModelError, naming the layer, the device and the reason, for a layer that the device cannot run."""
     for path, value in values_of(spec, dtype):
         if isinstance(found := supports(value), Refused):
-            raise ModelError(f"{path}: {found.reason}", param=found.param)
+            raise ModelError(f"{path}: {found.reason}")

@@ -149,16 +149,6 @@ class Matmul:
         tiles = SumOrder(part=TILE)
         return first, Matmul(outputs=term.parts[part], inputs=rank, weight=stored, groups=groups, order=tiles)
 
-    @property
-    def name(self) -> str:
-        """The value in a few words."""
-        stored = self.weight.scheme.name if self.weight.scheme else self.weight.dtype
-        found = [f"[{self.outputs}, {self.inputs}] {stored}"]
-        found += [f"{self.order.own} of {self.order.k_splits} splits"] * self.order.is_split
-        found += [f"{self.groups.experts} experts, {self.groups.top_k} a token"] * bool(self.groups.experts)
-        found += [f"{term.slots} adapters of rank {term.rank}" for term in self.terms]
-        return ", ".join(found)
-
 
 def pair_dtype(model: Dtype, adapters: Dtype) -> Dtype:
     """In which dtype the matrices of adapters are multiplied: bfloat16, if that is what all of them are, else fp32."""
@@ -185,11 +175,6 @@ class Experts:
     down: Matmul
     routing: Routing
 
-    @property
-    def name(self) -> str:
-        """The value in a few words."""
-        return f"experts {self.gate_up.name}; {self.down.name}"
-
 
 Value = Matmul | Experts
 
@@ -205,10 +190,9 @@ class WithoutTerms(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A backend cannot run the value, for ``reason``. ``param`` is the option that changes it, if one does."""
+    """A backend cannot run the value, for ``reason``."""
 
     reason: str
-    param: str | None = None
 
 
 Support = Ok | WithoutTerms | Refused

@@ -91,11 +91,11 @@ class CpuBackend:
         return KV_CACHE_BYTES
 
     def supports(self, value: Value) -> Support:
-        """Refused, besides, where this torch or this processor lacks a kernel for the dtype."""
+        """Refused, besides, where this torch multiplies no plain matrix."""
         found = supports(self.facts, value)
-        plain = [part for part in matmuls(value) if part.input == "plain"]
-        lacking = next(filter(None, (obstacle(getattr(torch, part.weight.dtype)) for part in plain)), None)
-        return found if lacking is None or isinstance(found, Refused) else lacking
+        if isinstance(found, Refused) or all(part.input in {"token", "block", "static"} for part in matmuls(value)):
+            return found
+        return obstacle() or found
 
     def supports_bfloat16(self) -> bool:
         """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""

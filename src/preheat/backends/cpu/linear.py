@@ -7,7 +7,8 @@ On CPU the kernel is oneDNN's, over weights laid out for it once. It cuts the in
 rows than for others (with AMX for many, without for few). One number of rows, whose bits most others share, is the
 reference, and what it gives is the contract; any other number is computed at a size that was proven, on this machine,
 to give the same bits: as it is, with rows added, or in parts of the reference. The proof is made when a size first
-occurs, that is, before ready.
+occurs, that is, before ready. A processor without a product of bfloat16 (AVX2) multiplies in float32, which takes
+twice the memory, and rounds the result once.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class Product:
 
 def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     """The product of ``weight`` [outputs, inputs], of which oneDNN's copy alone is kept, and ``bias`` [outputs]."""
-    check_kernel(weight.dtype)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight)
-    return Product(packed_linear, packed, bias, len(weight))
+    return Product(packed_linear, pack(weight), bias, len(weight))
 
 
 @opaque(
@@ -62,7 +61,16 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     lambda x, weight, bias, outputs: x.new_empty(len(x), outputs),
 )
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``weight`` is oneDNN's."""
+    """``weight`` is what :func:`pack` returns. Numbers without a product of their own are multiplied in float32."""
+    dtype = product_dtype(x.dtype)
+    if dtype == x.dtype:
+        return _proven_product(x, weight, bias, outputs)
+    wide_bias = None if bias is None else bias.to(dtype)
+    return _proven_product(x.to(dtype), weight, wide_bias, outputs).to(x.dtype)
+
+
+def _proven_product(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """Multiply at a number of rows that is proven to give the contract's bits."""
     rows, inputs = x.shape
     size = proven_size(rows, outputs, inputs, x.dtype, torch.get_num_threads())
     if size == rows:
@@ -86,6 +94,7 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
 @functools.cache
 def proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
     """The least size at which ``rows`` rows have the reference's bits; the reference's, for parts, if none has."""
+    dtype = product_dtype(dtype)
     reference = _reference(outputs, inputs, dtype, threads)
     candidates = _candidates(rows)
     if rows < reference:
@@ -132,16 +141,26 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return packed
 
 
-def obstacle(dtype: torch.dtype) -> Refused | None:
-    """Why this torch, on this processor, has no kernel for ``dtype``; None if it has one."""
-    if not torch._C._has_mkldnn:
-        return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Refused("this processor has no kernel for bfloat16: use --dtype float32", "dtype")
-    return None
+def obstacle() -> Refused | None:
+    """Why this torch multiplies no plain matrix; None if it does."""
+    if torch._C._has_mkldnn:
+        return None
+    return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
 
 
-def check_kernel(dtype: torch.dtype) -> None:
-    """Raise SettingsError where there is no kernel for ``dtype``."""
-    if (found := obstacle(dtype)) is not None:
-        raise SettingsError(found.reason, param=found.param)
+def pack(weight: Tensor) -> Tensor:
+    """Return oneDNN's copy of ``weight`` [outputs, inputs], in float32 where the processor has no product of its dtype.
+
+    Raises SettingsError where torch has no oneDNN.
+    """
+    if (found := obstacle()) is not None:
+        raise SettingsError(found.reason)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.to(product_dtype(weight.dtype)))
+    return packed
+
+
+@functools.cache
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return ``dtype`` where oneDNN multiplies it on this processor, else float32: bfloat16 needs AVX-512."""
+    supported = dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype if supported else torch.float32

@@ -212,9 +212,9 @@ def expert_slots(value: Experts, context: LayerContext) -> SlotTable | None:
 def _factors(
     value: Matmul, term: LowRank, part: int, cut: Sequence[int] = (), share: Share = ALL_TILES
 ) -> LinearFactors:
-    own = value.order.own if value.order.is_split else 1
-    sizes = value.inputs, term.parts[part], term.slots, term.rank
-    return LinearFactors(*sizes, leaves=own, tiles=() if value.order.is_split else cut, share=share)
+    first, second = value.pair(term, part)
+    sizes = first.inputs, second.outputs, first.groups.slots, first.outputs
+    return LinearFactors(*sizes, leaves=first.order.own, tiles=cut, share=share)
 
 
 def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:

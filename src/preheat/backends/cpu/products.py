@@ -6,12 +6,12 @@ from torch import Tensor
 
 from preheat.backends.base import Collective
 from preheat.backends.cpu.linear import Product, packed_product
-from preheat.backends.cpu.quantized import CodedSplits, coded_product
+from preheat.backends.cpu.quantized import ScaledSums, coded_product
 from preheat.backends.layer import Splits, Tiles
 from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.ops.values import Matmul
 
-CpuProducts = Tiles[Product] | Splits[Product] | CodedSplits
+CpuProducts = Tiles[Product] | Splits[Product] | ScaledSums
 
 
 def products_of(
@@ -20,7 +20,7 @@ def products_of(
     """Those of one matrix of ``value``. A split has no bias, which is added to the sum of all."""
     if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
         if value.order.is_split:
-            return CodedSplits(weight, value.order, ranks)
+            return ScaledSums(weight, value.order, ranks)
         return Tiles([coded_product(weight, bias)])  # exact sums need no tiles
     if value.order.is_split:
         return Splits(packed_product, plain(weight), value.order)

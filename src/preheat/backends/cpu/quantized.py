@@ -36,7 +36,7 @@ def coded_product(weight: QuantizedWeight, bias: Tensor | None = None) -> Produc
     return Product(fp8_linear, parts_of(weight.codes), weight.scales, bias, weight.static, kind)
 
 
-class CodedSplits:
+class ScaledSums:
     """The products of ``weight`` [outputs, inputs of this rank], W8A8, in the splits of its inputs, each fp32. A row's
     scale is that of all its inputs: ranks exchange their greatest magnitudes.
     """
