@@ -26,7 +26,7 @@ from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.tuning import KernelConfigs, kernel_configs
 from preheat.backends.registry import pick_backend
-from preheat.ops.lora import LowRank
+from preheat.ops.matmul import LowRankPair
 from preheat.settings import Settings
 
 COPIED_BYTES = 200 << 20
@@ -62,7 +62,7 @@ class Layers:
             assert isinstance(made, AdaptedLinear)
             for place in range(args.adapters):
                 a = random(args.rank, inputs)
-                made.write(place, made.pack({part: LowRank(a, random(size, args.rank), 0.5)
+                made.write(place, made.pack({part: LowRankPair(a, random(size, args.rank), 0.5)
                                              for part, size in enumerate(outputs)}))  # fmt: skip
             self.made.append(made)
 

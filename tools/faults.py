@@ -51,7 +51,7 @@ _FRONTEND = "frontend/input_processor.py"
 _CACHED = "tests/cpu/test_verify_cache.py::test_what_is_planted_is_found_by_its_path"
 _SERVED = "tests/cpu/test_verify_cache.py::test_what_is_not_the_contract_is_found_through_the_frontend"
 _WINDOWS = "tests/cpu/test_verify_windows.py"
-_LORA, _PLACES = "backends/cpu/lora.py", "schedule/adapters.py"
+_LORA, _PLACES = "backends/cpu/lowrank.py", "schedule/adapters.py"
 _ADAPTED = "tests/cpu/test_lora.py"
 _RESUMED = "tests/cpu/test_resumed.py::test_a_resumed_row_is_computed_as_the_first_time"
 
@@ -206,13 +206,13 @@ FAULTS = (
     ),
     Fault(
         "a place keeps the adapter before where the next leaves a layer alone",
-        (Edit(_LORA, "        self._tiles[place] = 0\n", "        return\n"),),
+        (Edit(_LORA, "        self._tiles[slot] = 0\n", "        return\n"),),
         f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
         "a place keeps ranks of the adapter before",
         (Edit(_LORA, "= packed.scale, len(packed.b), packed.dtype",
-              "= packed.scale, max(len(packed.b), self._tiles[place]), packed.dtype"),),
+              "= packed.scale, max(len(packed.b), self._tiles[slot]), packed.dtype"),),
         f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
@@ -222,8 +222,8 @@ FAULTS = (
     ),
     Fault(
         "rows without an adapter get zeros added",
-        (Edit(_LORA, "            add_parts(y, x, self._parts, place, rows)\n        return y\n",
-              "            add_parts(y, x, self._parts, place, rows)\n            y += 0.0\n        return y\n"),),
+        (Edit("backends/layer.py", "        terms.expand(y, shrunk, roots)\n        return y\n",
+              "        terms.expand(y, shrunk, roots)\n        y += 0.0\n        return y\n"),),
         "tests/cpu/test_lora_ops.py::test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero",
         engine="adapters",
         unseen="only the sign of a zero changes, and no sum of the model's weights is a zero with a sign",

@@ -28,7 +28,7 @@ from preheat.llm import LLM
 from preheat.model.files import find_model
 from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
 from preheat.model.kv_scales import attention_module
-from preheat.model.layers import DenseMlp, Layer, MoeMlp, Weights
+from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp, Weights
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource
 from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec
 from preheat.schedule.blocks import BlockPool
@@ -183,7 +183,7 @@ class Watch:
         layers = [self._layer(f"layers.{number}", layer) for number, layer in enumerate(weights.layers)]
         return replace(weights, layers=layers, head=self._linear("head", weights.head))
 
-    def _layer(self, path: str, layer: Layer) -> Layer:
+    def _layer(self, path: str, layer: DecoderLayer) -> DecoderLayer:
         at, mlp = layer.attention, layer.mlp
         attention = replace(at, qkv=self._linear(f"{path}.attention.qkv", at.qkv),
                             o=self._linear(f"{path}.attention.o", at.o))  # fmt: skip

@@ -25,7 +25,7 @@ from preheat.execution.weight_transfer import Transfers
 from preheat.model.loader import LoadedModel
 from preheat.model.residence import Dropped
 from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
-from preheat.model.update import Update, tensors_of
+from preheat.model.update import Update, reset_state, tensors_of
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.verify.boot import BootCheck
@@ -114,6 +114,8 @@ class Elastic:
         slept = self._dropped.pop(WEIGHTS, None)
         if slept is not None:
             slept.restore()
+        if self._lacking:
+            reset_state(self._model.weights)
         try:
             self._load(command, tensors)
         except BaseException:

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.backends.registry import facts_of, wake
+from preheat.backends.support import supports
 from preheat.core import Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
@@ -29,12 +31,13 @@ from preheat.model.config import resolve_dtype
 from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
-from preheat.model.quantization import bytes_by_scheme, check_backend
+from preheat.model.quantization import bytes_by_scheme
 from preheat.model.shard import shard, sums_leaves
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.stage import stage_of
 from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
+from preheat.model.values import check_supported
 from preheat.plan import commands
 from preheat.plan.modes import with_defaults
 from preheat.settings import Settings
@@ -192,7 +195,7 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
         spec = without_head(spec, pooling.max_length)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)
-    check_backend(spec, facts)
+    check_supported(spec, dtype, partial(supports, facts))
     weights = bytes_by_scheme(spec, facts, 4 if dtype == "float32" else 2)
     return commands.plan(
         settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, weights=weights, as_json=as_json

@@ -10,23 +10,23 @@ import torch
 from preheat.backends.cpu import attention
 from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.decode_attention import DecodeAttention
-from preheat.backends.cpu.linear import OneDnnLinear
+from preheat.backends.cpu.linear import Product
 from preheat.backends.cpu.paged_attention import PagedAttention
 from preheat.ops import norm
 
 
 def split_by_batch(monkeypatch, rows: int = 8) -> None:
     """A matrix product whose inputs are cut in two for more than so many rows, as a library's heuristics do."""
-    right = OneDnnLinear.__call__
+    right = Product.__call__
 
-    def split(self: OneDnnLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def split(self: Product, x: torch.Tensor) -> torch.Tensor:
         if len(x) <= rows:
             return right(self, x)
         first = x.clone()
         first[:, x.shape[1] // 2 :] = 0
         return right(self, first) + right(self, x - first)
 
-    monkeypatch.setattr(OneDnnLinear, "__call__", split)
+    monkeypatch.setattr(Product, "__call__", split)
 
 
 def threshold(monkeypatch, rows: int = 256) -> None:

@@ -174,7 +174,7 @@ def test_a_processor_without_a_product_of_bfloat16_multiplies_in_float32(monkeyp
     monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 96), (48,), (40, 96)))
-    layer = linear.OneDnnLinear(weight, bias)
+    layer = linear.packed_product(weight, bias)
     y = layer(x)
     exact = x.double() @ weight.double().T + bias.double()
     assert y.dtype == torch.bfloat16

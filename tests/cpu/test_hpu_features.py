@@ -16,7 +16,6 @@ from preheat.backends.hpu.sharing import Group
 from preheat.backends.meeting import OneNode
 from preheat.calibration import calibrate
 from preheat.errors import RankDied, SettingsError
-from preheat.model.formats_inc import RoundedLinear
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.prompts import Size, make_prompts
@@ -67,7 +66,7 @@ def test_incs_ranges_are_measured_and_served(tmp_path, monkeypatch):
         spec, cache = llm.loop.executor.decoder.spec, llm.loop.executor.cache
         assert len({layer.kv.scales for layer in spec.layers}) > 1
         assert cache.data.dtype == torch.float8_e4m3fn
-        assert isinstance(llm.loop.executor.decoder.weights.layers[1].mlp.down, RoundedLinear)
+        assert llm.loop.executor.decoder.weights.layers[1].mlp.down.value.input == "rounded"
         assert record_of(llm).invariant
     on_cpu = {"device": "cpu", "use_fake_hpu": False, "block_size": None, "contiguous_pa": None, "skip_warmup": True}
     theirs, plain = (answers(boot(options | on_cpu, **more)) for more in (rounded, {}))

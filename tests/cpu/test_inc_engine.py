@@ -20,7 +20,6 @@ from preheat.errors import SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
-from preheat.model.formats_inc import RoundedLinear
 from preheat.model.inc import SCHEME, read_config, read_ranges
 from preheat.model.loader import WeightLoader, load_weights
 from preheat.model.quantize import quantize
@@ -91,7 +90,7 @@ def test_measured_ranges_are_served(measured, monkeypatch):
         scale != 1.0 and scale == 2.0 ** round(np.log2(scale)) for layer in spec.layers for scale in layer.kv.scales
     )
     qkv = weights.layers[3].attention.qkv
-    assert isinstance(qkv, RoundedLinear)
+    assert qkv.value.input == "rounded"
     plain, expected = answer()
     assert expected != rounded
     # A rounded layer against float64 over what is rounded.
@@ -102,7 +101,7 @@ def test_measured_ranges_are_served(measured, monkeypatch):
         exact = plain.loop.executor.decoder.weights.layers[3].attention.qkv(torch.eye(256)).T.double()
     weight_scale = read_config(str(folder / "maxabs_quant.json")).weight_scale(float(exact.abs().max()))
     weight = simulate(exact.float(), torch.tensor([weight_scale]), 448.0).double()
-    wanted = simulate(x, qkv.scale, 448.0).double() @ weight.T
+    wanted = simulate(x, qkv._rounding, 448.0).double() @ weight.T
     assert (found.double() - wanted).norm() / wanted.norm() < 1e-6
     assert answer(quantization="inc", kv_cache_dtype="fp8_inc", weights_load_device="cpu")[1] == rounded
 
@@ -121,7 +120,7 @@ def test_codes_are_what_is_simulated(measured):
 
     scheme, simulated = qkv(CpuBackend().facts)
     assert scheme is None
-    assert isinstance(simulated, RoundedLinear)
+    assert simulated.value.input == "rounded"
     scheme, coded = qkv(replace(CpuBackend().facts, quantized={SCHEME.kind: QuantizedKernel("codes")}))
     assert scheme == SCHEME
     with torch.inference_mode():
@@ -136,7 +135,8 @@ def test_other_methods_load(measured, tmp_path, method):
     values["blocklist"] = {"names": [r"layers\.[1-6]\."], "types": []}
     (tmp_path / "quant.json").write_text(json.dumps(values))
     llm, _ = answer(quantization="inc", quant_config=str(tmp_path / "quant.json"))
-    rounded = [path for path, each in llm.loop.executor.decoder.weights.linears() if isinstance(each, RoundedLinear)]
+    linears = llm.loop.executor.decoder.weights.linears()
+    rounded = [path for path, each in linears if each.value.input == "rounded"]
     assert len(rounded) == 4
 
 
@@ -189,8 +189,8 @@ class Elsewhere(CpuBackend):
     def __init__(self):
         self.given = 0
 
-    def linear(self, weight, bias=None, **more):
-        return self.norm(weight, 0.0)
+    def layer(self, value, weights, context):
+        return self.norm(weights.weight, 0.0)
 
     def norm(self, weight, eps, kind="rms", bias=None):
         assert weight.device == self.device

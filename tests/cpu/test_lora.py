@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from preheat.backends.cpu.lora import AdaptedLinear
+from preheat.backends.cpu.lowrank import SlotTable
 from preheat.core import AdapterReport, Delta, LoadAdapter, SamplingParams, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.settings import Settings
@@ -278,13 +278,13 @@ def test_every_step_with_adapters_is_planned_and_loading_is_not_cold(folder):
 
 def test_adapters_are_packed_by_the_thread_that_reads_them(folder, monkeypatch):
     own = engine(folder, [], max_loras=1)
-    threads, right = list[str](), AdaptedLinear.pack
+    threads, right = list[str](), SlotTable.pack
 
     def pack(self, parts):
         threads.append(threading.current_thread().name)
         return right(self, parts)
 
-    monkeypatch.setattr(AdaptedLinear, "pack", pack)
+    monkeypatch.setattr(SlotTable, "pack", pack)
     send(own, LoadAdapter("all", str(folder / "all")))
     assert threads and all(name.startswith("adapters") for name in threads)
     threads.clear()

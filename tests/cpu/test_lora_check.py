@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.backends.cpu import lora, lora_experts
-from preheat.backends.cpu.lora import CpuAdapterRows, Factors, Group
+from preheat.backends.cpu import experts as cpu_experts
+from preheat.backends.cpu import lowrank
+from preheat.backends.cpu.lowrank import CpuAdapterRows, Factors, Group
 from preheat.errors import CheckFailed, NotInvariant
 from preheat.schedule.adapters import AdapterPlaces
 from preheat.schedule.prefix import PrefixCache, chain_root
@@ -52,18 +53,19 @@ def test_all_is_well(check, loop):
 
 def touches_all_rows(patch):
     """Rows without an adapter are rounded once more where others have some."""
-    right = lora.add_parts
+    right = lowrank.expand
 
-    def add(y, *more):
-        right(y, *more)
-        y.mul_(3).div_(3)
+    def expand(y, shrunk, roots):
+        right(y, shrunk, roots)
+        if shrunk:
+            y.mul_(3).div_(3)
 
-    patch.setattr(lora, "add_parts", add)
+    patch.setattr(lowrank, "expand", expand)
 
 
 def split_by_rows(patch):
     """The inputs of a product are cut in two where many rows share an adapter."""
-    right = lora.product
+    right = lowrank.product
 
     def product(x, weight, most):
         if len(x) < 38:
@@ -72,7 +74,7 @@ def split_by_rows(patch):
         half[:, x.shape[1] // 2 :] = 0
         return right(half, weight, most) + right(x - half, weight, most)
 
-    patch.setattr(lora, "product", product)
+    patch.setattr(lowrank, "product", product)
 
 
 def by_place(patch):
@@ -106,7 +108,7 @@ def neighbours_adapter(patch):
         right(self, turn, step, places)
         found = self._described[step]
         if len(found) > 1:
-            self._described[step] = [Group(found[0].place, torch.cat([each.rows for each in found]))]
+            self._described[step] = [Group(found[0].slot, torch.cat([each.rows for each in found]))]
 
     patch.setattr(CpuAdapterRows, "describe", describe)
 
@@ -121,7 +123,7 @@ def test_what_is_planted_is_seen_by_this_row_and_no_other(check, monkeypatch, pl
 
 
 def test_adapters_that_change_nothing_are_seen(check, monkeypatch):
-    monkeypatch.setattr(Factors, "delta", lambda *_: None)
+    monkeypatch.setattr(Factors, "has", lambda *_: False)
     with pytest.raises(CheckFailed, match="the same logits with different adapters"):
         check.run("adapters")
 
@@ -186,14 +188,15 @@ def experts(tmp_path_factory):
 
 def down_by_company(patch):
     """A row's adapter of down is a little off where another adapter's rows visit the same expert."""
-    right = lora_experts.add_parts
+    right = cpu_experts.expand
 
-    def add_parts(y, x, parts, place, rows):
-        right(y, x, parts, place, rows)
-        if len(parts) == 1 and place and len(rows) < len(x):
-            y[rows] *= 1 + 2**-20
+    def expand(y, shrunk, roots):
+        right(y, shrunk, roots)
+        for each in shrunk:
+            if each.columns == (0, y.shape[1]) and each.slot and len(each.rows) < len(y):
+                y[each.rows] *= 1 + 2**-20
 
-    patch.setattr(lora_experts, "add_parts", add_parts)
+    patch.setattr(cpu_experts, "expand", expand)
 
 
 def test_the_check_adapts_experts_and_sees_what_they_get_wrong(experts, monkeypatch):

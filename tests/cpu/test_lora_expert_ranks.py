@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsSize
-from preheat.backends.cpu import lora
-from preheat.backends.cpu.lora import LinearFactors
-from preheat.backends.cpu.lora_ops import CpuAdapters
-from preheat.backends.cpu.sharing import LeafExperts
+from preheat.backends.base import Collective, ExpertsWeights, LayerContext
+from preheat.backends.cpu import lowrank
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors
 from preheat.ops.activation import silu_and_mul
-from preheat.ops.lora import LowRank, add_delta, delta
-from preheat.ops.moe import Routing, route
+from preheat.ops.matmul import LowRankPair, add_delta, delta
+from preheat.ops.moe import route
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu import test_tensor_parallel
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.quantized import quantize_checkpoint
@@ -79,7 +80,7 @@ def weights() -> tuple[Tensor, Tensor]:
     return gate_up.view(EXPERTS, 2 * INNER, HIDDEN), down.view(EXPERTS, HIDDEN, INNER)
 
 
-def adapter(place: int) -> dict[int, LowRank]:
+def adapter(place: int) -> dict[int, LowRankPair]:
     """By part. Of expert 1 the first one leaves up alone, of expert 2 down, of expert 3 all."""
     found = {}
     for part in range(3 * EXPERTS):
@@ -88,11 +89,11 @@ def adapter(place: int) -> dict[int, LowRank]:
         inputs, outputs = (INNER, HIDDEN) if part % 3 == 2 else (HIDDEN, INNER)
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
-        found[part] = LowRank(a, noise(outputs, rank, seed=100 * place + part + 50) / 4, 0.3 + place)
+        found[part] = LowRankPair(a, noise(outputs, rank, seed=100 * place + part + 50) / 4, 0.3 + place)
     return found
 
 
-def mine(given: dict[int, LowRank], kept: slice) -> dict[int, LowRank]:
+def mine(given: dict[int, LowRankPair], kept: slice) -> dict[int, LowRankPair]:
     """What a rank has of an adapter."""
     return {
         part: each._replace(a=each.a[:, kept]) if part % 3 == 2 else each._replace(b=each.b[kept])
@@ -106,15 +107,16 @@ def added(collective: Collective, whose: list[int] = WHOSE, plain: bool = False)
     kept = slice(collective.rank * part, (collective.rank + 1) * part)
     gate_up, down = weights()
     halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
-    inner = LeafExperts(halves, down[:, :, kept].contiguous(), ROUTING, 4 // collective.world, collective)
     x, logits = noise(ROWS, HIDDEN, seed=1), noise(ROWS, EXPERTS, seed=2)
+    given = ExpertsWeights(halves, down[:, :, kept].contiguous())
+    value = layers.experts_value(*given, ROUTING, layers.splits(4 // collective.world, collective.rank))
     if plain:
-        return inner(x, logits)
-    rows, size = CpuAdapters().rows(32, 2), ExpertsSize(EXPERTS, HIDDEN, part, ROUTING.top_k, None)
-    experts = CpuAdapters().experts(inner, size, rows, places=2, max_rank=40, dtype=torch.float32)
-    assert experts is not None
+        return CpuBackend().experts(value, given, LayerContext(collective))(x, logits)
+    rows, room = CpuAdapters().rows(32, 2), layers.with_room(value, 2, 40, torch.float32)
+    experts = CpuBackend().experts(room, given, LayerContext(collective, rows))
+    assert experts.slots is not None
     for place in (0, 1):
-        experts.write(place, experts.pack(mine(adapter(place), kept)))
+        experts.slots.write(place, experts.slots.pack(mine(adapter(place), kept)))
     rows.describe(0, "tokens", np.array(whose, np.int32))
     rows.use("tokens")
     return experts(x, logits)
@@ -125,7 +127,7 @@ def on_worlds(folder: Path) -> list[Tensor]:
 
 
 def right() -> Tensor:
-    """Token by token, by :func:`preheat.ops.lora.delta`."""
+    """Token by token, by :func:`preheat.ops.matmul.delta`."""
     x, logits = noise(ROWS, HIDDEN, seed=1), noise(ROWS, EXPERTS, seed=2)
     (gate_up, down), (chosen, shares) = weights(), route(logits, ROUTING)
     out = torch.zeros(ROWS, HIDDEN)
@@ -135,11 +137,11 @@ def right() -> Tensor:
             halves = [row @ half.T for half in gate_up[expert].chunk(2)]
             for part, half in enumerate(halves):
                 if (own := given.get(3 * expert + part)) is not None:
-                    halves[part] = add_delta(half, delta(row, *own))
+                    halves[part] = add_delta(half, delta(row, own))
             inner = silu_and_mul(torch.cat(halves, 1))
             out[token] += share * (inner @ down[expert].T)[0]
             if (own := given.get(3 * expert + 2)) is not None:
-                more += share * delta(inner, *own, leaves=4)[0]
+                more += share * delta(inner, own, 4)[0]
         out[token] = add_delta(out[token], more)
     return out
 
@@ -159,7 +161,7 @@ def test_what_is_added_is_the_references_and_rows_without_an_adapter_are_left_al
 
 def in_a_row(patch):
     """A rank adds its leaves from the first to the last."""
-    patch.setattr(lora, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
+    patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):

@@ -6,24 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.cpu import lora
-from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora_ops import CpuAdapters
+from preheat.backends.base import LayerContext
+from preheat.backends.cpu import lowrank
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.lowrank import CpuAdapters
 from preheat.errors import NotInvariant
-from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
+from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta
 from preheat.ops.moe import combine
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import LowRank
+from tests import layers
 
 INPUTS, OUTPUTS = 1100, (72, 40)
 
 
 def layer(places: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
     rows = CpuAdapters().rows(32, places)
-    base = OneDnnLinear(noise(sum(OUTPUTS), INPUTS).to(dtype) / 30)
-    made = CpuAdapters().linear(
-        base, INPUTS, OUTPUTS, rows, places=places, max_rank=max_rank, dtype=torch.float32, activation=None, clip=None
-    )
-    return made, rows
+    term = LowRank(OUTPUTS, places, max_rank, "float32")
+    weight = noise(sum(OUTPUTS), INPUTS).to(dtype) / 30
+    return layers.linear(CpuBackend(), weight, context=LayerContext(rows=rows), terms=(term,)), rows
 
 
 def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -32,7 +33,7 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
     """Put an adapter into ``place``: what it has for each of the first parts."""
-    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given)}))
+    made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
 def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     put(made, 1, *given)
     base = run(made, rows, x, [-1] * 19)
     found = run(made, rows, x, [1] * 19)
-    more = torch.cat([delta(x, *each) for each in given], 1)
+    more = torch.cat([delta(x, LowRankPair(*each)) for each in given], 1)
     torch.testing.assert_close(found, add_delta(base, more), atol=1e-4 if dtype == torch.float32 else 0.06, rtol=1e-5)
     exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
     torch.testing.assert_close(more.double(), exact, atol=1e-4, rtol=1e-5)
@@ -60,14 +61,14 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     made, rows = layer()
     put(made, 0, factors(8, 0))
     x = noise(9, INPUTS, seed=5)
-    plain = made.inner(x)
+    plain = run(made, rows, x, [-1] * 9)
     found = run(made, rows, x, [0, -1, 1] * 3)
     assert torch.equal(found[1::3], plain[1::3])
     assert torch.equal(found[2::3], plain[2::3])  # a place in which nothing is
     assert torch.equal(found[:, OUTPUTS[0] :], plain[:, OUTPUTS[0] :])  # a part that the adapter leaves alone
     assert not torch.equal(found[::3, : OUTPUTS[0]], plain[::3, : OUTPUTS[0]])
     zero = torch.zeros(1, INPUTS)
-    made.inner = lambda x: torch.full((len(x), sum(OUTPUTS)), -0.0)
+    made._products = lambda x: [torch.full((len(x), sum(OUTPUTS)), -0.0)]
     assert torch.signbit(run(made, rows, zero, [-1])).all()
     assert torch.signbit(run(made, rows, zero, [0])[:, OUTPUTS[0] :]).all()
 
@@ -93,34 +94,34 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
 
 def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
     """The control: the proof chooses another number of rows, and with the wrong one the test above fails."""
-    right = lora._in_parts
+    right = lowrank._in_parts
 
     def by_rows(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
         half = rows.clone()
         half[:, rows.shape[1] // 2 :] = 0
         return right(half, weight, size) + right(rows - half, weight, size) if size > 8 else right(rows, weight, size)
 
-    lora.rows_at_once.cache_clear()
-    monkeypatch.setattr(lora, "_in_parts", by_rows)
-    assert lora.rows_at_once(512, 16, 1) == lora.ROWS
-    monkeypatch.setattr(lora, "rows_at_once", lambda *_: 64)
+    lowrank.rows_at_once.cache_clear()
+    monkeypatch.setattr(lowrank, "_in_parts", by_rows)
+    assert lowrank.rows_at_once(512, 16, 1) == lowrank.ROWS
+    monkeypatch.setattr(lowrank, "rows_at_once", lambda *_: 64)
     with pytest.raises(AssertionError):
         test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(65)
 
 
 def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
-    right = lora._in_parts
+    right = lowrank._in_parts
 
     def by_place(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
         found = right(rows, weight, size)
         found[::8] += 1e-6
         return found
 
-    lora.rows_at_once.cache_clear()
-    monkeypatch.setattr(lora, "_in_parts", by_place)
+    lowrank.rows_at_once.cache_clear()
+    monkeypatch.setattr(lowrank, "_in_parts", by_place)
     with pytest.raises(NotInvariant, match="place of a row"):
-        lora.rows_at_once(512, 16, 1)
-    lora.rows_at_once.cache_clear()
+        lowrank.rows_at_once(512, 16, 1)
+    lowrank.rows_at_once.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

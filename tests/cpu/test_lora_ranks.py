@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Collective
-from preheat.backends.cpu import lora
+from preheat.backends import layer as layer_module
+from preheat.backends.base import Collective, LayerContext
+from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora import LinearFactors
-from preheat.backends.cpu.lora_ops import CpuAdapters
-from preheat.backends.shards import LeafLinear, Leaves
+from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import read_adapter
@@ -29,10 +27,13 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.model.shard import shard
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.model.values import AdapterLimits
+from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise
+from preheat.ops.values import LowRank
 from preheat.settings import Settings
 from preheat.verify.drive import Engine
+from tests import layers
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_lora import ADAPTERS, ALL, STACKED, alone, engine, prompts, reference, save_adapter, send
 from tests.cpu.test_model_families import logits_of, random_tokens
@@ -60,8 +61,8 @@ def logits_on(
     """With rows of all ``adapters`` and of none, whose first matrices are all ``divided`` or only those of columns."""
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
-    among = collective if divided else None
-    seats = AdapterSeats(CpuAdapters(), len(adapters), MAX_RANK, torch.float32, TOKENS, among=among)
+    room = AdapterLimits(len(adapters), MAX_RANK, "float32", divided)
+    seats = AdapterSeats(CpuAdapters().rows(TOKENS, len(adapters)), room)
     weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
     for place, folder in enumerate(adapters):
         seats.load(place, seats.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors))
@@ -107,7 +108,7 @@ def fully_sharded(saved: Path, folder: Path) -> list[Tensor]:
 
 
 def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(lora, "in_order", lambda shrunk: shrunk.flatten(0, 1))
+    monkeypatch.setattr(layer_module, "in_order", lambda shrunk: shrunk.flatten(0, 1))
     (one,) = on_ranks(1, tmp_path / "1", lambda c: logits_on(c, saved / "base", [saved / "0", saved / "1"], MIXED))
     assert not any(torch.equal(each, one) for each in fully_sharded(saved, tmp_path))
 
@@ -115,8 +116,7 @@ def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatc
 def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
     def held(collective: Collective, divided: bool) -> Tensor:
         spec = read_spec(read_config(saved / "base"))
-        among = collective if divided else None
-        seats = AdapterSeats(CpuAdapters(), 1, 64, torch.float32, TOKENS, among=among)
+        seats = AdapterSeats(CpuAdapters().rows(TOKENS, 1), AdapterLimits(1, 64, "float32", divided))
         load_weights(spec, saved / "base", torch.float32, CpuBackend(), collective=collective, seats=seats)
         return torch.tensor(seats.bytes)
 
@@ -141,13 +141,13 @@ def added(collective: Collective) -> Tensor:
     part = INPUTS // collective.world
     mine = slice(collective.rank * part, (collective.rank + 1) * part)
     weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
-    products = Leaves(OneDnnLinear, weight[:, mine].contiguous(), 4 // collective.world)
-    base = LeafLinear(products, bias, collective)
-    rows = CpuAdapters().rows(32, 2)
-    layer = CpuAdapters().linear(
-        base, part, [OUTPUTS], rows, places=2, max_rank=40, dtype=torch.float32, activation=None, clip=None
-    )
-    layer.write(1, layer.pack({0: LowRank(a[:, mine], noise(OUTPUTS, 23, seed=2), 0.37)}))
+    rows, term = CpuAdapters().rows(32, 2), LowRank((OUTPUTS,), 2, 40, "float32", shared="inputs")
+    layer = layers.linear(
+        CpuBackend(), weight[:, mine].contiguous(), bias, order=layers.splits(4 // collective.world, collective.rank),
+        context=LayerContext(collective, rows), terms=(term,),
+    )  # fmt: skip
+    assert layer.slots is not None
+    layer.slots.write(1, layer.slots.pack({0: LowRankPair(a[:, mine], noise(OUTPUTS, 23, seed=2), 0.37)}))
     rows.describe(0, "tokens", np.array([1, -1] * ROWS, np.int32)[:ROWS])
     rows.use("tokens")
     return layer(noise(ROWS, INPUTS, seed=5)[:, mine].contiguous())
@@ -163,13 +163,15 @@ def test_what_is_added_is_the_references(tmp_path):
     x, weight = noise(ROWS, INPUTS, seed=5), noise(OUTPUTS, INPUTS) / 60
     a, b = noise(23, INPUTS, seed=1) / 60, noise(OUTPUTS, 23, seed=2)
     base = x @ weight.T + noise(OUTPUTS, seed=4)
-    torch.testing.assert_close(found[0][::2], add_delta(base, delta(x, a, b, 0.37, 4))[::2], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0][::2], add_delta(base, delta(x, LowRankPair(a, b, 0.37), 4))[::2], atol=1e-4, rtol=1e-5
+    )
     torch.testing.assert_close(found[0][1::2], base[1::2], atol=1e-4, rtol=1e-5)
 
 
 def in_a_row(patch):
     """A rank adds its leaves from the first to the last."""
-    patch.setattr(lora, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
+    patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):

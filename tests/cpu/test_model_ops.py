@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.cpu import linear
-from preheat.backends.cpu.linear import OneDnnLinear
+from preheat.backends.cpu.linear import packed_product
 from preheat.model.rope import rope_table
 from preheat.model.specs import RopeSpec
 from preheat.ops.activation import ACTIVATIONS, clip, silu_and_mul
@@ -72,7 +72,7 @@ def operations(dtype: torch.dtype) -> dict[str, tuple[Operation, Tensor]]:
         weight = randn(outputs, inputs, seed=1, dtype=dtype) / inputs**0.5
         bias = randn(outputs, seed=2, dtype=dtype)
         x = randn(ROWS, inputs, seed=3, dtype=dtype)
-        found[f"linear {outputs}x{inputs}"] = OneDnnLinear(weight, bias), x
+        found[f"linear {outputs}x{inputs}"] = packed_product(weight, bias), x
     for size in (64, 100, 256, 4097):
         norm = RMSNorm(randn(size, seed=4, dtype=dtype), 1e-5)
         found[f"norm {size}"] = norm, randn(STEP, size, seed=5, dtype=dtype)
@@ -123,7 +123,7 @@ def test_linear_is_right(inputs, rows, dtype):
     x = randn(rows, inputs, dtype=dtype)
     for with_bias in (None, bias):
         exact = F.linear(x.double(), weight.double(), None if with_bias is None else bias.double())
-        got = OneDnnLinear(weight, with_bias)(x)
+        got = packed_product(weight, with_bias)(x)
         assert got.shape == (rows, 96)
         assert got.dtype == dtype
         assert relative_error(got, exact) < (inputs / 10) ** 0.5 * ROUNDING[dtype]  # errors of a sum grow like this
@@ -131,7 +131,7 @@ def test_linear_is_right(inputs, rows, dtype):
 
 def test_packed_bfloat16_has_the_bits_of_torch():
     weight, x = randn(512, 256, seed=1, dtype=torch.bfloat16), randn(9, 256, dtype=torch.bfloat16)
-    assert torch.equal(OneDnnLinear(weight, None)(x), F.linear(x, weight))
+    assert torch.equal(packed_product(weight, None)(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,7 +225,7 @@ def test_embedding_copies_rows():
 def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
     """Whole or in parts, a step of many rows is computed at sizes that were proven."""
     x, weight = randn(rows, 256), randn(192, 256, seed=1)
-    apply = linear.OneDnnLinear(weight)
+    apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])
     sizes, product = set(), linear._product
 
@@ -242,7 +242,7 @@ def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
 def test_unproven_parts_of_a_linear_layer_are_found(monkeypatch):
     """A part of one row takes another kernel."""
     x, weight = randn(601, 2048), randn(192, 2048, seed=1)
-    apply = linear.OneDnnLinear(weight)
+    apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])
     monkeypatch.setattr(linear, "proven_size", lambda *_: 1)
     assert not torch.equal(apply(x), expected)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from preheat.backends.base import Linear
+from preheat.backends.base import LayerWeights, Linear
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
@@ -159,7 +159,7 @@ class Transposed:
         bias = torch.cat([loader.tensor(f"{name}.bias", size) for name, size in spec.parts]) if spec.bias else None
         for (name, _), rows in zip(spec.parts, weight.split([size for _, size in spec.parts]), strict=True):
             loader.source.fill(f"{name}.weight", rows.t())
-        return loader.backend.linear(weight, bias, activation=spec.activation)
+        return loader.layer_of(spec, LayerWeights(weight, bias))
 
 
 def stored_as(name: str, layer: LayerSpec) -> LayerSpec:

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.moe import CpuExperts
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.ops import moe
-from preheat.ops.moe import Routing, combine, route
+from preheat.ops.moe import combine, route
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 
@@ -58,7 +60,7 @@ def test_the_stacked_layout_is_read_too(name, tmp_path):
 def test_a_token_alone_and_among_others(routing, dtype):
     x, logits = noise(150, HIDDEN, seed=1).to(dtype), noise(150, EXPERTS, seed=2).to(dtype)
     weights = noise(EXPERTS, 2 * INNER, HIDDEN, seed=3).to(dtype), noise(EXPERTS, HIDDEN, INNER, seed=4).to(dtype)
-    experts = CpuExperts(*weights, routing)
+    experts = layers.experts(CpuBackend(), *weights, routing)
     among = experts(x, logits)
     for rows in (1, 2, 7, 64, 65, 128):
         assert torch.equal(experts(x[-rows:], logits[-rows:]), among[-rows:])

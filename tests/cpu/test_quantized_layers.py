@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.quantized import Fp8Linear, parts_of
+from preheat.backends.cpu.quantized import coded_product, parts_of
 from preheat.ops import quantization
 from preheat.ops.kinds import ActivationScales, Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
 from preheat.ops.quantization import (
     E4M3,
@@ -26,6 +25,8 @@ from preheat.ops.quantization import (
     quantize_rows,
     scaled_product,
 )
+from preheat.ops.values import Routing
+from tests import layers
 
 CPU = CpuBackend()
 FP8 = Scheme(code="fp8", scales="channel", activations="token")
@@ -103,7 +104,7 @@ def test_a_layer_is_the_contract_said_again(scheme: Scheme) -> None:
                     exact = exact * sx[m, part if sx.shape[1] > 1 else 0] * sw[n, part if sw.shape[1] > 1 else 0]
                 total += exact
             right[m, n] = (total if grouped else total * sx[m, 0] * sw[n, 0]) + bias.numpy()[n]
-    assert np.array_equal(CPU.linear(weight, bias)(x).numpy(), right)
+    assert np.array_equal(layers.linear(CPU, weight, bias)(x).numpy(), right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -118,14 +119,14 @@ def test_accuracy_of_the_dequantized_map(scheme: Scheme, dtype: torch.dtype) -> 
         meant = codes.double() * (scales.double().repeat_interleave(384 // scales.shape[1], 1))
     wide = dequantize(replace(weight, dtype=torch.float64))
     exact = meant @ wide.t()
-    error = (CPU.linear(weight)(x).double() - exact).abs().max() / exact.abs().max()
+    error = (layers.linear(CPU, weight)(x).double() - exact).abs().max() / exact.abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [*W8A8, *WHOLE], ids=lambda scheme: scheme.name)
 def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -> None:
-    linear = CPU.linear(random_weight(scheme, 96, 256, dtype=dtype), activation="silu_and_mul")
+    linear = layers.linear(CPU, random_weight(scheme, 96, 256, dtype=dtype), activation="silu_and_mul")
     x = noise(200, 256, seed=5).to(dtype) * noise(200, 1, seed=6).exp().to(dtype)
     whole = linear(x)
     for rows in (2, 3, 16, 65, 130):
@@ -137,7 +138,9 @@ def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -
 @pytest.mark.parametrize("scheme", [FP8, W8A8[4]], ids=lambda scheme: scheme.name)
 def test_a_token_visits_its_experts_in_any_company(scheme: Scheme) -> None:
     routing = Routing(2, True, False)
-    experts = CPU.experts(random_weight(scheme, 5, 2 * 144, 160), random_weight(scheme, 5, 160, 144, seed=1), routing)
+    experts = layers.experts(
+        CPU, random_weight(scheme, 5, 2 * 144, 160), random_weight(scheme, 5, 160, 144, seed=1), routing
+    )
     x, logits = noise(90, 160), noise(90, 5, seed=1)
     among = experts(x, logits)
     order = torch.randperm(90, generator=torch.Generator().manual_seed(1))
@@ -158,7 +161,7 @@ def of_the_batch(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def test_a_scale_of_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "activation_scales", of_the_batch(activation_scales))
-    linear, x = Fp8Linear(random_weight(FP8, 96, 256)), noise(200, 256, seed=5)
+    linear, x = coded_product(random_weight(FP8, 96, 256)), noise(200, 256, seed=5)
     assert not torch.equal(linear(x[-2:].clone()), linear(x)[-2:])
 
 

@@ -122,12 +122,9 @@ def test_a_step_of_training_is_served(tmp_path: Path) -> None:
     assert logprobs[:-1] == after.tolist()
 
 
-def plain_linear(self, weight, bias=None, *, activation=None, clip=None):
-    return (
-        original(self, weight, bias, activation=activation, clip=clip)
-        if activation
-        else (lambda x, out=None: F.linear(x, weight, bias))
-    )
+def plain_layer(self, value, weights, context):
+    made = original(self, value, weights, context)
+    return made if value.finish.activation else lambda x, out=None: F.linear(x, weights.weight, weights.bias)
 
 
 def plain_attend(self, backend, decoder):
@@ -138,12 +135,12 @@ def plain_attend(self, backend, decoder):
     return lambda index, qkv: self._plain(layers[index], qkv, None)
 
 
-original = DifferentiableOperations.linear
+original = DifferentiableOperations.layer
 
 
 @pytest.mark.parametrize(
     ("where", "name", "plain"),
-    [(DifferentiableOperations, "linear", plain_linear), (WholeSequences, "attend", plain_attend)],
+    [(DifferentiableOperations, "layer", plain_layer), (WholeSequences, "attend", plain_attend)],
 )
 def test_other_orders_of_addition_are_seen(where, name, plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: torch's own linear layers and attention, which is what a trainer would call."""

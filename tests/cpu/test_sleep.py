@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from preheat import LLM, LoRARequest
+from preheat.backends.layer import Layer
 from preheat.errors import InvalidRequest, ModelError, NotInvariant, NotReady, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.residence import Dropped
@@ -71,6 +72,20 @@ def test_level_2_gives_back_the_weights_and_needs_new_ones(engine, changed, fres
     engine.update_weights(BUNDLED_PATH)
     engine.wake_up()
     assert engine.state.digest != fresh[0].digest and tokens(engine) != fresh[1]
+
+
+def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch):
+    """What a layer counts is lost with them; else it stays, and adapters stay in their slots."""
+    counter = torch.ones(3)
+    monkeypatch.setattr(Layer, "state", lambda self: (counter,))
+    engine.sleep(1)
+    engine.wake_up()
+    engine.update_weights(BUNDLED_PATH)
+    assert counter.all()
+    engine.sleep(2)
+    engine.update_weights(BUNDLED_PATH)
+    assert not counter.any()
+    engine.wake_up()
 
 
 def test_what_runs_is_kept_through_a_sleep(engine):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import Collective
+from preheat.backends.base import Collective, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
@@ -35,7 +35,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import FromHost, load_weights
 from preheat.model.shard import shard
-from preheat.ops.leaves import tree_sum
+from preheat.ops.matmul import tree_sum
 from preheat.parallel import channel
 from preheat.parallel.channel import RingReceiver, RingSender
 from preheat.parallel.reports import Reporter
@@ -131,7 +131,7 @@ def test_controls(name, tmp_path, monkeypatch):
     assert not same(on_sizes(model, tmp_path / "rounds", wrap=RoundsOnTheWire))
     arrivals = on_ranks(4, tmp_path / "arrival", lambda c: logits_on(OrderOfArrival(c), model))
     assert not torch.equal(arrivals[0], plain[0])
-    monkeypatch.setattr(shards, "leaves_of", lambda world: world)
+    monkeypatch.setattr(shards, "k_splits_of", lambda world: world)
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 
@@ -199,9 +199,10 @@ def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, 
 def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
     taken = []
     backend, device = CpuBackend(), torch.device("meta")
-    monkeypatch.setattr(CpuSharing, "leaf_linear", lambda self, *given: taken.extend(given))
-    FromHost(backend, device, lambda source, out: None).sharing.leaf_linear(torch.ones(2, 8), None, 4)
-    assert [taken[0].device, *taken[1:]] == [device, None, 4]
+    monkeypatch.setattr(backend, "device", device)
+    monkeypatch.setattr(CpuBackend, "layer", lambda self, *given: taken.extend(given))
+    FromHost(backend, lambda source, out: None).layer("value", LayerWeights(torch.ones(2, 8)), "context")
+    assert [taken[0], taken[1].weight.device, taken[1].bias, taken[2]] == ["value", device, None, "context"]
 
 
 def test_ranks_have_the_same_threads_whatever_their_number():

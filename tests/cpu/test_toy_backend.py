@@ -80,5 +80,5 @@ def test_it_warms_up_as_any_platform_does() -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(Path(tests.cpu.toy_backend.__file__).read_text().splitlines()) < 165
+    assert len(Path(tests.cpu.toy_backend.__file__).read_text().splitlines()) < 175
     assert ToyBackend().device == torch.device("cpu")

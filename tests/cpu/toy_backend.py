@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends import base, cold
+from preheat.backends import base, cold, layer
 from preheat.backends.base import AttentionLayer, K, R, StepInputs
 from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
-from preheat.ops import activation, digest, embedding, logprobs, moe, norm, rotary, sampler, sampling
+from preheat.ops import digest, embedding, logprobs, moe, norm, rotary, sampler, sampling, values
 from preheat.warmup.cold_sources import ORIGINS
 
 
@@ -98,6 +98,15 @@ class ToySampler:
         return logprobs.token_logprobs(logits[: len(tokens)], tokens, np.full(len(tokens), alternatives))
 
 
+class ToyProduct(list[Tensor]):
+    """A weight and a bias."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self)
+
+    weights = list.copy
+
+
 @dataclass
 class ToyGraphs(Generic[K, R]):
     """There are none."""
@@ -127,6 +136,7 @@ class ToyBackend:
     cold_sources = staticmethod(lambda: dict.fromkeys(ORIGINS, cold.Watched("none", "it is a toy")))
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
+    supports = staticmethod(lambda value: values.Ok())
 
     def sleep_memory(self) -> None:
         pass
@@ -146,10 +156,9 @@ class ToyBackend:
     def sampler(self, limits: Limits, vocab: int, **options: Any) -> base.Sampler:
         return ToySampler(limits.max_num_seqs, vocab, options["handle_topk_duplicates"])
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, **end: Any) -> base.Linear:
-        kind, limit = end.get("activation"), end.get("clip") or torch.inf
-        last = activation.ACTIVATIONS[kind] if kind else lambda x: x.clamp(-limit, limit)
-        return lambda x, out=None: last(F.linear(x, weight, bias))
+    def layer(self, value: values.Matmul, weights: base.LayerWeights, context: Any = base.ALONE) -> base.Layer:
+        product = ToyProduct(each for each in weights[:2] if isinstance(each, Tensor))
+        return layer.Layer(value, weights, layer.Tiles([product]))
 
     def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor, **more: Any) -> None:
         embedding.embed(inputs.tokens, table, **more, at=inputs.positions, out=out)

@@ -63,10 +63,12 @@ def exchange(rank: int, world: int, folder: str) -> None:
     """One process: gather, leaves and their sum, eager and captured. Fails with an AssertionError."""
     import torch
 
+    from preheat.backends.base import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
     from preheat.backends.meeting import OneNode
     from preheat.settings import Settings
+    from tests import layers
 
     backend = CudaBackend(rank)
     backend.prepare(Settings(device="cuda"), None)
@@ -83,9 +85,12 @@ def exchange(rank: int, world: int, folder: str) -> None:
             torch.randn(size, inputs, generator=random, device=backend.device).bfloat16() for size in (rows, outputs)
         )
         bias = torch.randn(outputs, generator=random, device=backend.device).bfloat16()
-        whole = backend.sharing.leaf_linear(weight, bias, 4, alone)(x)
+        whole = layers.linear(backend, weight, bias, order=layers.splits(4), context=LayerContext(alone))(x)
         part = slice(rank * inputs // world, (rank + 1) * inputs // world)
-        layer = backend.sharing.leaf_linear(weight[:, part].contiguous(), bias, 4 // world, ranks)
+        layer = layers.linear(
+            backend, weight[:, part].contiguous(), bias, order=layers.splits(4 // world, rank),
+            context=LayerContext(ranks),
+        )  # fmt: skip
         own = x[:, part].contiguous()
         for _ in range(5):
             assert torch.equal(layer(own), whole), f"{rows} rows of {outputs} x {inputs}"

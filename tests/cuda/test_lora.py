@@ -29,7 +29,7 @@ from preheat.backends.cuda.tuning import KernelConfigs, Wide
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.quantization import empty_weight, quantize_channels
 from preheat.settings import Settings
@@ -190,7 +190,7 @@ def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple
 
 def put(made: Any, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
     """Put an adapter into ``place``: what it has for each part."""
-    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given)}))
+    made.write(place, made.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
 def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -218,7 +218,7 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
              for part, size in enumerate(OUTPUTS)]  # fmt: skip
     put(made, 3, *given)
     found = add(made, rows, x.cuda(), y.cuda(), [3] * 50).cpu()
-    right = add_delta(y, torch.cat([delta(x, *each) for each in given], 1))
+    right = add_delta(y, torch.cat([delta(x, LowRankPair(*each)) for each in given], 1))
     if dtype == torch.float32:
         torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-5)
     else:
@@ -286,7 +286,7 @@ def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
         a = noise(rank - place, inputs, seed=place).bfloat16() / 30
         b = [noise(size, len(a), seed=part).bfloat16() for part, size in enumerate(outputs)]
         parts = {2: (0,), 5: (len(outputs) - 1,)}.get(place, range(len(outputs)))
-        made.write(place, made.pack({part: LowRank(a, b[part], 0.7) for part in parts}))
+        made.write(place, made.pack({part: LowRankPair(a, b[part], 0.7) for part in parts}))
     layer = made.plain if gated else made.inner
     for count in (512, 600, 700):
         x = noise(count, inputs, seed=count).to(device, torch.bfloat16)
@@ -310,7 +310,7 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
     made = CudaAdapters(device).embedding(table, rows, places=PLACES, max_rank=16, dtype=torch.bfloat16)
     for place in range(PLACES):
         a, b = noise(8, 500, seed=place).bfloat16(), noise(256, 8, seed=9 + place).bfloat16()
-        made.write(place, made.pack({0: LowRank(a, b, 0.5)}))
+        made.write(place, made.pack({0: LowRankPair(a, b, 0.5)}))
     tokens = torch.arange(7, 7 + count, dtype=torch.int32, device=device)
     slots, last = torch.zeros_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
     out, ids = torch.empty(count, 256, dtype=torch.bfloat16, device=device), tokens.long()

@@ -18,7 +18,8 @@ from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.prove import settle_experts
 from preheat.backends.cuda.tuning import REFERENCE, Table, Tile, Wide
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
+from preheat.ops.values import Routing
 from preheat.settings import Settings
 
 SHAPES = [(128, 512, 192, 8), (8, 1024, 1792, 2), (5, 136, 72, 2)]

@@ -7,6 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from preheat.backends.base import LayerContext
+from tests import layers
+
 pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
@@ -30,8 +33,8 @@ from preheat.backends.cuda.tuning import (
 )
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 from preheat.settings import Settings
 from tests.cpu.test_quantized_layers import random_weight as random_layer
 from tests.kernels.ranks import on_ranks
@@ -219,14 +222,15 @@ def test_leaves_have_the_bits_of_their_reference(scheme):
 def test_what_ranks_add_has_the_bits_of_one(scheme):
     """Also of leaves that are no whole steps, where scales allow that."""
     outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
-    whole, sharing = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend().sharing
+    whole, backend = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend()
     for rows in (1, 40, 600):
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
 
         def layer(ranks, x=x):
             part = inputs // ranks.world
             mine = ranks.rank * part, (ranks.rank + 1) * part
-            made = sharing.leaf_linear(parts(whole, ((0, outputs),), mine), None, 4 // ranks.world, ranks)
+            own, order = parts(whole, ((0, outputs),), mine), layers.splits(4 // ranks.world, ranks.rank)
+            made = layers.linear(backend, own, order=order, context=LayerContext(ranks))
             return made(x[:, slice(*mine)].contiguous()).view(torch.int16)
 
         (one,) = on_ranks(1, layer)
@@ -236,7 +240,7 @@ def test_what_ranks_add_has_the_bits_of_one(scheme):
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
 def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
-    hidden, inner, count, sharing = 256, 512, 8, CudaBackend().sharing
+    hidden, inner, count, backend = 256, 512, 8, CudaBackend()
     gate_up = random_layer(scheme, count, 2 * inner, hidden, dtype=torch.bfloat16)
     down = random_layer(scheme, count, hidden, inner, dtype=torch.bfloat16, seed=1)
     for tokens in (1, 5, 200):
@@ -247,7 +251,8 @@ def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
             first, last = ranks.rank * part, (ranks.rank + 1) * part
             given = parts(gate_up, ((first, last), (inner + first, inner + last)), None)
             taken = parts(down, ((0, hidden),), (first, last))
-            made = sharing.leaf_experts(given, taken, Routing(2, True, False), 4 // ranks.world, ranks)
+            order, routing = layers.splits(4 // ranks.world, ranks.rank), Routing(2, True, False)
+            made = layers.experts(backend, given, taken, routing, order=order, context=LayerContext(ranks))
             return made(x, logits).view(torch.int16)
 
         (one,) = on_ranks(1, layer)

@@ -37,6 +37,6 @@ class InterpretedCuda(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.adapters = CudaAdapters(self.device)
+        self.adapters = self._adapters = CudaAdapters(self.device)
         self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
-        self.sharing = CudaSharing(self, LeafTiles())
+        self.sharing, self._leaf_tiles = CudaSharing(self.device), LeafTiles()

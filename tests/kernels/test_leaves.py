@@ -13,9 +13,9 @@ from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, sum_leaves
 from preheat.backends.cuda.moe import ExpertsConfigs
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing
+from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 
 DTYPES = [torch.float32, torch.bfloat16]
 

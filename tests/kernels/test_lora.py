@@ -23,7 +23,7 @@ from preheat.backends.cuda.lora_shrink import shrink
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.quantization import QuantizedRows
 from tests.kernels.test_quantized import random_weight as quantized_weight
@@ -56,7 +56,7 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
     """Put an adapter into ``place``: what it has for each part, or None."""
-    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given) if each is not None}))
+    made.write(place, made.pack({part: LowRankPair(*each) for part, each in enumerate(given) if each is not None}))
 
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
     put(made, 1, *given)
     base, found = made.inner(x), run(made, rows, x, [1] * 19)
-    more = torch.cat([delta(x, *each) for each in given], 1)
+    more = torch.cat([delta(x, LowRankPair(*each)) for each in given], 1)
     shrunk = [((x.double() @ a.double().T) * scale).to(dtype) for a, _, scale in given]
     exact = torch.cat([each.double() @ b.double().T for each, (_, b, _) in zip(shrunk, given, strict=True)], 1)
     torch.testing.assert_close(more.double(), exact, atol=1e-5, rtol=1e-5)
@@ -237,7 +237,7 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
     """Of the place's dtype and layout already, so that nothing else runs, and nothing is waited for."""
     made, _ = layer(dtype)
     factor, (a, b, scale) = made._factors, factors(23, 1, dtype=torch.float32)
-    packed = made.pack({1: LowRank(a, b, scale)})
+    packed = made.pack({1: LowRankPair(a, b, scale)})
     ran: list[str] = []
 
     class Noting(TorchDispatchMode):
@@ -268,7 +268,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     table = noise(vocab, hidden, seed=3).to(dtype)
     made = ops.embedding(table, rows, places=PLACES, max_rank=24, dtype=dtype)
     a, b = noise(21, vocab, seed=1).to(dtype), noise(hidden, 21, seed=2).to(dtype)
-    made.write(1, made.pack({0: LowRank(a, b, 0.37)}))
+    made.write(1, made.pack({0: LowRankPair(a, b, 0.37)}))
     tokens, last = torch.tensor([7, 7, -1, 49, -2, 0] * 4, dtype=torch.int32), torch.tensor([5, 11], dtype=torch.int32)
     slots, whose = torch.tensor([0, 0, 1] * 8, dtype=torch.int32), [1, -1, 1, 1, 1, 0] * 4
     rows.describe(0, "tokens", np.array(whose, np.int32))

@@ -21,10 +21,10 @@ from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.ops import lora
-from preheat.ops.leaves import tree_sum
-from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
-from preheat.ops.moe import Routing, combine, route
+from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
+from preheat.ops.moe import combine, route
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 from tests.kernels.test_lora_experts import config
 from tests.kernels.test_lora_ranks import on_ranks
 
@@ -59,7 +59,7 @@ def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRank]:
+def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRankPair]:
     """By part. Of expert 1 the first one leaves up and down alone, of expert 2 gate."""
     found = {}
     for part in range(3 * EXPERTS):
@@ -69,7 +69,7 @@ def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRank]:
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
         b = noise(outputs, rank, seed=100 * place + part + 50) / 4
-        found[part] = LowRank(a.to(dtype), b.to(dtype), 0.3 + place)
+        found[part] = LowRankPair(a.to(dtype), b.to(dtype), 0.3 + place)
     return found
 
 
@@ -111,7 +111,7 @@ def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None 
 
 
 def right(dtype: torch.dtype) -> Tensor:
-    """By :func:`preheat.ops.lora.delta`, token by token, as :mod:`preheat.ops.lora` says."""
+    """By :func:`preheat.ops.matmul.delta`, token by token, as :mod:`preheat.ops.matmul` says."""
     (x, logits), (gate_up, down) = tokens(dtype), weights(dtype)
     chosen, shares = route(logits, ROUTING)
     given = torch.zeros(4, TOKENS, 2, HIDDEN)
@@ -122,12 +122,12 @@ def right(dtype: torch.dtype) -> Tensor:
             halves = [(row.float() @ half.float().T).to(dtype) for half in gate_up[expert].chunk(2)]
             for part, half in enumerate(halves):
                 if (factors := own.get(3 * expert + part)) is not None:
-                    halves[part] = add_delta(half, delta(row, *factors))
+                    halves[part] = add_delta(half, delta(row, factors))
             inner = (F.silu(halves[0].float()).to(dtype).float() * halves[1].float()).to(dtype)
             for leaf, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
                 given[leaf, token, slot] = mine.float() @ columns.float().T
             if (factors := own.get(3 * expert + 2)) is not None:
-                more[token, slot] = delta(inner, *factors, leaves=4)
+                more[token, slot] = delta(inner, factors, 4)
     return add_delta(tree_sum([combine(leaf, shares) for leaf in given]).to(dtype), combine(more, shares))
 
 

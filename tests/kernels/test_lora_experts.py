@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.base import ExpertsSize
+from preheat.backends.base import ExpertsSize, ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import linear_quantized, lora_experts, moe
@@ -20,10 +20,12 @@ from preheat.backends.cuda.tuning import Tile
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.lora import LowRank, add_delta, delta
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.matmul import LowRankPair, add_delta, delta
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
+from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu.test_quantized_layers import FP8, W8A8, random_weight
 from tests.kernels.backend import InterpretedCuda
 
@@ -78,7 +80,7 @@ def tokens(kind: Kind):
     return noise(TOKENS, size(kind).hidden, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
 
 
-def adapter(place: int, kind: Kind) -> dict[int, LowRank]:
+def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
     """By part. Of expert 1 the first leaves up alone, of expert 2 all."""
     found, own, dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
@@ -87,7 +89,9 @@ def adapter(place: int, kind: Kind) -> dict[int, LowRank]:
         inputs, outputs = (own.inner, own.hidden) if part % 3 == 2 else (own.hidden, own.inner)
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
-        found[part] = LowRank(a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place)
+        found[part] = LowRankPair(
+            a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place
+        )
     return found
 
 
@@ -95,10 +99,9 @@ def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), 
     """Experts with the adapters in places, in this order."""
     backend = backend or InterpretedCuda()
     rows = backend.adapters.rows(64, places)
-    experts = backend.adapters.experts(
-        backend.experts(*weights(kind), ROUTING), size(kind), rows, places=places, max_rank=max_rank,
-        dtype=dtype_of(kind),
-    )  # fmt: skip
+    given = ExpertsWeights(*weights(kind))
+    value = layers.with_room(layers.experts_value(*given, ROUTING), places, max_rank, dtype_of(kind))
+    experts = backend.experts(value, given, LayerContext(rows=rows))
     for number, place in enumerate(order):
         experts.write(place, experts.pack(adapter(number, kind)))
     return experts, rows
@@ -131,7 +134,7 @@ def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tens
 
 @functools.cache
 def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
-    """By :func:`preheat.ops.lora.delta`, layer by layer, each sum rounded once."""
+    """By :func:`preheat.ops.matmul.delta`, layer by layer, each sum rounded once."""
     (x, logits), (gate_up, down) = tokens(kind), weights(kind)
     adapters = [adapter(place, kind) for place in range(PLACES)]
     chosen, shares = route(logits, ROUTING)
@@ -140,7 +143,7 @@ def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
         return weight.part(number) if isinstance(weight, QuantizedWeight) else weight[number]
 
     def added(y, rows, part, place):
-        return add_delta(y, delta(rows, *adapters[place][part])) if part in adapters[place] else y
+        return add_delta(y, delta(rows, adapters[place][part])) if part in adapters[place] else y
 
     def one(number: int, row: torch.Tensor, place: int) -> torch.Tensor:
         gate, up = times(row, own(gate_up, number)).chunk(2, 1)
@@ -224,7 +227,7 @@ def as_a_norm_gives(x: torch.Tensor, kind: Kind) -> torch.Tensor | QuantizedRows
 def test_a_model_gives_them_plain_rows_beside_codes():
     assert made(SCHEMES[2])[0].fused_input is None
     (experts, rows), cuda, (x, _) = made(FP8), InterpretedCuda(), tokens(FP8)
-    block = MoeMlp(cuda.linear(noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
+    block = MoeMlp(layers.linear(cuda, noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
     norm = cuda.norm(noise(x.shape[1], seed=8).bfloat16(), 1e-5)
     rows.describe(0, "tokens", np.array(WHOSE[:2], np.int32))
     rows.use("tokens")

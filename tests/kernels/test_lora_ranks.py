@@ -17,7 +17,7 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from tests.cpu.test_quantized_layers import random_weight
 from tests.kernels.ranks import Heard, on_ranks
@@ -27,19 +27,21 @@ WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:
+def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRankPair]]:
     """Rows and two adapters, whose products with the rows nearly cancel: each order of addition has bits of its own."""
     x = signed_pairs(noise(ROWS, inputs, seed=8) * noise(ROWS, inputs, seed=9).exp(), 1.0).to(dtype)
     found = []
     for seed, rank in ((10, 5), (20, 21)):
         a = signed_pairs(noise(rank, inputs, seed=seed) * noise(rank, inputs, seed=seed + 1).exp(), -1.0)
-        found.append(LowRank(a.to(dtype), noise(OUTPUTS, rank, seed=seed + 2).to(dtype), 2.0**16 * 0.37))
+        found.append(LowRankPair(a.to(dtype), noise(OUTPUTS, rank, seed=seed + 2).to(dtype), 2.0**16 * 0.37))
     return x, found
 
 
-def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:
+def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRankPair]]:
     x = noise(ROWS, inputs, seed=8).to(dtype)
-    return x, [LowRank((noise(r, inputs, seed=r) / 50).to(dtype), noise(OUTPUTS, r).to(dtype), 0.37) for r in (5, 21)]
+    return x, [
+        LowRankPair((noise(r, inputs, seed=r) / 50).to(dtype), noise(OUTPUTS, r).to(dtype), 0.37) for r in (5, 21)
+    ]
 
 
 def by_columns(
@@ -99,7 +101,7 @@ def test_what_is_added_is_the_references(dtype):
     one, plain = (by_columns(1, inputs, dtype, whose=each, make=plain_numbers)[0] for each in (WHOSE, [-1] * ROWS))
     for place, each in enumerate(given):
         mine = [row for row in range(ROWS) if WHOSE[row] == place]
-        right = add_delta(plain[mine], delta(x[mine], *each, leaves=4))
+        right = add_delta(plain[mine], delta(x[mine], each, 4))
         if dtype == torch.bfloat16:
             assert (one[mine] != right).float().mean() < 0.01
         torch.testing.assert_close(one[mine], right, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
@@ -145,7 +147,7 @@ def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> l
         )  # fmt: skip
         for place, of_parts in enumerate(((69, 7), (21, 7))):
             given = {
-                part: LowRank((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
+                part: LowRankPair((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
                 for part, r in enumerate(of_parts)
             }
             made.write(place, made.pack(given))

@@ -10,8 +10,12 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
 from preheat.backends.cuda.tuning import Tile
-from preheat.ops.moe import Routing, route, routed
+from preheat.model.update import reset_state
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
 
 PLAIN = Tile(16, 16, 16, 1, 2)
 HIDDEN, INNER = 40, 24
@@ -124,3 +128,15 @@ def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
     assert made.experts.tolist() == [1, 2, 0, 1]
     nan = arranged(torch.full((1, 5), torch.nan), Routing(2, True, False), 1)
     assert (nan.experts < 5).all()
+
+
+def test_counters_whose_memory_was_lost_are_as_new():
+    """Which is so after a sleep that keeps nothing; without it other rows are taken."""
+    x, logits, *weights = operands(40, 4)
+    experts = layers.experts(InterpretedCuda(), *weights, Routing(2, True, False))
+    right = experts(x, logits)
+    (counts,) = experts.state()
+    assert not {each.data_ptr() for each in experts.weights()} & {counts.data_ptr()}
+    counts.fill_(3)
+    reset_state([experts])
+    assert torch.equal(experts(x, logits), right) and not counts.any()

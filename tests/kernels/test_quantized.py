@@ -20,9 +20,11 @@ from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing, route, routed
+from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedRows
+from preheat.ops.values import Routing
+from tests import layers
 from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order
@@ -80,19 +82,19 @@ def test_a_model_quantizes_in_its_norms(scheme):
     cuda, x, residual = InterpretedCuda(), noise(3, 160), noise(3, 160, seed=1)
     norm = cuda.norm(noise(160, seed=2), 1e-5)
     gate_up, down = random_weight(scheme, 2 * 24, 160), random_weight(scheme, 160, 24, seed=1)
-    dense = DenseMlp(cuda.linear(gate_up, activation="silu_and_mul"), cuda.linear(down))
+    dense = DenseMlp(layers.linear(cuda, gate_up, activation="silu_and_mul"), layers.linear(cuda, down))
     router, stack = (
-        cuda.linear(noise(2, 160, seed=4)),
+        layers.linear(cuda, noise(2, 160, seed=4)),
         (random_weight(scheme, 2, 48, 160), random_weight(scheme, 2, 160, 24)),
     )
-    experts = MoeMlp(router, cuda.experts(*stack, Routing(1, True, False)))
+    experts = MoeMlp(router, layers.experts(cuda, *stack, Routing(1, True, False)))
     for block in (dense, experts):
         rows = normed(norm, x, residual.clone(), block.fused_input)
         assert isinstance(rows, QuantizedRows)
         assert (rows.plain is None) == (block is dense)
         assert torch.equal(block(rows), block(norm.add(x, residual.clone())))
     assert fused(dense.gate_up, router).plain and fused(router) is None
-    other = cuda.linear(random_weight(W8A8[4] if scheme is W8A8[0] else W8A8[0], 8, 160))
+    other = layers.linear(cuda, random_weight(W8A8[4] if scheme is W8A8[0] else W8A8[0], 8, 160))
     assert fused(dense.gate_up, other) is None  # one result does not do for both
 
 
@@ -255,6 +257,6 @@ def test_what_the_proof_at_boot_computes_is_zero(scheme):
 def test_the_backend_makes_layers_and_experts_of_codes():
     cuda, x = InterpretedCuda(), noise(3, 160).bfloat16()
     weight = random_weight(WHOLE[1], 40, 160, dtype=torch.bfloat16)
-    assert torch.equal(cuda.linear(weight)(x), in_order(x, quantization.dequantize(weight)))
-    assert cuda.linear(weight, activation="silu_and_mul")(x).shape == (3, 20)
-    assert cuda.linear(weight, clip=0.125)(x).abs().max() == 0.125
+    assert torch.equal(layers.linear(cuda, weight)(x), in_order(x, quantization.dequantize(weight)))
+    assert layers.linear(cuda, weight, activation="silu_and_mul")(x).shape == (3, 20)
+    assert layers.linear(cuda, weight, clip=0.125)(x).abs().max() == 0.125

@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.base import LayerContext
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, plain_leaf_tile, sum_leaves
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.tuning import Expanded
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing
+from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Routing, SumOrder
+from tests import layers
 from tests.cpu.test_quantized_layers import W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import Heard, on_ranks
@@ -52,7 +54,8 @@ def by_columns(
         part = x.shape[1] // ranks.world
         mine = ranks.rank * part, (ranks.rank + 1) * part
         own = weight.cut(((0, OUTPUTS),), mine)
-        made = InterpretedCuda().sharing.leaf_linear(own, bias, leaves // ranks.world, ranks)
+        order = layers.splits(leaves // ranks.world, ranks.rank, leaves)
+        made = layers.linear(InterpretedCuda(), own, bias, order=order, context=LayerContext(ranks))
         return made(x[:, slice(*mine)].contiguous())
 
     return on_ranks(world, layer, 1 + (weight.scheme.activations == "token"), kind)
@@ -87,7 +90,9 @@ def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
         assert all(torch.equal(found, right) for found in by_columns(world, x, weight, bias))
     codes = DeviceWeight.of(weight, leaves=4)
     assert torch.equal(dequantized(codes), plain)
-    shape = InterpretedCuda().sharing.leaf_linear(weight, bias, 4, RankSums()).shape
+    made = layers.linear(InterpretedCuda(), weight, bias, order=layers.splits(4), context=LayerContext(RankSums()))
+    assert isinstance(made, CudaLeafLinear)
+    shape = made.shape
     assert isinstance(leaf_tile(shape, 4096), Expanded) and isinstance(plain_leaf_tile(shape), Expanded)
     assert torch.equal(sum_leaves(plain_leaf_tile(shape), x, codes, bias, 4, torch.empty_like(right)), right)
 
@@ -118,15 +123,16 @@ def test_scales_of_a_ranks_own_inputs_have_other_bits():
 def test_outputs_have_the_same_bits_beside_any_others(scheme):
     """Layers whose rows ranks share."""
     x, weight, bias = numbers(scheme, 3, torch.bfloat16)
-    sharing, inputs = InterpretedCuda().sharing, x.shape[1]
-    whole = sharing.row_linear(weight, bias, [OUTPUTS])(x)
+    cuda, inputs = InterpretedCuda(), x.shape[1]
+    whole = layers.linear(cuda, weight, bias, order=SumOrder(tiles=(OUTPUTS,)))(x)
     for rows in ((0, 20), (20, 40), (30, 40)):
-        mine = sharing.row_linear(weight.cut((rows,), (0, inputs)), bias[slice(*rows)].clone(), [10])
+        own = weight.cut((rows,), (0, inputs)), bias[slice(*rows)].clone()
+        mine = layers.linear(cuda, *own, order=SumOrder(tiles=(10,) * ((rows[1] - rows[0]) // 10)))
         assert torch.equal(mine(x), whole[:, slice(*rows)])
 
 
 def experts(
-    world: int, scheme: Scheme, tokens: int, leaves: int = 4, kind: type[Heard] = Heard, sharing: Any = None
+    world: int, scheme: Scheme, tokens: int, leaves: int = 4, kind: type[Heard] = Heard, backend: Any = None
 ) -> list[Tensor]:
     """Of eight experts, what ``world`` ranks give that share each one's inner numbers."""
     inner, hidden, count = 512 if scheme.scales == "block" else 128, 48, 8
@@ -137,9 +143,9 @@ def experts(
         part = inner // ranks.world
         first, last = ranks.rank * part, (ranks.rank + 1) * part
         own = gate_up.cut(((first, last), (inner + first, inner + last)), None), down.cut(((0, hidden),), (first, last))
-        shared = sharing or InterpretedCuda().sharing
-        made: Tensor = shared.leaf_experts(*own, Routing(2, True, False), leaves // ranks.world, ranks)(x, logits)
-        return made
+        order, routing = layers.splits(leaves // ranks.world, ranks.rank, leaves), Routing(2, True, False)
+        shared = backend or InterpretedCuda()
+        return layers.experts(shared, *own, routing, order=order, context=LayerContext(ranks))(x, logits)
 
     return on_ranks(world, layer, 1 + (scheme.activations == "token"), kind)
 
@@ -150,7 +156,7 @@ def test_experts_on_ranks(scheme):
     for tokens, world in ((1, 4), (4, 2)):
         one = experts(1, scheme, tokens)[0]
         assert all(torch.equal(found, one) for found in experts(world, scheme, tokens))
-        right = experts(1, scheme, tokens, sharing=CpuSharing())[0]
+        right = experts(1, scheme, tokens, backend=CpuBackend())[0]
         error = (one - right).abs().max() / right.abs().max()
         assert error <= (2e-2 if scheme.activations else 1e-5)  # what is rounded to float8 may differ by a code
     assert not torch.equal(experts(2, scheme, 4, leaves=2)[0], one)

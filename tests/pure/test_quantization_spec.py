@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU
+from preheat.backends.support import supports
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
-from preheat.model.quantization import METHODS, bytes_by_scheme, check_backend
+from preheat.model.quantization import METHODS, bytes_by_scheme
 from preheat.model.specs import ExpertsSpec, ModelSpec, leaves
+from preheat.model.values import check_supported
 from preheat.ops.kinds import Scheme
 
 LLAMA: dict[str, Any] = {
@@ -257,10 +260,10 @@ def test_a_backend_refuses_what_it_has_no_kernels_for() -> None:
         "modules_to_not_convert": ["mlp.gate", "shared_expert_gate"],
     }
     for facts in (CPU, CUDA):
-        check_backend(spec_of(awq), facts)
-        check_backend(spec_of(awq, MOE), facts)
-    with pytest.raises(ModelError, match="on hpu; supported: w8a16, w4a16"):
-        check_backend(spec_of(ct()), HPU)
+        check_supported(spec_of(awq), "bfloat16", partial(supports, facts))
+        check_supported(spec_of(awq, MOE), "bfloat16", partial(supports, facts))
+    with pytest.raises(ModelError, match=r"^layers\.0\.attention\.qkv: .* on hpu; supported: w8a16, w4a16"):
+        check_supported(spec_of(ct()), "bfloat16", partial(supports, HPU))
 
 
 def test_bytes_are_those_of_codes_and_scales() -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from preheat.combinations import Lacks
 from preheat.limits import Limits
-from preheat.ops.kinds import Activation, NormKind, Scheme
+from preheat.ops.kinds import NormKind, Scheme
+from preheat.ops.values import Experts, Matmul, Support, Value
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from preheat.backends.cold import Watched
     from preheat.backends.meeting import Meeting
     from preheat.core import Level
-    from preheat.ops.lora import LowRank
-    from preheat.ops.moe import Routing
+    from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
 
@@ -138,13 +138,6 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
-class Experts(Protocol):
-    """The routed experts of a layer, see :mod:`preheat.ops.moe`."""
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden] and the router's ``logits`` [tokens, experts] -> [tokens, hidden]."""
-
-
 class Collective(Protocol):
     """What the ranks that share a model's layers do together: all of them, in the same order."""
 
@@ -169,8 +162,8 @@ AdapterStep = Literal["tokens", "sampled"]
 class AdapterRows(Protocol):
     """Which adapter each row of a step has: its place on the device, or a negative number for none."""
 
-    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
-        """Let the device know the ``places``, int32 [rows], of a step's rows; those beyond pad. ``turn`` is the host
+    def describe(self, turn: int, step: AdapterStep, slots: np.ndarray) -> None:
+        """Let the device know the ``slots``, int32 [rows], of a step's rows; those beyond pad. ``turn`` is the host
         copy of the step.
         """
 
@@ -178,83 +171,110 @@ class AdapterRows(Protocol):
         """The linear layers that are called next have rows of this kind; None: no row has an adapter."""
 
 
-class Adapted(Protocol):
-    """A module with places for adapters, see :mod:`preheat.ops.lora`."""
+class AdapterOps(Protocol):
+    """What adapters need of a device besides layers with terms."""
+
+    def rows(self, tokens: int, slots: int) -> AdapterRows:
+        """For steps of at most so many tokens, and adapters in so many slots."""
+
+
+class AdapterSlots(Protocol):
+    """The matrices of the adapters in all slots of a layer, see :class:`preheat.ops.values.LowRank`.
+
+    Matrices are given by the part of the layer that they adapt: those of experts are gate, up and down of expert e,
+    parts 3 * e and the next two. A rank gives the columns of its inputs, or the rows of its outputs.
+    """
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its places."""
+        """Bytes of all slots."""
 
-    def pack(self, parts: Mapping[int, LowRank]) -> Any:
-        """What a place holds of an adapter with these matrices, by part; others it leaves alone. On the host, in the
-        layout and the dtype of a place. Any thread may ask for it.
+    def pack(self, parts: Mapping[int, LowRankPair]) -> Any:
+        """What a slot holds of an adapter with these matrices, by part; others it leaves alone. On the host, in the
+        layout and the dtype of a slot. Any thread may ask for it.
         """
 
-    def write(self, place: int, packed: Any) -> None:
-        """Put what :meth:`pack` gave into ``place``. Only copies are asked for, not waited for, and steps that were
+    def write(self, slot: int, packed: Any) -> None:
+        """Put what :meth:`pack` gave into ``slot``. Only copies are asked for, not waited for, and steps that were
         launched before do not see them. It neither allocates on the device nor compiles.
         """
 
-    def clear(self, place: int) -> None:
-        """The adapter in ``place`` leaves this module alone."""
+    def clear(self, slot: int) -> None:
+        """The adapter in ``slot`` leaves this layer alone."""
 
 
-class AdaptedLinear(Adapted, Linear, Protocol):
-    """A linear layer with places for adapters."""
+class LayerWeights(NamedTuple):
+    """The numbers of a layer: ``weight`` [outputs, inputs] and ``bias`` [outputs], which may be kept or packed anew. A
+    layer that rounds its inputs has their scale ``rounding``, fp32 [1], and the greatest number ``most`` after it.
+    """
+
+    weight: Tensor | QuantizedWeight
+    bias: Tensor | None = None
+    rounding: Tensor | None = None
+    most: float = 0.0
 
 
-class AdaptedEmbedding(Adapted, Protocol):
-    """A table of embeddings with places for adapters."""
+class ExpertsWeights(NamedTuple):
+    """The numbers of routed experts: ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts,
+    hidden, inner]; both may be kept or packed anew.
+    """
+
+    gate_up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight
+
+
+class LayerContext(NamedTuple):
+    """What a layer shares with others: the ``ranks`` that have the rest of it, and the ``rows`` that
+    :meth:`AdapterOps.rows` gave, by which it knows the adapter of each row.
+    """
+
+    ranks: Collective | None = None
+    rows: Any = None
+
+
+ALONE = LayerContext()
+
+
+class HasWeights(Protocol):
+    """A layer that an update, a sleep and a transfer may ask for its tensors."""
+
+    def weights(self) -> Iterable[Tensor]:
+        """The tensors whose numbers an update replaces and a sleep drops, in an order that the value decides."""
+
+    def state(self) -> Iterable[Tensor]:
+        """The tensors that are no weights: counters, flags, adapter slots. They are zeros in a new layer."""
+
+
+class Layer(Linear, HasWeights, Protocol):
+    """The layer of a :class:`preheat.ops.values.Matmul`. ``slots`` hold its adapters; None: its value has no terms.
+
+    On ranks that share its inputs, or divide an adapter's first matrices, all call it at the same time, and the result
+    is the same on all ranks. A layer that reads its inputs in a way of its own has it as ``fused_input``.
+    """
+
+    @property
+    def slots(self) -> AdapterSlots | None: ...
+
+
+class ExpertsLayer(HasWeights, Protocol):
+    """The layer of :class:`preheat.ops.values.Experts`. ``slots`` and ``fused_input`` are as those of a layer."""
+
+    @property
+    def slots(self) -> AdapterSlots | None: ...
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden] and the router's ``logits`` [tokens, experts] -> [tokens, hidden]."""
+
+
+class Embedding(HasWeights, Protocol):
+    """The layer of a value whose term is looked up by token ids: what adapters add to a table of embeddings."""
+
+    @property
+    def slots(self) -> AdapterSlots | None: ...
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
         """Add to ``out`` [tokens, hidden] what the adapters of its rows have for their ``tokens`` int32 [tokens]; -1
         stands for ``last_token[slot]``, less for what is no token.
-        """
-
-
-class AdaptedExperts(Adapted, Experts, Protocol):
-    """Routed experts with places for adapters: parts 3 * e and the next two are gate, up and down of expert e."""
-
-
-class AdapterOps(Protocol):
-    """The operations of adapters."""
-
-    def rows(self, tokens: int, places: int) -> AdapterRows:
-        """For steps of at most so many tokens, and adapters in so many places."""
-
-    def linear(
-        self,
-        linear: Linear,
-        inputs: int,
-        outputs: Sequence[int],
-        rows: Any,
-        *,
-        places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        activation: Activation | None,
-        clip: float | None,
-        tiles: Sequence[int] = (),
-        among: Collective | None = None,
-    ) -> AdaptedLinear:
-        """``linear``, which has no activation, with ``places`` for adapters of ``max_rank`` at most. Its outputs are
-        those of several parts, stacked, to each of which an adapter has matrices of its own, whose numbers are of
-        ``dtype`` and stay what they are. ``rows`` is what :meth:`rows` gave. A ``linear`` of :class:`Sharing` has the
-        ``tiles`` that :meth:`Sharing.row_linear` was given, or leaves; then the ``inputs`` are those of this rank.
-        The ranks that the layer's outputs are divided ``among`` may divide the first matrices, too: tile t of ranks is
-        on rank t % world.
-        """
-
-    def embedding(
-        self, table: Tensor, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
-    ) -> AdaptedEmbedding:
-        """What goes with a ``table`` [vocab, hidden]."""
-
-    def experts(
-        self, experts: Experts, size: ExpertsSize, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
-    ) -> AdaptedExperts | None:
-        """``experts`` with places; None: there are no kernels for adapters of these. Those of :class:`Sharing` have the
-        inner numbers of this rank, in leaves.
         """
 
 
@@ -533,22 +553,13 @@ TokenLogprobs, but where an engine pools the hidden states of tokens, fp32 [hidd
 class Operations(Protocol):
     """The operations of one model on one device."""
 
-    def linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> Linear:
-        """The linear layer of ``weight`` [outputs, inputs] and ``bias`` [outputs], which may be kept or packed anew.
-        What it gives is what ``activation`` makes of the outputs, or the outputs kept between -``clip`` and ``clip``.
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
+        """The layer of ``value`` with these ``weights``. For a value whose term is looked up by token ids it is an
+        :class:`Embedding`.
         """
 
-    def experts(self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing) -> Experts:
-        """The experts whose weights are ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts,
-        hidden, inner]; both may be kept or packed anew.
-        """
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
+        """The routed experts of ``value`` with these ``weights``."""
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm: ...
 
@@ -588,44 +599,12 @@ class Link(Collective, Protocol):
 
 
 class Sharing(Protocol):
-    """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
-    depend on how many ranks there are; see :mod:`preheat.ops.leaves`.
-    """
+    """How ranks meet that share a model's layers."""
 
     def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
         """Meet the other ranks. ``check``, which raises where a rank has died, is called while one waits for them. One
         rank alone needs nobody.
         """
-
-    def row_linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        tiles: Sequence[int],
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> Linear:
-        """As :meth:`Operations.linear`, of a rank that has some rows of a matrix: those of some ``tiles``, as many rows
-        each. A tile's outputs have the same bits whichever other tiles the rank has.
-        """
-
-    def leaf_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
-    ) -> Linear:
-        """The linear layer whose inputs the ranks share: ``weight`` [outputs, inputs of this rank], in so many
-        ``leaves``. The result is the same on all ranks.
-        """
-
-    def leaf_experts(
-        self,
-        gate_up: Tensor | QuantizedWeight,
-        down: Tensor | QuantizedWeight,
-        routing: Routing,
-        leaves: int,
-        collective: Collective,
-    ) -> Experts:
-        """As :meth:`Operations.experts`, whose inner numbers the ranks share: this one's are so many ``leaves``."""
 
 
 class DeviceEvent(Protocol):
@@ -692,6 +671,9 @@ class Backend(Operations, Protocol):
     def kv_cache_memory(self) -> int | None:
         """Bytes of KV cache if no size is set; None means a share of the free memory."""
 
+    def supports(self, value: Value) -> Support:
+        """Whether the device runs the layer of ``value``, and with its terms; see :mod:`preheat.backends.support`."""
+
     def supports_bfloat16(self) -> bool:
         """Whether the device multiplies bfloat16 natively."""
 
@@ -726,7 +708,7 @@ class Backend(Operations, Protocol):
         ahead.
         """
 
-    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """Choose and prove what serves linear layers and experts at so many rows, before there is a cache."""
 
     def tune(self, request: TuneRequest) -> str:

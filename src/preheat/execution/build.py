@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from preheat.backends.base import Backend, Experts, Linear, Mode, Sampler
+from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given, Tower
 from preheat.execution.executor import Executor, attention_layers
@@ -15,7 +15,6 @@ from preheat.execution.kv_cache import KVCache
 from preheat.execution.pooler import Pooler
 from preheat.execution.sleep import CACHE, sleepable
 from preheat.model.decoder import Decoder
-from preheat.model.formats_inc import inner
 from preheat.model.loader import LoadedModel
 from preheat.model.vision import VisionTower
 from preheat.plan.items import EncoderItem, ForwardItem
@@ -38,11 +37,11 @@ def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
     so it comes before the cache.
     """
     rows, head_rows = linear_rows(plan)
-    linears = [(inner(linear), head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
+    linears = [(linear, head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
     backend.settle([*linears, *_vision_linears(model, plan)])
 
 
-def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | Experts, list[int]]]:
+def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | ExpertsLayer, list[int]]]:
     """The linear layers of a vision tower and its projector, with their numbers of rows."""
     spec, weights = model.spec.vision, model.weights.vision
     if spec is None or weights is None:

@@ -23,7 +23,7 @@ from preheat.lora.config import AdapterConfig, ModuleRules, endings
 from preheat.lora.experts import Stack, alike, stacks_of
 from preheat.model.sources import open_tensors
 from preheat.model.specs import TIED_HEAD, LinearSpec, ModelSpec, MoeSpec, leaves
-from preheat.ops.lora import LowRank
+from preheat.ops.matmul import LowRankPair
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.files import open_file, why_unread
 from preheat.utils.text import some
@@ -78,9 +78,9 @@ class Single(NamedTuple):
         """Of its modules in the checkpoint."""
         return [self.module]
 
-    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRank]]:
+    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
         """The matrices of each module."""
-        yield self.module, LowRank(a, b, scale)
+        yield self.module, LowRankPair(a, b, scale)
 
 
 Found = Mapping[str, Single | Stack]
@@ -96,7 +96,7 @@ class Adapter:
     name: str
     path: str
     rank: int
-    factors: Mapping[str, LowRank]
+    factors: Mapping[str, LowRankPair]
     digest: str
 
 
@@ -335,9 +335,9 @@ def _tensors(each: Single | Stack) -> Iterator[str]:
     return (f"{_PREFIX}{each.raw}.{half}" for half in halves)
 
 
-def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRank], str]:
+def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRankPair], str]:
     """The factors of the modules that were ``found``, and their digest."""
-    digest, factors = hashlib.sha256(), dict[str, LowRank]()
+    digest, factors = hashlib.sha256(), dict[str, LowRankPair]()
     for _, each in sorted(found.items(), key=lambda item: item[0]):
         scale = rules.scale_of(each.parameter)
         digest.update(f"{each.key} {scale.hex()}".encode())

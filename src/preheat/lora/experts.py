@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from preheat.model.specs import ModelSpec, MoeSpec
-from preheat.ops.lora import LowRank
+from preheat.ops.matmul import LowRankPair
 
 
 class Stack(NamedTuple):
@@ -46,14 +46,14 @@ class Stack(NamedTuple):
         """Of lora_A and lora_B."""
         return [self.experts * rank, self.inputs], [self.outputs, rank * self.experts]
 
-    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRank]]:
+    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
         """The matrices of each module of each expert."""
         rank, rows = len(a) // self.experts, self.outputs // len(self.modules)
         downs, ups = a.view(self.experts, rank, self.inputs), b.view(self.outputs, rank, self.experts)
         for expert in range(self.experts):
             for part, name in enumerate(self.modules):
                 own = ups[part * rows : (part + 1) * rows, :, expert].contiguous()
-                yield name.format(expert), LowRank(downs[expert], own, scale)
+                yield name.format(expert), LowRankPair(downs[expert], own, scale)
 
 
 def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from preheat.model.adapters import AdapterSeats, Packed
-from preheat.ops.lora import LowRank
+from preheat.ops.matmul import LowRankPair
 
 SMALL_RANK = 5
 
@@ -34,7 +34,7 @@ def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
     generator = torch.Generator().manual_seed(number)
     rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
     factors = {
-        name: LowRank(
+        name: LowRankPair(
             torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
             torch.randn(outputs, rank, generator=generator) * rank**-0.5,
             1.0 + number,

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.base import (
-    Adapted,
-    AdaptedEmbedding,
-    AdapterOps,
+    AdapterRows,
+    AdapterSlots,
     AdapterStep,
     Backend,
-    Collective,
-    Experts,
-    ExpertsSize,
-    Linear,
+    Embedding,
+    ExpertsLayer,
+    Layer,
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.model.specs import EmbeddingSpec, LinearSpec, MoeSpec
+from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec
+from preheat.model.values import AdapterLimits
 from preheat.ops.embedding import rounded
-from preheat.ops.lora import TILE, LowRank
+from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import TILE, Dtype
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
@@ -47,26 +47,16 @@ class Seat(NamedTuple):
 
 
 class AdapterSeats:
-    """All places of a model: ``places`` adapters of rank ``max_rank`` at most, in ``dtype``, for steps of at most so
-    many ``tokens``. The loader asks :meth:`linear` for each layer. In layers that ranks divide by rows, the first
-    matrices are divided ``among`` them, too.
+    """All slots of a model for adapters, of which there is ``room`` for so many. The loader adds each layer that has
+    slots; ``rows`` say which adapter each row of a step has.
     """
 
-    def __init__(
-        self,
-        ops: AdapterOps,
-        places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        tokens: int,
-        *,
-        among: Collective | None = None,
-    ) -> None:
-        self._among = among
-        self._ops, self.places, self.max_rank, self.dtype = ops, places, max_rank, dtype
-        self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
-        self._layers: list[Adapted] = []
-        self._embedding: AdaptedEmbedding | None = None
+    def __init__(self, rows: AdapterRows, room: AdapterLimits) -> None:
+        self.rows, self.room = rows, room
+        self.places, self.max_rank, self.dtype = room.slots, room.rank, cast(torch.dtype, getattr(torch, room.dtype))
+        self._seats: dict[str, Seat] = {}
+        self._layers: list[AdapterSlots] = []
+        self._embedding: Embedding | None = None
         self.without_experts = ""
         """Why experts have no places, if they have none."""
 
@@ -80,69 +70,49 @@ class AdapterSeats:
         """Outputs and inputs of each module that an adapter may change, by its name in the checkpoint."""
         return {name: (seat.outputs, seat.inputs) for name, seat in self._seats.items()}
 
-    def linear(self, spec: LinearSpec, linear: Linear) -> Linear:
-        """``linear``, the layer of ``spec`` without its activation, with places for adapters and the activation."""
+    def add_linear(self, spec: LinearSpec, layer: Layer) -> None:
+        """The slots of ``layer``, that of ``spec``."""
         orders, inputs = _orders(spec), spec.stored_inputs or spec.inputs
-        outputs = [size if rows is None else len(rows) for (_, size), rows in zip(spec.parts, orders, strict=True)]
-        layer = self._ops.linear(
-            linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
-            dtype=self.dtype, activation=spec.activation, clip=spec.clip, tiles=spec.tiles,
-            among=self._among if spec.tiles else None,
-        )  # fmt: skip
         for part, (name, size) in enumerate(spec.parts):
             self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
-        self._layers.append(layer)
-        return layer
+        self._add(layer)
 
-    def embedding(self, spec: EmbeddingSpec, table: Tensor) -> None:
-        """Places for the ``table`` of ``spec``."""
-        self._embedding = self._ops.embedding(
-            table, self._rows, places=self.places, max_rank=self.max_rank, dtype=self.dtype
-        )
-        scale = 1.0 if spec.scale is None else rounded(spec.scale, table.dtype)
+    def add_embedding(self, spec: EmbeddingSpec, layer: Embedding, dtype: torch.dtype) -> None:
+        """Those of the table of embeddings of ``spec``, which is of ``dtype``."""
+        scale = 1.0 if spec.scale is None else rounded(spec.scale, dtype)
         self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
-        self._layers.append(self._embedding)
+        self._embedding = layer
+        self._add(layer)
 
-    def experts(self, spec: MoeSpec, experts: Experts) -> Experts:
-        """``experts``, those of ``spec``, with places if they can have some."""
-        own, inner = spec.experts, spec.experts.whole_inner
-        if self._among is not None:
-            self.without_experts = (
-                "with --fully-sharded-loras, for which ranks would exchange once more in each of these layers, before "
-                "the activation: leave it out"
-            )
-            return experts
-        layer = self._ops.experts(
-            experts, ExpertsSize(own.num_experts, own.hidden, own.inner, spec.top_k, own.scheme), self._rows,
-            places=self.places, max_rank=self.max_rank, dtype=self.dtype,
-        )  # fmt: skip
-        if layer is None:
-            self.without_experts = "with this device, quantization and ranks"
-            return experts
-        rows = None if own.kept is None else torch.arange(*own.kept)
-        gated = Seat(len(self._layers), 0, rows, own.hidden, inner)
-        seats = gated, gated, Seat(len(self._layers), 0, None, inner, own.hidden, columns=own.kept)
-        for part, name in enumerate(own.modules):
+    def add_experts(self, spec: ExpertsSpec, layer: ExpertsLayer) -> None:
+        """Those of the experts of ``spec``."""
+        rows = None if spec.kept is None else torch.arange(*spec.kept)
+        gated = Seat(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
+        seats = gated, gated, Seat(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
+        for part, name in enumerate(spec.modules):
             self._seats[name] = seats[part % len(seats)]._replace(part=part)
-        self._layers.append(layer)
-        return layer
+        self._add(layer)
+
+    def _add(self, layer: Layer | ExpertsLayer | Embedding) -> None:
+        assert layer.slots is not None, "the value of the layer has terms"
+        self._layers.append(layer.slots)
 
     def embed(self, inputs: StepInputs, last_token: Tensor, out: Tensor) -> None:
         """Add to the embeddings ``out`` [tokens, hidden] what adapters have for their tokens."""
         assert self._embedding is not None
         self._embedding.add(inputs.tokens, inputs.slots, last_token, out)
 
-    def pack(self, factors: Mapping[str, LowRank]) -> Packed:
+    def pack(self, factors: Mapping[str, LowRankPair]) -> Packed:
         """What :meth:`load` puts into a place, of an adapter's matrices by module; any thread may ask. Raises
         InvalidRequest for modules that have no place, or matrices that do not fit.
         """
         self._check(factors)
-        parts: list[dict[int, LowRank]] = [{} for _ in self._layers]
+        parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
         for name, each in factors.items():
             seat = self._seats[name]
             a = each.a if seat.columns is None else each.a[:, slice(*seat.columns)]
             b = each.b if seat.order is None else each.b[seat.order]
-            parts[seat.layer][seat.part] = LowRank(a, b, each.scale * seat.scale)
+            parts[seat.layer][seat.part] = LowRankPair(a, b, each.scale * seat.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
     def load(self, place: int, packed: Packed) -> None:
@@ -153,7 +123,7 @@ class AdapterSeats:
             else:
                 layer.write(place, each)
 
-    def _check(self, factors: Mapping[str, LowRank]) -> None:
+    def _check(self, factors: Mapping[str, LowRankPair]) -> None:
         """Raise InvalidRequest unless an adapter fits."""
         for name, each in factors.items():
             seat = self._seats.get(name)
@@ -173,11 +143,11 @@ class AdapterSeats:
 
     def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
-        self._rows.describe(turn, step, places)
+        self.rows.describe(turn, step, places)
 
     def use(self, step: AdapterStep | None) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
-        self._rows.use(step)
+        self.rows.use(step)
 
 
 def _orders(spec: LinearSpec) -> list[Tensor | None]:
@@ -206,11 +176,9 @@ def check_tiles(settings: Settings) -> None:
         )
 
 
-def make_seats(
-    settings: Settings, backend: Backend, dtype: torch.dtype, collective: Collective | None = None
-) -> AdapterSeats | None:
-    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``, whose layers those of the
-    ``collective`` share; None: adapters are off. Raises SettingsError where they cannot be served.
+def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSeats | None:
+    """Slots for the adapters that the settings ask for, none yet, in a model of ``dtype``; None: adapters are off.
+    Raises SettingsError where they cannot be served.
     """
     if not settings.enable_lora:
         return None
@@ -219,6 +187,6 @@ def make_seats(
     facts = backend.facts
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
-    own = dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
-    among = collective if settings.fully_sharded_loras else None
-    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens, among=among)
+    own = dtype if settings.lora_dtype == "auto" else cast(Dtype, settings.lora_dtype)
+    room = AdapterLimits(settings.max_loras, settings.max_lora_rank, own, settings.fully_sharded_loras)
+    return AdapterSeats(backend.adapters.rows(tokens, settings.max_loras), room)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, FusedInput, Norm, Region
-from preheat.model.layers import Layer, Weights, fused, normed
+from preheat.model.layers import DecoderLayer, Weights, fused, normed
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
 
@@ -29,13 +29,13 @@ class Attended(NamedTuple):
     residual: Tensor
 
 
-def project(x: Tensor, layer: Layer, dim: int) -> Tensor:
+def project(x: Tensor, layer: DecoderLayer, dim: int) -> Tensor:
     """Queries, keys and values of normed ``x`` [tokens, hidden], as [tokens, all heads, dim]."""
     return layer.attention.qkv(x).view(len(x), -1, dim)
 
 
 def after_attention(
-    attended: Tensor, residual: Tensor, layer: Layer, norm: Norm, inputs: Inputs = (None, None)
+    attended: Tensor, residual: Tensor, layer: DecoderLayer, norm: Norm, inputs: Inputs = (None, None)
 ) -> Tensor:
     """The rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
 

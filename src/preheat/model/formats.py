@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from preheat.backends.base import LayerWeights
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, OnlineFp8, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
 
@@ -42,7 +43,7 @@ class LinearFormat(Protocol):
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
         """The layer of ``spec``: allocate it with ``loader.empty``, read each tensor once, straight into its place,
-        with ``loader.source.fill``, and let ``loader.backend`` make the layer.
+        with ``loader.source.fill``, and let ``loader.layer_of`` make the layer.
         """
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor | QuantizedWeight, ...]:
@@ -63,7 +64,7 @@ class Plain:
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        return loader.layer_of(spec, *self.read(spec, loader))
+        return loader.layer_of(spec, LayerWeights(*self.read(spec, loader)))
 
     def read(self, spec: LinearSpec, loader: WeightLoader) -> tuple[Tensor, Tensor | None]:
         """Weight and bias: one matrix, each part read into its rows."""

@@ -10,13 +10,12 @@ bits depend on no other row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Experts, Linear
+from preheat.backends.base import LayerWeights, Linear
 from preheat.model.formats import Plain
 from preheat.model.inc import IncConfig, module_name
 from preheat.model.specs import LinearSpec
@@ -28,23 +27,6 @@ if TYPE_CHECKING:
 
 ROWS = 1024
 """Rows of weights that are rounded at a time: what is between them and their rounding is four bytes wide."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedLinear:
-    """``inner``, whose inputs are rounded with ``scale`` fp32 [1] to numbers of at most ``most``."""
-
-    inner: Linear
-    scale: Tensor
-    most: float
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.inner(simulate(x, self.scale, self.most), out)
-
-
-def inner(linear: Linear | Experts) -> Linear | Experts:
-    """The backend's own layer."""
-    return linear.inner if isinstance(linear, RoundedLinear) else linear
 
 
 class Inc(Plain):
@@ -65,11 +47,10 @@ class Inc(Plain):
             assert coded.static is not None
             coded.scales.copy_(scale.expand_as(coded.scales))
             coded.static.copy_(inputs[0])
-            return loader.whole_layer(spec, coded, bias)
+            return loader.layer_of(spec, LayerWeights(coded, bias))
         for rows in torch.split(weight, ROWS):
             rows.copy_(simulate(rows, scale, most))
-        inner = loader.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
-        return RoundedLinear(inner, inputs, most)
+        return loader.layer_of(spec, LayerWeights(weight, bias, inputs, most))
 
     def _weight_scale(self, weight: Tensor) -> float:
         """As INC does it, from the weights themselves: the greatest, or what rounds them with the least error."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from preheat.backends.base import LayerWeights
 from preheat.errors import ModelError
 from preheat.model.specs import ExpertsSpec, LinearSpec
 from preheat.ops.kinds import Scheme
@@ -92,7 +93,7 @@ class QuantizedFormat(ABC):
         elif spec.order:
             for rows in (*weight.row_tensors, *([] if bias is None else [bias])):
                 reorder(rows, spec.order)
-        return loader.layer_of(spec, weight, bias)
+        return loader.layer_of(spec, LayerWeights(weight, bias))
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
         """Each matrix read into its place."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Collective, Experts, FusedInput, Linear, Norm
+from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Linear, Norm
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
     from preheat.model.vision import VisionWeights
 
-Linears = Iterator[tuple[str, Linear | Experts]]
+Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 """Linear layers and experts, each with its path in the spec."""
 
 
@@ -70,7 +70,7 @@ class MoeMlp:
     """A feed-forward block of experts, [tokens, hidden] -> [tokens, hidden]."""
 
     router: Linear
-    experts: Experts
+    experts: ExpertsLayer
     shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ Mlp = DenseMlp | MoeMlp
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One decoder layer."""
 
     attention: AttentionWeights
@@ -160,7 +160,7 @@ class Weights:
     """
 
     embedding: Tensor
-    layers: list[Layer]
+    layers: list[DecoderLayer]
     final_norm: Norm
     head: Linear
     positions: Tensor | None = None

@@ -17,7 +17,17 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, Collective, Linear, Norm, Sharing
+from preheat.backends.base import (
+    Backend,
+    Collective,
+    Embedding,
+    ExpertsLayer,
+    ExpertsWeights,
+    LayerContext,
+    LayerWeights,
+    Linear,
+    Norm,
+)
 from preheat.backends.names import HOST
 from preheat.errors import ModelError
 from preheat.model.adapters import AdapterSeats, make_seats
@@ -28,17 +38,17 @@ from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.layers import (
     AttentionWeights,
+    DecoderLayer,
     DenseMlp,
     GatheredHead,
     HeadElsewhere,
     HiddenStates,
-    Layer,
     Mlp,
     MoeMlp,
     SharedExpert,
     Weights,
 )
-from preheat.model.quantization import bytes_by_scheme, check_backend
+from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
@@ -51,6 +61,7 @@ from preheat.model.specs import (
     LinearSpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormSpec,
     SharedSpec,
     VisionLayerSpec,
@@ -59,10 +70,11 @@ from preheat.model.specs import (
 )
 from preheat.model.stage import stage_of
 from preheat.model.ties import with_stored_head
+from preheat.model.values import check_supported, embedding_of, experts_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight, empty_weight
+from preheat.ops.values import Dtype, WithoutTerms
 from preheat.settings import Settings
 from preheat.utils.pooling import pooling_of
 
@@ -114,8 +126,8 @@ def load_model(
     spec = stage_of(spec, stage, settings.pipeline_parallel_size)
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
-    check_backend(spec, backend.facts)
-    seats = make_seats(settings, backend, dtype, collective)
+    check_supported(spec, name, backend.supports)
+    seats = make_seats(settings, backend, name)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
@@ -209,17 +221,15 @@ def load_weights(
 
 
 class FromHost:
-    """A backend on ``device`` as a loader on the host sees it, or what makes the layers that its ranks share: tensors
-    go to the device as it gets them, by ``upload(source, out)``.
+    """A ``backend`` as a loader on the host sees it: tensors go to the device as it gets them, by ``upload(source,
+    out)``.
     """
 
-    def __init__(self, backend: Backend | Sharing, device: torch.device, upload: Copy) -> None:
-        self._backend, self._to, self._copy = backend, device, upload
+    def __init__(self, backend: Backend, upload: Copy) -> None:
+        self._backend, self._copy = backend, upload
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        if name == "sharing" and found is not None:
-            return FromHost(found, self._to, self._copy)
         if not callable(found):
             return found
 
@@ -229,12 +239,14 @@ class FromHost:
         return call
 
     def place(self, value: Any) -> Any:
-        """A tensor, on the device; anything else as it is."""
+        """A tensor, or the tensors of a layer, on the device; anything else as it is."""
+        if isinstance(value, LayerWeights | ExpertsWeights):
+            return type(value)(*map(self.place, value))
         if isinstance(value, QuantizedWeight):
             return replace(value, **{part.name: self.place(getattr(value, part.name)) for part in fields(value)})
-        if not isinstance(value, Tensor) or value.device == self._to:
+        if not isinstance(value, Tensor) or value.device == self._backend.device:
             return value
-        out = torch.empty_like(value, device=self._to)
+        out = torch.empty_like(value, device=self._backend.device)
         self._copy(value, out)
         return out
 
@@ -257,17 +269,21 @@ class WeightLoader:
         seats: AdapterSeats | None = None,
     ) -> None:
         self.source, self.dtype, self.backend, self._collective = source, dtype, backend, collective
-        self._seats = seats
+        self._seats, self._room = seats, None if seats is None else seats.room
+        self._context = LayerContext(collective, None if seats is None else seats.rows)
+        self._dtype_name = cast(Dtype, str(dtype).removeprefix("torch."))
         self._formats, self._device = formats, backend.device
         self._place: Callable[[Tensor], Tensor] = _as_it_is
         if from_host:
-            host = FromHost(backend, backend.device, from_host)
+            host = FromHost(backend, from_host)
             self.backend, self._device, self._place = cast(Backend, host), torch.device(HOST), host.place
 
     def model(self, spec: ModelSpec) -> Weights:
         embedding = self.empty(0, spec.hidden_size) if "embedding" in spec.elsewhere else self.table(spec.embedding)
         if self._seats is not None:
-            self._seats.embedding(spec.embedding, embedding)
+            value = embedding_of(spec.embedding, self._dtype_name, self._seats.room)
+            layer = self.backend.layer(value, LayerWeights(embedding), self._context)
+            self._seats.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
         positions = self.table(spec.positions) if spec.positions else None
@@ -277,7 +293,7 @@ class WeightLoader:
     def _without_seats(self) -> WeightLoader:
         """The same, for layers without places for adapters."""
         other = copy(self)
-        other._seats = None
+        other._seats = other._room = None
         return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
@@ -287,7 +303,9 @@ class WeightLoader:
     def vision(self, spec: VisionSpec) -> VisionWeights:
         kernel = self.tensor(f"{spec.patches.name}.weight", *spec.patches.shape)
         return VisionWeights(
-            patches=self.backend.linear(kernel.view(spec.patches.outputs, -1)),
+            patches=self.backend.layer(
+                patches_of(spec.patches, self._dtype_name), LayerWeights(kernel.view(spec.patches.outputs, -1))
+            ),
             cls=self._place(self.tensor(f"{spec.cls.name}.weight", *spec.cls.shape)),
             positions=self.table(spec.positions),
             pre_norm=self.norm(spec.pre_norm),
@@ -308,44 +326,31 @@ class WeightLoader:
         if "head" in spec.elsewhere:
             return HeadElsewhere()
         if spec.tied and self._collective is None:
-            return self.whole_layer(replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)), embedding, None)
+            own = replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),))
+            return self.layer_of(own, LayerWeights(embedding))
         if not spec.tied:
             head = self.linear(spec.head)
         else:
             rows = slice(spec.head.order[0][0], spec.head.order[-1][1])
             own = replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),))
-            head = self.layer_of(own, embedding[rows].clone(), None)
+            head = self.layer_of(own, LayerWeights(embedding[rows].clone()))
         if self._collective is None:
             return head
         width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
         return GatheredHead(head, width, spec.vocab_size, self._collective)
 
-    def layer_of(self, spec: LinearSpec, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+    def layer_of(self, spec: LinearSpec, weights: LayerWeights) -> Linear:
         """The layer of ``spec``, or of a shard, with these weights."""
-        if spec.leaves:
-            assert self._collective is not None
-            layer = self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
-            return layer if self._seats is None else self._seats.linear(spec, layer)
-        if spec.tiles and self._seats is not None:
-            return self._seats.linear(spec, self.sharing.row_linear(weight, bias, spec.tiles))
-        if spec.tiles:
-            return self.sharing.row_linear(weight, bias, spec.tiles, activation=spec.activation, clip=spec.clip)
-        return self.whole_layer(spec, weight, bias)
-
-    def whole_layer(self, spec: LinearSpec, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        """The same of one that no other device shares, plain or quantized."""
+        value = matmul_of(spec, self._dtype_name, self._room)
+        if weights.rounding is not None:
+            value = replace(value, input="rounded")
+        layer = self.backend.layer(value, weights, self._context)
         if self._seats is not None:
-            return self._seats.linear(spec, self.backend.linear(weight, bias))
-        return self.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
+            self._seats.add_linear(spec, layer)
+        return layer
 
-    @property
-    def sharing(self) -> Sharing:
-        """What makes the layers of a shard."""
-        assert self.backend.sharing is not None
-        return self.backend.sharing
-
-    def layer(self, spec: LayerSpec) -> Layer:
-        return Layer(
+    def layer(self, spec: LayerSpec) -> DecoderLayer:
+        return DecoderLayer(
             input_norm=self.norm(spec.input_norm),
             attention=AttentionWeights(
                 self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention)
@@ -359,16 +364,20 @@ class WeightLoader:
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):
             return self.dense(spec)
-        routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
-        gate_up, down = self._formats[spec.experts.format].experts(spec.experts, self)
+        weights = ExpertsWeights(*self._formats[spec.experts.format].experts(spec.experts, self))
         shared = self.shared(spec.shared) if spec.shared else None
-        if self._collective is None:
-            experts = self.backend.experts(gate_up, down, routing)
-        else:
-            experts = self.sharing.leaf_experts(gate_up, down, routing, spec.experts.leaves, self._collective)
-        if self._seats is not None:
-            experts = self._seats.experts(spec, experts)
+        experts = self.experts(spec, weights)
         return MoeMlp(self.linear(spec.router), experts, shared)
+
+    def experts(self, spec: MoeSpec, weights: ExpertsWeights) -> ExpertsLayer:
+        """The routed experts of ``spec``, with room for adapters if there are kernels for them."""
+        value = experts_of(spec, self._dtype_name, self._room)
+        if self._seats is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
+            self._seats.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
+        layer = self.backend.experts(value, weights, self._context)
+        if self._seats is not None and value.down.terms:
+            self._seats.add_experts(spec.experts, layer)
+        return layer
 
     def dense(self, spec: DenseSpec) -> DenseMlp:
         return DenseMlp(self.linear(spec.gate_up), self.linear(spec.down))

@@ -24,7 +24,6 @@ from preheat.model.specs import (
     ModelSpec,
     MoeSpec,
     Rename,
-    leaves,
     renamed,
 )
 from preheat.model.unread import refuse_unread
@@ -104,17 +103,6 @@ def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | No
     found = METHODS[method](said)
     refuse_unread(method, config, unread.METHODS[method], said.read)
     return _applied(spec, found)
-
-
-def check_backend(spec: ModelSpec, facts: Facts) -> None:
-    """Raise ModelError for layers that are quantized in a way that a backend has nothing for."""
-    for path, leaf in leaves(spec):
-        if not isinstance(leaf, LinearSpec | ExpertsSpec) or leaf.scheme is None:
-            continue
-        if leaf.scheme.kind not in facts.quantized:
-            what = f"layers in {leaf.scheme.kind} ({leaf.scheme.name})"
-            known = ", ".join(facts.quantized) or "none"
-            raise ModelError(f"{path}: {what} are not supported on {facts.name}; supported: {known}")
 
 
 def bytes_by_scheme(spec: ModelSpec, facts: Facts, itemsize: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ take them (the attention's output, down) by columns. Key/value heads are repeate
 Everything else, the table of embeddings and the norms too, is on every rank.
 
 So that bits do not depend on the number of ranks, a layer is cut in the same way on one rank as on many: by rows into
-tiles, which are a product each, and by columns into leaves (:mod:`preheat.ops.leaves`).
+tiles, which are a product each, and by columns into leaves (:mod:`preheat.ops.matmul`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from preheat.model.specs import (
     ModelSpec,
     MoeSpec,
 )
-from preheat.ops.leaves import leaves_of
+from preheat.ops.values import k_splits_of
 from preheat.settings import Settings
 
 Range = tuple[int, int]
@@ -47,7 +47,7 @@ def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
 
 def head_tile(vocab_size: int, world: int) -> int:
     """Rows of the head's tiles, of which the last one may be smaller."""
-    return -(-vocab_size // leaves_of(world))
+    return -(-vocab_size // k_splits_of(world))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Cut:
 
     @property
     def leaves(self) -> int:
-        return leaves_of(self.world)
+        return k_splits_of(self.world)
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))

@@ -32,7 +32,7 @@ class LinearSpec:
 
     A shard (:mod:`preheat.model.shard`) has some of the rows, which ``order`` names, or some of the inputs: ``columns``
     [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the rows that are one product each, and
-    ``leaves`` the parts of the inputs that are summed each by itself (:mod:`preheat.ops.leaves`).
+    ``leaves`` the parts of the inputs that are summed each by itself (:mod:`preheat.ops.matmul`).
     """
 
     parts: tuple[tuple[str, int], ...]

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend
+from preheat.backends.base import Backend, HasWeights
 from preheat.errors import ModelError
 from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
 from preheat.model.formats_quantized import Shape
@@ -228,16 +228,38 @@ def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None
 
 
 def tensors_of(node: object) -> Iterator[Tensor]:
-    """Every tensor below ``node``, parts of a loaded model, in an order that only depends on their classes."""
+    """The tensors below ``node``, parts of a loaded model, that an update replaces and a sleep drops.
+
+    A layer says itself which these are (:class:`preheat.backends.base.HasWeights`). Their order depends on the values
+    of layers, and on the classes of the other parts, alone.
+    """
+    for part in _parts_of(node):
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from part.weights()
+
+
+def reset_state(node: object) -> None:
+    """Make the state of all layers below ``node`` that of new ones, after their memory was lost."""
+    for part in _parts_of(node):
+        for tensor in () if isinstance(part, Tensor) else part.state():
+            tensor.zero_()
+
+
+def _parts_of(node: object) -> Iterator[Tensor | HasWeights]:
+    """The layers below ``node``, and every tensor that is in none."""
     if isinstance(node, Tensor):
         yield node
     elif isinstance(node, list | tuple):
         for child in node:
-            yield from tensors_of(child)
+            yield from _parts_of(child)
+    elif callable(getattr(node, "weights", None)):
+        yield cast(HasWeights, node)
     elif type(node).__module__.startswith("preheat."):
         names = [*getattr(type(node), "__slots__", ()), *getattr(node, "__dict__", ())]
         for name in names:
-            yield from tensors_of(getattr(node, name))
+            yield from _parts_of(getattr(node, name))
 
 
 def is_packed(tensor: Tensor) -> bool:

@@ -16,22 +16,12 @@ backend puts its rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from preheat.ops.opaque import opaque
-
-
-class Routing(NamedTuple):
-    """How a token's experts are chosen and weighted. ``renormalize``: the chosen experts' weights sum to one.
-    ``round_weights``: they are rounded to the model's dtype.
-    """
-
-    top_k: int
-    renormalize: bool
-    round_weights: bool
+from preheat.ops.values import Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -68,21 +58,21 @@ def routed(
     return combine(rows.view(len(x), chosen.shape[1], -1), weights)
 
 
-def routed_leaves(
+def routed_splits(
     x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """As :func:`routed`, for experts that give a sum of leaves: for each leaf the weighted sum over a token's experts,
-    fp32 [tokens, hidden]. ``expert(number, slots)`` gives one's leaves, fp32 [n, hidden] each, for the tokens that
-    chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.leaves`.
+    """As :func:`routed`, for experts that give several results: for each of them the weighted sum over a token's
+    experts, [tokens, hidden]. ``expert(number, slots)`` gives those of one, [n, hidden] each, fp32 for splits, for the
+    tokens that chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.matmul`.
     """
-    leaves: list[Tensor] = []
+    splits: list[Tensor] = []
     for number, mine in visits(chosen, num_experts):
         parts = expert(number, mine)
-        if not leaves:
-            leaves = [x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32) for _ in parts]
-        for rows, part in zip(leaves, parts, strict=True):
+        if not splits:
+            splits = [x.new_empty(chosen.numel(), x.shape[1], dtype=part.dtype) for part in parts]
+        for rows, part in zip(splits, parts, strict=True):
             rows[mine] = part
-    return [combine(rows.view(len(x), chosen.shape[1], -1), weights) for rows in leaves]
+    return [combine(rows.view(len(x), chosen.shape[1], -1), weights) for rows in splits]
 
 
 def visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:

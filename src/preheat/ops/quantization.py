@@ -19,7 +19,7 @@ The product: over each 128 inputs, in order, the products of codes are summed by
 are of groups, it is multiplied by the token's scale, then by the output's, before it is added; else the sum is, at the
 end. Then the bias is added in fp32, and the result is rounded once to the dtype.
 
-Where ranks share the inputs, a leaf (:mod:`preheat.ops.leaves`) is such a product of its inputs, with all scales,
+Where ranks share the inputs, a leaf (:mod:`preheat.ops.matmul`) is such a product of its inputs, with all scales,
 before bias and rounding. The scale of a token is that of its whole row: ranks exchange their parts' greatest
 magnitudes, and the greatest of these is the same in whatever order.
 """

@@ -15,7 +15,7 @@ from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
 from preheat.lora.boot import ReadPacked
 from preheat.model.shard import sums_leaves
-from preheat.ops.leaves import leaves_of
+from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.groups import Groups, has_groups, world_size
 from preheat.parallel.leader import ParallelExecutor, build_parallel
@@ -85,7 +85,7 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
         return settings
     if not facts.on_host or settings.num_threads:
         return settings
-    ranks = leaves_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
+    ranks = k_splits_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
     threads = (os.cpu_count() or 1) // (beside * ranks)
     return replace(settings, num_threads=max(threads, 1))
 
@@ -103,12 +103,12 @@ def for_ranks(settings: Settings, facts: Facts) -> Settings:
     """``settings`` with the threads of one of several ranks, the same on 1, 2 and 4 of them, as bits depend on it."""
     if not sums_leaves(settings) or not facts.on_host:
         return settings
-    threads = max((os.cpu_count() or 1) // leaves_of(settings.tensor_parallel_size), 1)
+    threads = max((os.cpu_count() or 1) // k_splits_of(settings.tensor_parallel_size), 1)
     return replace(settings, num_threads=settings.num_threads or threads)
 
 
 def contract_parts(settings: Settings) -> dict[str, object]:
     """The parts of a proof that say in which order layers that ranks share are summed, and how many ranks there are."""
     world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    sums = {"sums": f"{leaves_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
+    sums = {"sums": f"{k_splits_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
     return {**sums, **({"stages": stages} if stages > 1 else {})}

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from preheat.backends.base import Backend, Experts, Linear, Norm
+from preheat.backends.base import ALONE, Backend, ExpertsWeights, LayerContext, LayerWeights, Linear, Norm
 from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, route, routed
-from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.moe import route, routed
+from preheat.ops.values import Experts, Matmul
 
 Operation = Callable[..., Tensor]
 
@@ -105,21 +105,13 @@ class DifferentiableOperations:
     weights that it is given have gradients.
     """
 
-    sharing = None
-
     def __init__(self, backend: Backend) -> None:
         self._backend, self.device = backend, backend.device
 
-    def linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> Linear:
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Linear:
+        weight, bias, (activation, clip) = weights.weight, weights.bias, value.finish[1:]
         assert isinstance(weight, Tensor)
-        engine = self._backend.linear(weight.detach(), _detached(bias), activation=activation, clip=clip)
+        engine = self._backend.layer(value, LayerWeights(weight.detach(), _detached(bias)), context)
 
         def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = F.linear(x, weight, bias)
@@ -132,15 +124,18 @@ class DifferentiableOperations:
 
         return call
 
-    def experts(self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing) -> Experts:
+    def experts(
+        self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        gate_up, down = weights
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        engine = self._backend.experts(gate_up.detach(), down.detach(), routing)
+        engine = self._backend.experts(value, ExpertsWeights(gate_up.detach(), down.detach()), context)
 
         def plain(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             def expert(number: int, rows: Tensor) -> Tensor:
                 return F.linear(ACTIVATIONS["silu_and_mul"](F.linear(rows, gate_up[number])), down[number])
 
-            return routed(x, *route(logits, routing), len(down), expert)
+            return routed(x, *route(logits, value.routing), len(down), expert)
 
         def call(x: Tensor, logits: Tensor) -> Tensor:
             return exact(lambda x, logits, *_: engine(x, logits), plain, x, logits, gate_up, down)

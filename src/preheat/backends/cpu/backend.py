@@ -9,17 +9,23 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    ALONE,
     AdapterOps,
     Attention,
     AttentionLayer,
-    Experts,
+    ExpertsLayer,
+    ExpertsWeights,
     HostEvent,
     K,
+    Layer,
+    LayerContext,
+    LayerWeights,
     Linear,
     Mode,
     R,
@@ -34,21 +40,23 @@ from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
+from preheat.backends.cpu.experts import ExpertsLayer as CpuExperts
 from preheat.backends.cpu.facts import FACTS
-from preheat.backends.cpu.linear import OneDnnLinear, finished
-from preheat.backends.cpu.lora_ops import CpuAdapters
-from preheat.backends.cpu.moe import CpuExperts
-from preheat.backends.cpu.quantized import Fp8Experts, Fp8Linear
+from preheat.backends.cpu.linear import obstacle
+from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, slots_of
+from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
 from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.layer import Layer as ProductLayer
+from preheat.backends.support import matmuls, supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
-from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, add_shared
+from preheat.ops.kinds import NormKind
+from preheat.ops.moe import add_shared
 from preheat.ops.norm import RMSNorm, make_norm
-from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import Experts, Matmul, Refused, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
 
@@ -81,6 +89,13 @@ class CpuBackend:
     def kv_cache_memory(self) -> int | None:
         """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
         return KV_CACHE_BYTES
+
+    def supports(self, value: Value) -> Support:
+        """Refused, besides, where this torch multiplies no plain matrix."""
+        found = supports(self.facts, value)
+        if isinstance(found, Refused) or all(part.input in {"token", "block", "static"} for part in matmuls(value)):
+            return found
+        return obstacle() or found
 
     def supports_bfloat16(self) -> bool:
         """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""
@@ -116,7 +131,7 @@ class CpuBackend:
     def compiling(self, threads: int) -> None:
         """torch's kernels are there."""
 
-    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """A linear layer proves a number of rows when it first occurs, which is before ready."""
 
     def tune(self, request: TuneRequest) -> str:
@@ -139,28 +154,14 @@ class CpuBackend:
     def step_counters(self) -> Mapping[str, StepCounter]:
         return DYNAMO_COUNTERS
 
-    def linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> Linear:
-        linear: Linear
-        if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
-            linear = Fp8Linear(weight, bias)
-        else:
-            linear = OneDnnLinear(plain(weight), bias)
-        return finished(linear, activation, clip)
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
+        if any(term.source == "tokens" for term in value.terms):
+            return cast(Layer, Embedding(value, context.rows))
+        products = products_of(value, weights.weight, weights.bias, context.ranks)
+        return ProductLayer(value, weights, products, context=context, slots=slots_of(value, context))
 
-    def experts(
-        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
-    ) -> CpuExperts | Fp8Experts:
-        if isinstance(gate_up, QuantizedWeight) and gate_up.scheme.activations is not None:
-            assert isinstance(down, QuantizedWeight)
-            return Fp8Experts(gate_up, down, routing)
-        return CpuExperts(plain(gate_up), plain(down), routing)
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> CpuExperts:
+        return CpuExperts(value, weights, context, expert_slots(value, context))
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
         return make_norm(weight, eps, kind, bias)

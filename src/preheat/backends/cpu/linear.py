@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: y = x W^T + b, and the same with an activation behind it or kept within bounds.
+"""The product of rows and a plain matrix on a CPU: y = x W^T + b.
 
 Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W and
 the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
@@ -14,18 +14,18 @@ twice the memory, and rounds the result once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Linear
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import SettingsError
-from preheat.ops.activation import ACTIVATIONS, clip
-from preheat.ops.kinds import Activation
 from preheat.ops.opaque import opaque
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import Refused
 
 MIN_ROWS = FACTS.min_tokens
 
@@ -35,45 +35,25 @@ PROBES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 _kernel = torch.ops.mkldnn._linear_pointwise.default
 
 
-class OneDnnLinear:
-    """``weight`` [outputs, inputs], of which nothing is kept but oneDNN's copy, and ``bias`` [outputs]."""
+class Product:
+    """``function`` of rows and these ``operands``, whose first ones are tensors, or lists of them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._outputs, self._bias = len(weight), bias
-        self._weight = pack(weight)
+    def __init__(self, function: Callable[..., Tensor], *operands: Any) -> None:
+        self._function, self.operands = function, operands
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
-        return packed_linear(x, self._weight, self._bias, self._outputs)
+        return self._function(x, *self.operands)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        for each in self.operands:
+            yield from each if isinstance(each, list) else (each,) if isinstance(each, Tensor) else ()
 
 
-class ActivatedLinear:
-    """``linear``, followed by one of :data:`~preheat.ops.activation.ACTIVATIONS`."""
-
-    def __init__(self, linear: Linear, activation: Activation) -> None:
-        self._linear, self._activation = linear, activation
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [tokens, inputs] -> [tokens, inner]."""
-        return ACTIVATIONS[self._activation](self._linear(x))
-
-
-class ClippedLinear:
-    """``linear``, whose outputs are kept between -``limit`` and ``limit``."""
-
-    def __init__(self, linear: Linear, limit: float) -> None:
-        self._linear, self._limit = linear, limit
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [tokens, inputs] -> [tokens, outputs]."""
-        return clip(self._linear(x), self._limit)
-
-
-def finished(linear: Linear, activation: Activation | None, clip: float | None) -> Linear:
-    """``linear`` with what follows its product."""
-    if activation is not None:
-        return ActivatedLinear(linear, activation)
-    return linear if clip is None else ClippedLinear(linear, clip)
+def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """The product of ``weight`` [outputs, inputs], of which oneDNN's copy alone is kept, and ``bias`` [outputs]."""
+    return Product(packed_linear, pack(weight), bias, len(weight))
 
 
 @opaque(
@@ -161,13 +141,20 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return packed
 
 
+def obstacle() -> Refused | None:
+    """Why this torch multiplies no plain matrix; None if it does."""
+    if torch._C._has_mkldnn:
+        return None
+    return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+
+
 def pack(weight: Tensor) -> Tensor:
     """Return oneDNN's copy of ``weight`` [outputs, inputs], in float32 where the processor has no product of its dtype.
 
     Raises SettingsError where torch has no oneDNN.
     """
-    if not torch._C._has_mkldnn:
-        raise SettingsError("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+    if (found := obstacle()) is not None:
+        raise SettingsError(found.reason)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.to(product_dtype(weight.dtype)))
     return packed
 

@@ -10,17 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    ALONE,
     AdapterOps,
     Attention,
     AttentionLayer,
     DeviceEvent,
-    Experts,
+    ExpertsLayer,
+    ExpertsSize,
+    ExpertsWeights,
     K,
+    Layer,
+    LayerContext,
+    LayerWeights,
     Linear,
     Mode,
     R,
@@ -33,6 +40,7 @@ from preheat.backends.base import (
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.cold import COLD_SOURCES
+from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.device import driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
@@ -59,11 +67,12 @@ from preheat.backends.cuda.streams import CudaEvent, own_stream
 from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
+from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing
+from preheat.ops.kinds import NormKind
 from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Experts, LowRank, Matmul, Ok, Support, Value, WithoutTerms
 from preheat.settings import Settings
 
 
@@ -82,11 +91,12 @@ class CudaBackend:
                 param="tensor_parallel_size",
             )
         self.device = torch.device("cuda", rank)
-        self.adapters: AdapterOps | None = CudaAdapters(self.device)
+        self._adapters = CudaAdapters(self.device)
+        self.adapters: AdapterOps | None = self._adapters
         self._used_before = 0
         self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
         self._leaf_tiles = LeafTiles()
-        self.sharing: Sharing | None = CudaSharing(self, self._leaf_tiles)
+        self.sharing: Sharing | None = CudaSharing(self.device)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -124,6 +134,14 @@ class CudaBackend:
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None
+
+    def supports(self, value: Value) -> Support:
+        """Without terms, besides, for quantized experts that ranks share: there are no kernels for them."""
+        found = supports(self.facts, value)
+        down = value.down if isinstance(value, Experts) else None
+        if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
+            return WithoutTerms("with this device, quantization and ranks")
+        return found
 
     def supports_bfloat16(self) -> bool:
         """True for every GPU that is accepted."""
@@ -187,7 +205,7 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
         given = list(layers)
         layers = [
@@ -226,20 +244,50 @@ class CudaBackend:
     def step_counters(self) -> Mapping[str, StepCounter]:
         return DYNAMO_COUNTERS
 
-    def linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> CudaLinear:
-        return CudaLinear(_on_device(weight), bias, configs=self._configs).finished(activation, clip)
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
+        term = value.terms[0] if value.terms else None
+        if term is not None and term.source == "tokens":
+            assert isinstance(weights.weight, Tensor)
+            return cast(Layer, self._adapters.embedding(weights.weight, context.rows, **_room(term)))
+        if value.order.is_split:
+            layer: CudaLinear | CudaLeafLinear = self._split(value, weights, context)
+        else:
+            layer = CudaLinear(_on_device(weights.weight), weights.bias, configs=self._configs)
+            if term is None:
+                return layer.finished(value.finish.activation, value.finish.clip)
+        if term is None:
+            return layer
+        return self._adapters.linear(
+            layer, value.inputs, term.parts, context.rows, **_room(term), activation=value.finish.activation,
+            clip=value.finish.clip, tiles=value.order.tiles, among=context.ranks if term.shared == "ranks" else None,
+        )  # fmt: skip
 
-    def experts(
-        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
-    ) -> CudaExperts:
-        return CudaExperts(_on_device(gate_up), _on_device(down), routing, self.experts_configs)
+    def _split(self, value: Matmul, weights: LayerWeights, context: LayerContext) -> CudaLeafLinear:
+        weight, own = weights.weight, value.order.own
+        mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, leaves=own)
+        return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._leaf_tiles)
+
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
+        order, (gate_up, down) = value.down.order, weights
+        layer: CudaExperts | CudaLeafExperts | QuantizedLeafExperts
+        ranks, configs = cast(RankSums, context.ranks), self.experts_configs
+        if not order.is_split:
+            layer = CudaExperts(_on_device(gate_up), _on_device(down), value.routing, configs)
+        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            layer = CudaLeafExperts(gate_up, down, value.routing, order.own, ranks, configs)
+        else:
+            assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=order.own)
+            layer = QuantizedLeafExperts(*codes, value.routing, ranks, configs)
+        if not value.down.terms:
+            return layer
+        groups = value.down.groups
+        size = ExpertsSize(
+            groups.experts, value.down.outputs, value.down.inputs, groups.top_k, value.down.weight.scheme
+        )
+        adapted = self._adapters.experts(layer, size, context.rows, **_room(value.down.terms[0]))
+        assert adapted is not None, "the backend has said that it supports the terms"
+        return adapted
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
         return CudaNorm(weight, eps, kind, bias)
@@ -272,6 +320,10 @@ class CudaBackend:
     def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
+
+
+def _room(term: LowRank) -> dict[str, Any]:
+    return {"places": term.slots, "max_rank": term.rank, "dtype": getattr(torch, term.dtype)}
 
 
 def _on_device(weight: Tensor | QuantizedWeight) -> Tensor | DeviceWeight:

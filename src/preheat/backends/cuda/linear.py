@@ -14,6 +14,7 @@ to say.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from preheat.backends.cuda.linear_quantized import (
     codes_of,
     dequantized,
     quantized_input,
+    tensors_of,
 )
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.lora_expand import Expansion
@@ -218,6 +220,8 @@ class CudaLinear:
     ``configs`` say which implementation serves a number of rows.
     """
 
+    slots = None
+
     def __init__(
         self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
     ) -> None:
@@ -225,6 +229,14 @@ class CudaLinear:
         self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
         if isinstance(weight, DeviceWeight):
             self.shape = self.shape._replace(scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(self._weight, self._bias)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return ()
 
     @property
     def fused_input(self) -> QuantizedInput | None:

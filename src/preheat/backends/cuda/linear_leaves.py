@@ -1,4 +1,4 @@
-"""Row-parallel linear layers on CUDA: leaves of the inputs, see :mod:`preheat.ops.leaves`.
+"""Row-parallel linear layers on CUDA: leaves of the inputs, see :mod:`preheat.ops.matmul`.
 
 A leaf is :func:`preheat.backends.cuda.linear.in_order` over a range of the inputs: one fp32 accumulator, in order. A
 program adds the leaves that its rank has in the tree's order, in registers. What it writes is their fp32 sum or, where
@@ -9,6 +9,7 @@ Leaves of quantized weights are those of :mod:`preheat.backends.cuda.linear_quan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.linear_quantized import DeviceWeight, by_codes, by_float8, codes_of, dequantized
+from preheat.backends.cuda.linear_quantized import (
+    DeviceWeight,
+    by_codes,
+    by_float8,
+    codes_of,
+    dequantized,
+    tensors_of,
+)
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.cuda.tuning import (
@@ -223,6 +231,8 @@ class CudaLeafLinear:
     add what each has.
     """
 
+    slots = None
+
     def __init__(
         self, weight: Tensor | DeviceWeight, bias: Tensor | None, leaves: int, ranks: RankSums, tiles: LeafTiles
     ) -> None:
@@ -236,6 +246,14 @@ class CudaLeafLinear:
         if self.ranks.world == 1:
             return self._sum(x, self.bias, x.new_empty(size))
         return self.ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self.bias, x.dtype)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(self.weight, self.bias)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return ()
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
         """``y`` fp32 [rows, outputs], this rank's sum, without the bias."""

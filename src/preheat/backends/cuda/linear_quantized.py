@@ -10,7 +10,7 @@ scaled and added to the accumulator in fp32. Its tiles have at least 64 outputs 
 another instruction of it, which sums in another precision.
 
 Of a layer whose inputs ranks share, both kernels compute a product for each leaf, with its scales, and add them in
-registers in the order of the tree (:mod:`preheat.ops.leaves`). Other layers are one leaf.
+registers in the order of the tree (:mod:`preheat.ops.matmul`). Other layers are one leaf.
 """
 
 from __future__ import annotations
@@ -481,6 +481,15 @@ def tile_options(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
     launch = options(num_warps=tile.warps, num_stages=tile.stages)
     depth = STEP.value if inputs % tile.inputs else tile.inputs
     return {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": depth, "gated": gated, **launch}
+
+
+def tensors_of(*weights: Tensor | DeviceWeight | None) -> Iterator[Tensor]:
+    """The tensors of ``weights``, of which some may be missing."""
+    for each in weights:
+        if isinstance(each, DeviceWeight):
+            yield from each.tensors
+        elif each is not None:
+            yield each
 
 
 def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:

@@ -1,4 +1,4 @@
-"""Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
+"""Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.matmul`.
 
 Rows shrink beside the layer itself, of which that needs nothing (:mod:`preheat.backends.cuda.lora_shrink`). Behind both
 they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows without an adapter get
@@ -14,7 +14,7 @@ blocks that a step has not end at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import Collective, Experts, ExpertsSize, Linear
+from preheat.backends.base import Collective, ExpertsLayer, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, options
@@ -42,8 +42,9 @@ from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Tile, Wide
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import TILE, LowRank, matrix_dtype
+from preheat.ops.matmul import LowRankPair, pair_dtype
 from preheat.ops.quantization import QuantizedRows, plain_rows
+from preheat.ops.values import TILE
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -82,13 +83,13 @@ class Packed(NamedTuple):
 
 
 class CudaAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
+    """See :class:`preheat.backends.base.AdapterOps`; and what makes layers with room for adapters of those without."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def rows(self, tokens: int, places: int) -> CudaAdapterRows:
-        return CudaAdapterRows(tokens, places, self._device)
+    def rows(self, tokens: int, slots: int) -> CudaAdapterRows:
+        return CudaAdapterRows(tokens, slots, self._device)
 
     def linear(
         self,
@@ -107,7 +108,7 @@ class CudaAdapters:
     ) -> AdaptedLinear | AdaptedLeafLinear:
         assert isinstance(linear, CudaLinear | CudaLeafLinear)
         assert len(outputs) <= MOST_PARTS
-        leaves, held = getattr(linear.shape, "leaves", 1), matrix_dtype(linear.shape.dtype, dtype)
+        leaves, held = getattr(linear.shape, "leaves", 1), pair_dtype(linear.shape.dtype, dtype)
         among = among if isinstance(among, RankSums) else RankSums()
         factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
         if isinstance(linear, CudaLeafLinear):
@@ -118,17 +119,17 @@ class CudaAdapters:
         self, table: Tensor, rows: CudaAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
     ) -> AdaptedEmbedding:
         vocab, hidden = table.shape
-        factors = Factors(vocab, [hidden], places, max_rank, matrix_dtype(table.dtype, dtype), self._device)
+        factors = Factors(vocab, [hidden], places, max_rank, pair_dtype(table.dtype, dtype), self._device)
         return AdaptedEmbedding(factors, rows)
 
     def experts(
-        self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
+        self, experts: ExpertsLayer, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
     ) -> AdaptedExperts | AdaptedLeafExperts | None:  # fmt: skip
         """Those of quantized experts that ranks share are refused when they are read."""
         if not isinstance(experts, CudaExperts | CudaLeafExperts):
             return None
-        held = matrix_dtype(experts.shape.dtype, dtype)
+        held = pair_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
             Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
             for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
@@ -154,6 +155,19 @@ class AdaptedLinear:
         self.inner, self.plain = linear, linear.finished(activation, limit)
         self._factors, self._rows, self._activation, self._limit = factors, rows, activation, limit
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.inner.weights()
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     @property
     def linears(self) -> tuple[CudaLinear, CudaLinear]:
@@ -199,11 +213,24 @@ class AdaptedLinear:
 
 
 class AdaptedEmbedding:
-    """See :class:`preheat.backends.base.AdaptedEmbedding`. What a token shrinks to is a column of the first matrix."""
+    """See :class:`preheat.backends.base.Embedding`. What a token shrinks to is a column of the first matrix."""
 
     def __init__(self, factors: Factors, rows: CudaAdapterRows) -> None:
         self._factors, self._rows = factors, rows
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return iter(())
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
         blocks = self._rows.blocks
@@ -253,7 +280,7 @@ class Factors:
         """
         return self._a, self._b, self._tiles, self._scales
 
-    def pack(self, given: Mapping[int, LowRank]) -> Packed:
+    def pack(self, given: Mapping[int, LowRankPair]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._sizes.inputs
         rank, world = self._among.rank, self._among.world

@@ -17,7 +17,7 @@ from torch import Tensor
 from preheat.backends.cuda.elementwise import plus, rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, ShrinkSizes, added_up
-from preheat.ops.lora import TILE
+from preheat.ops.values import TILE
 
 WIDTH, WARPS = 128, 4
 """Outputs of a program, by measurement on an H200."""

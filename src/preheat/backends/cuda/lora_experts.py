@@ -10,7 +10,7 @@ Grids follow from the number of tokens alone: programs whose rows the step has n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,8 @@ from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, Rows
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.ops.lora import PART, TILE, LowRank
+from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import PART, TILE
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.lora import Factors, Packed
@@ -196,14 +197,30 @@ def _launched(
 class ExpertPlaces:
     """What the adapters in all places have for routed experts: ``gate_up`` have two parts for each, ``down`` one."""
 
+    inner: Any
+
     def __init__(self, gate_up: Factors, down: Factors) -> None:
         self._gate_up, self._down = gate_up, down
+
+    @property
+    def slots(self) -> ExpertPlaces:
+        """What holds its adapters."""
+        return self
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return *self.inner.state(), *self._gate_up.matrices, *self._down.matrices
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        found: Iterator[Tensor] = self.inner.weights()
+        return found
 
     @property
     def bytes(self) -> int:
         return self._gate_up.bytes + self._down.bytes
 
-    def pack(self, parts: Mapping[int, LowRank]) -> tuple[Packed | None, Packed | None]:
+    def pack(self, parts: Mapping[int, LowRankPair]) -> tuple[Packed | None, Packed | None]:
         gate_up = {number // 3 * 2 + number % 3: each for number, each in parts.items() if number % 3 < 2}
         down = {number // 3: each for number, each in parts.items() if number % 3 == 2}
         return self._gate_up.pack(gate_up) if gate_up else None, self._down.pack(down) if down else None
@@ -221,7 +238,9 @@ class ExpertPlaces:
 
 
 class AdaptedExperts(ExpertPlaces):
-    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.matmul`."""
+
+    inner: CudaExperts
 
     def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
         super().__init__(gate_up, down)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from preheat.backends.cuda.lora_blocks import STRETCH
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE
-from preheat.ops.lora import TILE
+from preheat.ops.values import TILE
 
 LISTED = gl.constexpr(STRETCH)
 RANKS = gl.constexpr(TILE)

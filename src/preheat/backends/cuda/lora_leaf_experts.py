@@ -1,4 +1,4 @@
-"""Adapters of routed experts whose inner numbers ranks share, on CUDA: see :mod:`preheat.ops.lora`.
+"""Adapters of routed experts whose inner numbers ranks share, on CUDA: see :mod:`preheat.ops.matmul`.
 
 Gate and up are adapted leaf by leaf as those of other experts, behind one launch that shrinks. For down a program has
 one slot, a token and one of its experts: it shrinks the slot's row in all of the rank's leaves. What slots shrink to
@@ -27,7 +27,7 @@ from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.tuning import Tile
-from preheat.ops.lora import PART, TILE
+from preheat.ops.values import PART, TILE
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.lora import Factors
@@ -142,6 +142,8 @@ class AdaptedLeafExperts(ExpertPlaces):
     """``inner``, and what adapters add. ``gate_up`` have the rows of their second matrices that this rank has, ``down``
     the columns of the first ones.
     """
+
+    inner: CudaLeafExperts
 
     def __init__(self, inner: CudaLeafExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
         super().__init__(gate_up, down)

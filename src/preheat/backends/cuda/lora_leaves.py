@@ -1,5 +1,5 @@
-"""Adapters of linear layers whose inputs ranks share, on CUDA: see :mod:`preheat.ops.leaves` and
-:mod:`preheat.ops.lora`.
+"""Adapters of linear layers whose inputs ranks share, on CUDA: see :mod:`preheat.ops.matmul` and
+:mod:`preheat.ops.matmul`.
 
 Rows shrink in the layer's leaves. What a rank's leaves are together lies in memory ahead of its sums of the layer
 itself, so that one exchange moves both; then each is added in the tree's order, and every rank expands all outputs.
@@ -7,6 +7,7 @@ itself, so that one exchange moves both; then each is added in the tree's order,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking
-from preheat.ops.lora import TILE
+from preheat.ops.values import TILE
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.lora import Factors
@@ -60,6 +61,19 @@ class AdaptedLeafLinear:
     def __init__(self, inner: CudaLeafLinear, factors: Factors, rows: CudaAdapterRows) -> None:
         self.inner, self._factors, self._rows = inner, factors, rows
         self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    @property
+    def slots(self) -> Factors:
+        """What holds its adapters."""
+        return self._factors
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.inner.weights()
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._factors.matrices
 
     @property
     def linears(self) -> tuple[CudaLeafLinear]:

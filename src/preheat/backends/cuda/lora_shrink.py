@@ -18,7 +18,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.lora_blocks import BLOCK, TABLE_PARTS, TABLE_ROWS, Blocks
-from preheat.ops.lora import PART, TILE
+from preheat.ops.values import PART, TILE
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""

@@ -9,7 +9,7 @@ waits for the choice of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import fits, wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input
+from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input, tensors_of
 from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
 from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
@@ -39,8 +39,8 @@ from preheat.backends.cuda.tuning import (
     without_unaligned_copies,
 )
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedRows, plain_rows
+from preheat.ops.values import Routing
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
@@ -241,12 +241,22 @@ class CudaExperts:
     quantized, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
     """
 
+    slots = None
+
     def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: ExpertsConfigs) -> None:
         self._gate_up, self._down, self._routing, self.configs = gate_up, down, routing, configs
         num_experts, hidden, inner = down.shape
         scheme, codes = (down.scheme, down.codes) if isinstance(down, DeviceWeight) else (None, down)
         self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
         self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(self._gate_up, self._down)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return (self._counts,)
 
     @property
     def fused_input(self) -> QuantizedInput | None:

@@ -1,5 +1,5 @@
 """Routed experts that several ranks share on CUDA: each leaf is a set of smaller experts, see
-:mod:`preheat.ops.leaves`.
+:mod:`preheat.ops.matmul`.
 
 A leaf has a range of every expert's inner numbers: the rows of gate and up that make them, the columns of down that
 take them. It gives the weighted sum over a token's experts in slot order, in fp32.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear_quantized import DeviceWeight, codes_of, quantized_input
+from preheat.backends.cuda.linear_quantized import DeviceWeight, codes_of, quantized_input, tensors_of
 from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, Rows, experts_layer
 from preheat.backends.cuda.moe_codes import dequantized_experts, leaves_codes
 from preheat.backends.cuda.moe_fp8 import leaves_fp8
@@ -25,8 +25,8 @@ from preheat.backends.cuda.moe_route import Arrangement, arrange, combine
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.cuda.tuning import Expanded, Tile, Wide
-from preheat.ops.leaves import tree_sum
-from preheat.ops.moe import Routing
+from preheat.ops.matmul import tree_sum
+from preheat.ops.values import Routing
 
 _TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
 """In place of the kernel for many rows, which writes no fp32."""
@@ -40,6 +40,8 @@ class CudaLeafExperts:
     """The experts of which this rank has some inner numbers: ``gate_up`` [experts, 2 * inner, hidden] and ``down``
     [experts, hidden, inner], these in ``leaves``.
     """
+
+    slots = None
 
     def __init__(
         self,
@@ -65,6 +67,14 @@ class CudaLeafExperts:
         if self.ranks.world == 1:
             return partial.to(x.dtype)
         return self.ranks.sum(partial, None, x.dtype)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(*self.gate_up, *self._down)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self._counts, self._spare
 
     def local(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
         """What this rank adds, by the kernels of ``config``: fp32 [tokens, hidden]."""
@@ -93,6 +103,8 @@ class CudaLeafExperts:
 class QuantizedLeafExperts:
     """The same of quantized ``gate_up`` and ``down``, these in their leaves."""
 
+    slots = None
+
     def __init__(
         self, gate_up: DeviceWeight, down: DeviceWeight, routing: Routing, ranks: RankSums, configs: ExpertsConfigs
     ) -> None:
@@ -100,6 +112,14 @@ class QuantizedLeafExperts:
         experts, hidden, inner = down.shape
         self.shape = ExpertsShape(experts, hidden, inner, routing.top_k, down.dtype, down.scheme)
         self._counts = torch.zeros(experts, dtype=torch.int32, device=down.codes.device)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(self._gate_up, self._down)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return (self._counts,)
 
     @property
     def fused_input(self) -> QuantizedInput | None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.ops.moe import Routing
+from preheat.ops.values import Routing
 
 SLOTS = 128
 """Slots, and blocks, that one program arranges at most."""

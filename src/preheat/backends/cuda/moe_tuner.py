@@ -32,8 +32,8 @@ from preheat.backends.cuda.moe import (
 from preheat.backends.cuda.moe_route import Arrangement, arrange
 from preheat.backends.cuda.tuner import fitting_tiles, graph_microseconds
 from preheat.backends.cuda.tuning import ExpertsEntry, LinearShape, Tile, Wide
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import empty_weight
+from preheat.ops.values import Routing
 
 TOKENS = (1, 2, 4, 8, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = 8

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    ALONE,
     AdapterOps,
     Attention,
     AttentionLayer,
-    Experts,
+    ExpertsWeights,
     GraphDriver,
     HostEvent,
     K,
+    LayerContext,
+    LayerWeights,
     Linear,
     Mode,
     R,
@@ -31,27 +34,30 @@ from preheat.backends.base import (
     StepInputs,
     TuneRequest,
 )
+from preheat.backends.base import ExpertsLayer as AnyExperts
 from preheat.backends.calls import Calls
 from preheat.backends.cold import Watched
 from preheat.backends.hpu.attention import HpuAttention
 from preheat.backends.hpu.bridge import DEVICES, Bridge
 from preheat.backends.hpu.cold import cold_sources
 from preheat.backends.hpu.detect import is_simulated, obstacle
+from preheat.backends.hpu.experts import ExpertsLayer
 from preheat.backends.hpu.facts import FACTS, SIMULATED
 from preheat.backends.hpu.graph import HpuGraphs
-from preheat.backends.hpu.linear import HpuLinear, Sizes
-from preheat.backends.hpu.moe import HpuExperts
+from preheat.backends.hpu.linear import SizedProduct, Sizes, products_of
 from preheat.backends.hpu.norm import HpuNorm
 from preheat.backends.hpu.sampler import HpuSampler
 from preheat.backends.hpu.sharing import HpuSharing
+from preheat.backends.layer import Layer
+from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
-from preheat.ops.kinds import Activation, NormKind
-from preheat.ops.moe import Routing, add_shared
+from preheat.ops.kinds import NormKind
+from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
-from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import Experts, Matmul, Support, Value
 from preheat.settings import Settings
 from preheat.utils.environment import warn
 
@@ -68,7 +74,7 @@ class HpuBackend:
             raise SettingsError(reason, param="device")
         simulated = is_simulated()
         self.facts, self.device = SIMULATED if simulated else FACTS, DEVICES[simulated]
-        self.sharing: Sharing | None = HpuSharing(lambda: self._sizes)
+        self.sharing: Sharing | None = HpuSharing(lambda: self._bridge)
         self._settings = Settings()
         self._used_before = 0
         self._captured = 0
@@ -108,6 +114,10 @@ class HpuBackend:
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None
+
+    def supports(self, value: Value) -> Support:
+        """As the facts say."""
+        return supports(self.facts, value)
 
     def supports_bfloat16(self) -> bool:
         """Every Gaudi multiplies bfloat16."""
@@ -173,14 +183,14 @@ class HpuBackend:
     def compiling(self, threads: int) -> None:
         """A recipe is compiled when its graph first runs, and only then."""
 
-    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
         """Prove at which sizes the device computes linear layers alike; the last layer also has the head's sizes."""
         given = list(layers)
         rows = sorted({size for _, sizes in given for size in sizes})
-        parts = [part for layer, _ in given for part in getattr(layer, "parts", [layer])]
-        by_shape = {part.shape: part for part in parts if isinstance(part, HpuLinear | HpuExperts)}
-        for layer in by_shape.values():
-            layer.settle(rows)
+        parts = [part for layer, _ in given if isinstance(layer, Layer | ExpertsLayer) for part in layer.parts]
+        by_shape = {part.shape: part for part in parts if isinstance(part, SizedProduct)}
+        for part in by_shape.values():
+            part.settle(rows)
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
@@ -218,20 +228,12 @@ class HpuBackend:
 
         return read
 
-    def linear(
-        self,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-        clip: float | None = None,
-    ) -> HpuLinear:
-        return HpuLinear(plain(weight), bias, self._sizes, activation=activation, limit=clip)
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
+        products, finish = products_of(value, weights.weight, weights.bias, self._sizes)
+        return Layer(value, weights, products, context=context, finish=finish)
 
-    def experts(
-        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
-    ) -> HpuExperts:
-        return HpuExperts(plain(gate_up), plain(down), routing, self._sizes)
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
+        return ExpertsLayer(value, weights, context, self._sizes)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> HpuNorm:
         return HpuNorm(make_norm(weight, eps, kind, bias), self._bridge)

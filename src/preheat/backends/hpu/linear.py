@@ -9,7 +9,7 @@ invariance it is always computed as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.hpu.bridge import Bridge
+from preheat.backends.layer import Splits, Tiles
 from preheat.ops.activation import ACTIVATIONS, clip
 from preheat.ops.kinds import Activation
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.quantization import QuantizedWeight, plain
+from preheat.ops.values import NOTHING_MORE, Finish, Matmul
 
 REFERENCES = (64, 32, 16)
 PROBES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -106,7 +109,7 @@ def ending(activation: Activation | None, limit: float | None) -> Callable[[Tens
     return None if limit is None else lambda y: clip(y, limit)
 
 
-class HpuLinear:
+class SizedProduct:
     """``weight`` [outputs, inputs], ``bias`` [outputs], and an activation or a limit behind them."""
 
     def __init__(
@@ -122,7 +125,7 @@ class HpuLinear:
         self._weight, self._bias, self._sizes = weight, bias, sizes
         self._end = ending(activation, limit)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
         if torch.compiler.is_compiling():
             return self._run(x)
@@ -140,3 +143,25 @@ class HpuLinear:
 
     def settle(self, rows: Sequence[int]) -> None:
         self._sizes.settle(self.shape, rows)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        yield self._weight
+        yield from () if self._bias is None else (self._bias,)
+
+
+def products_of(
+    value: Matmul, weight: Tensor | QuantizedWeight, bias: Tensor | None, sizes: Sizes
+) -> tuple[Tiles[SizedProduct] | Splits[SizedProduct], Finish]:
+    """The products of one matrix of ``value``, and what follows: a whole layer is one recipe with its activation."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> SizedProduct:
+        return SizedProduct(weight, bias, sizes)
+
+    finish, matrix = value.finish, plain(weight)
+    if value.order.is_split:
+        return Splits(make, matrix, value.order), finish
+    if value.order.tiles:
+        return Tiles.of(make, matrix, bias, value.order.tiles), finish
+    whole = SizedProduct(matrix, bias, sizes, activation=finish.activation, limit=finish.clip)
+    return Tiles([whole]), NOTHING_MORE

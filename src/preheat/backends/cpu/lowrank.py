@@ -1,4 +1,4 @@
-"""Linear layers with places for adapters on a CPU, see :mod:`preheat.ops.lora`.
+"""What adapters add to layers on a CPU, see :mod:`preheat.ops.matmul`.
 
 The rows of one adapter are gathered and multiplied so many at a time, filled up with zeros: by a number of rows whose
 bits are proven, on this machine, to be those of ``ROWS`` rows at any place among them. Every product therefore has one
@@ -18,14 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, Collective, Linear
-from preheat.backends.cpu.linear import finished
-from preheat.backends.shards import LeafLinear
+from preheat.backends.base import AdapterStep, LayerContext
 from preheat.errors import NotInvariant
-from preheat.ops.kinds import Activation
-from preheat.ops.leaves import tree_sum
-from preheat.ops.lora import PART, TILE, LowRank, add_delta, matrix_dtype
+from preheat.ops.matmul import LowRankPair, add_delta, pair_dtype, tree_sum
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import PART, TILE, Experts, LowRank, Matmul
 
 ROWS = 8
 MORE_ROWS = (64, 32, 16)
@@ -33,9 +30,9 @@ MORE_ROWS = (64, 32, 16)
 
 
 class Group(NamedTuple):
-    """The rows, int64 [n], that have the adapter in ``place``."""
+    """The rows, int64 [n], that have the adapter in ``slot``."""
 
-    place: int
+    slot: int
     rows: Tensor
 
 
@@ -69,133 +66,155 @@ class CpuAdapterRows:
         self._described: dict[AdapterStep, list[Group]] = {}
         self.groups: Sequence[Group] = ()
 
-    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
-        found = np.unique(places[places >= 0]).tolist()
-        self._described[step] = [Group(place, torch.from_numpy(np.flatnonzero(places == place))) for place in found]
+    def describe(self, turn: int, step: AdapterStep, slots: np.ndarray) -> None:
+        found = np.unique(slots[slots >= 0]).tolist()
+        self._described[step] = [Group(slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in found]
 
     def use(self, step: AdapterStep | None) -> None:
         self.groups = self._described.get(step, ()) if step else ()
 
     def among(self, tokens: Tensor) -> list[Group]:
         """The groups of the step's ``tokens`` int64 [n], rows being numbered as these are."""
-        found = (Group(place, torch.nonzero(torch.isin(tokens, rows))[:, 0]) for place, rows in self.groups)
+        found = (Group(slot, torch.nonzero(torch.isin(tokens, rows))[:, 0]) for slot, rows in self.groups)
         return [group for group in found if len(group.rows)]
 
 
-class Places:
-    """What the adapters in all places have for several ``parts``."""
+class CpuAdapters:
+    """See :class:`preheat.backends.base.AdapterOps`."""
+
+    def rows(self, tokens: int, slots: int) -> CpuAdapterRows:
+        return CpuAdapterRows()
+
+
+class Shrunk(NamedTuple):
+    """What ``rows`` shrink to by the ``factors`` of the adapter in ``slot``: fp32 ``sums`` [tiles, rows, TILE]. Their
+    term is added to the outputs ``columns`` [from, to).
+    """
+
+    factors: Factors
+    slot: int
+    rows: Tensor
+    columns: tuple[int, int]
+    sums: Tensor
+
+
+class SlotTable:
+    """What the adapters in all slots have for several ``parts``, for steps whose ``rows`` are described."""
 
     def __init__(self, parts: Sequence[Factors], rows: CpuAdapterRows) -> None:
-        self._parts, self._rows = parts, rows
+        self._parts, self.rows = parts, rows
 
-    def pack(self, parts: Mapping[int, LowRank]) -> list[Packed | None]:
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The rows of this step that have adapters."""
+        return self.rows.groups
+
+    def of_expert(self, number: int) -> tuple[Sequence[Factors], Sequence[Factors]]:
+        """The parts of gate and up of an expert, and that of its down."""
+        return self._parts[3 * number : 3 * number + 2], self._parts[3 * number + 2 : 3 * number + 3]
+
+    def shrink(self, x: Tensor) -> list[Shrunk]:
+        """See :class:`preheat.backends.layer.Terms`."""
+        return shrink(x, self._parts, self.groups)
+
+    def expand(self, y: Tensor, shrunk: Sequence[Shrunk], roots: Sequence[Tensor]) -> None:
+        """See :class:`preheat.backends.layer.Terms`."""
+        expand(y, shrunk, roots)
+
+    def pack(self, parts: Mapping[int, LowRankPair]) -> list[Packed | None]:
         return [part.pack(parts[number]) if number in parts else None for number, part in enumerate(self._parts)]
 
-    def write(self, place: int, packed: Sequence[Packed | None]) -> None:
+    def write(self, slot: int, packed: Sequence[Packed | None]) -> None:
         for part, each in zip(self._parts, packed, strict=True):
             if each is None:
-                part.clear(place)
+                part.clear(slot)
             else:
-                part.write(place, each)
+                part.write(slot, each)
 
-    def clear(self, place: int) -> None:
+    def clear(self, slot: int) -> None:
         for part in self._parts:
-            part.clear(place)
+            part.clear(slot)
 
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self._parts)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.layer.Terms`."""
+        for part in self._parts:
+            yield from part.tensors()
 
-class AdaptedEmbedding(Places):
-    """See :class:`preheat.backends.base.AdaptedEmbedding`."""
 
-    def __init__(self, table: Tensor, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
-        vocab, hidden = table.shape
-        super().__init__([TokenFactors(vocab, hidden, places, max_rank)], rows)
+class Embedding:
+    """See :class:`preheat.backends.base.Embedding`."""
+
+    def __init__(self, value: Matmul, rows: CpuAdapterRows) -> None:
+        self._factors = TokenFactors(value.inputs, value.outputs, value.terms[0].slots, value.terms[0].rank)
+        self.slots = SlotTable([self._factors], rows)
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
         """Every token is known: a step has ended when the next one begins."""
-        for place, mine in self._rows.groups:
+        for slot, mine in self.slots.groups:
             rows = mine[tokens.index_select(0, mine) >= 0]
-            if len(rows) and (more := self._parts[0].delta(tokens.index_select(0, rows), place, out.dtype)) is not None:
-                out[rows] = add_delta(out[rows], more)
+            if len(rows) and self._factors.has(slot):
+                sums = self._factors.shrink(tokens.index_select(0, rows), slot)
+                expand(out, [Shrunk(self._factors, slot, rows, (0, out.shape[1]), sums)], [sums])
+
+    def weights(self) -> Iterable[Tensor]:
+        """None: the table belongs to the model."""
+        return ()
+
+    def state(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.slots.tensors()
 
 
-class AdaptedLinear(Places):
-    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation. The ranks
-    whose first matrices are divided ``among`` them gather what rows shrink to.
-    """
-
-    def __init__(
-        self,
-        linear: Linear,
-        parts: Sequence[Factors],
-        rows: CpuAdapterRows,
-        activation: Activation | None,
-        clip: float | None,
-        *,
-        among: Collective | None = None,
-    ) -> None:
-        super().__init__(parts, rows)
-        self.inner, self._among = linear, among
-        self._finished = finished(self._adapted, activation, clip)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
-        return self._finished(x)
-
-    def _adapted(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = self.inner(x)
-        if self._among is not None:
-            self._add_gathered(y, x, self._among)
-            return y
-        for place, rows in self._rows.groups:
-            add_parts(y, x, self._parts, place, rows)
-        return y
-
-    def _add_gathered(self, y: Tensor, x: Tensor, among: Collective) -> None:
-        """The same in place, with one exchange for all groups of rows and all parts."""
-        ends = list(itertools.accumulate((part.outputs for part in self._parts), initial=0))
-        parts = list(zip(self._parts, itertools.pairwise(ends), strict=True))
-        wanted = [(*group, *part) for group in self._rows.groups for part in parts if part[0].has(group.place)]
-        mine = [part.shrink(x.index_select(0, rows).float(), place) for place, rows, part, _ in wanted]
-        if not mine:
-            return
-        found = among.gather(torch.cat([each.reshape(-1) for each in mine]))
-        sizes = [each.numel() for each in mine]
-        for (place, rows, part, (first, last)), all_ranks, own in zip(
-            wanted, torch.split(found, sizes, 1), mine, strict=True
-        ):
-            shrunk = in_order(all_ranks.view(-1, *own.shape))
-            y[rows, first:last] = add_delta(y[rows, first:last], part.expand(shrunk, place, y.dtype))
+def shrink(x: Tensor, parts: Sequence[Factors], groups: Sequence[Group]) -> list[Shrunk]:
+    """What the ``groups`` of rows of ``x`` [all rows, inputs] shrink to for each of ``parts`` of their adapter."""
+    ends, found = list(itertools.accumulate((part.outputs for part in parts), initial=0)), list[Shrunk]()
+    for slot, rows in groups:
+        wanted = [each for each in zip(parts, itertools.pairwise(ends), strict=True) if each[0].has(slot)]
+        mine = x.index_select(0, rows).float() if wanted else x
+        found += [Shrunk(part, slot, rows, columns, part.shrink(mine, slot)) for part, columns in wanted]
+    return found
 
 
-class AdaptedLeafLinear(Places):
-    """``inner``, whose inputs ranks share, then what the adapters of its rows add. What their inputs shrink to on each
-    rank travels with the layer's own sums.
-    """
-
-    def __init__(self, inner: LeafLinear, factors: Factors, rows: CpuAdapterRows) -> None:
-        super().__init__([factors], rows)
-        self.inner, self._factors = inner, factors
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor, the same on all ranks."""
-        factors = self._factors
-        groups = [group for group in self._rows.groups if factors.has(group.place)]
-        if not groups:
-            return self.inner(x)
-        shrunk = [factors.shrink(x.index_select(0, rows).float(), place) for place, rows in groups]
-        y, shrunk = self.inner.with_others(x, shrunk)
-        for (place, rows), each in zip(groups, shrunk, strict=True):
-            y[rows] = add_delta(y[rows], factors.expand(each, place, y.dtype))
-        return y
+def expand(y: Tensor, shrunk: Sequence[Shrunk], roots: Sequence[Tensor]) -> None:
+    """Add to ``y`` [all rows, outputs of all parts], in place, what its rows are expanded to from ``roots``."""
+    for (factors, slot, rows, (first, last), _), root in zip(shrunk, roots, strict=True):
+        y[rows, first:last] = add_delta(y[rows, first:last], factors.expand(root, slot, y.dtype))
 
 
-def in_order(shrunk: Tensor) -> Tensor:
-    """What rows ``shrunk`` to on each rank, [ranks, tiles of a rank, rows, TILE], by the tiles' numbers."""
-    return shrunk.transpose(0, 1).flatten(0, 1)
+def slots_of(value: Matmul, context: LayerContext) -> SlotTable | None:
+    """The slots of a layer of ``value``, if it has terms."""
+    if not value.terms:
+        return None
+    (term,) = value.terms
+    cuts = tiles_of(term.parts, value.order.tiles)
+    ranks = context.ranks if term.shared == "ranks" else None
+    share = Share(ranks.rank, ranks.world) if ranks else ALL_TILES
+    return SlotTable([_factors(value, term, part, cut, share) for part, cut in enumerate(cuts)], context.rows)
+
+
+def expert_slots(value: Experts, context: LayerContext) -> SlotTable | None:
+    """Those of routed experts: three parts for each."""
+    if not value.gate_up.terms:
+        return None
+    (first,), (last,) = value.gate_up.terms, value.down.terms
+    gate, up = tiles_of(first.parts, value.gate_up.order.tiles)
+    parts = list[Factors]()
+    for _ in range(value.down.groups.experts):
+        parts += [_factors(value.gate_up, first, part, cut) for part, cut in enumerate((gate, up))]
+        parts.append(_factors(value.down, last, 0))
+    return SlotTable(parts, context.rows)
+
+
+def _factors(
+    value: Matmul, term: LowRank, part: int, cut: Sequence[int] = (), share: Share = ALL_TILES
+) -> LinearFactors:
+    first, second = value.pair(term, part)
+    sizes = first.inputs, second.outputs, first.groups.slots, first.outputs
+    return LinearFactors(*sizes, leaves=first.order.own, tiles=cut, share=share)
 
 
 def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:
@@ -211,28 +230,16 @@ def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]
         yield mine
 
 
-def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: Tensor) -> None:
-    """Add to ``rows`` of ``y`` [all rows, outputs of all parts], in place, what the adapter in ``place`` makes of
-    theirs of ``x`` [all rows, inputs].
-    """
-    mine, first = x.index_select(0, rows).float(), 0
-    for part in parts:
-        last = first + part.outputs
-        if (more := part.delta(mine, place, y.dtype)) is not None:
-            y[rows, first:last] = add_delta(y[rows, first:last], more)
-        first = last
-
-
 class Factors(ABC):
-    """Both matrices of the adapters in all ``places``, for one part of a module: fp32, the first as a subclass lays it
-    out, tile by tile of the ranks, of which it has its ``share``, the second [places, tiles, outputs, TILE]. ``_tiles``
+    """Both matrices of the adapters in all ``slots``, for one part of a module: fp32, the first as a subclass lays it
+    out, tile by tile of the ranks, of which it has its ``share``, the second [slots, tiles, outputs, TILE]. ``_tiles``
     of them are in use. The outputs of each size in ``cut`` are one product, by default all of them.
     """
 
     def __init__(
         self,
         outputs: int,
-        places: int,
+        slots: int,
         max_rank: int,
         *tile: int,
         cut: Sequence[int] = (),
@@ -240,52 +247,52 @@ class Factors(ABC):
     ) -> None:
         self.outputs, self._cut, tiles = outputs, list(cut or [outputs]), -(-max_rank // TILE)
         self._share = share
-        self._a = torch.zeros(places, share.of(tiles), *tile)
-        self._b = torch.zeros(places, tiles, outputs, TILE)
-        self._scale, self._tiles, self._dtype = [0.0] * places, [0] * places, [torch.float32] * places
+        self._a = torch.zeros(slots, share.of(tiles), *tile)
+        self._b = torch.zeros(slots, tiles, outputs, TILE)
+        self._scale, self._tiles, self._dtype = [0.0] * slots, [0] * slots, [torch.float32] * slots
         self._expanded = {size: rows_at_once(TILE, size, torch.get_num_threads()) for size in self._cut}
 
     @property
     def bytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
 
-    def pack(self, given: LowRank) -> Packed:
-        """``given`` as a place holds it."""
+    def pack(self, given: LowRankPair) -> Packed:
+        """``given`` as a slot holds it."""
         a = self._first(given.a.float())[self._share.rank :: self._share.world]
         return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale, given.a.dtype)
 
-    def write(self, place: int, packed: Packed) -> None:
-        """Put what was packed into ``place``."""
-        self._a[place, : len(packed.a)].copy_(packed.a)
-        self._b[place, : len(packed.b)].copy_(packed.b)
-        self._scale[place], self._tiles[place], self._dtype[place] = packed.scale, len(packed.b), packed.dtype
+    def write(self, slot: int, packed: Packed) -> None:
+        """Put what was packed into ``slot``."""
+        self._a[slot, : len(packed.a)].copy_(packed.a)
+        self._b[slot, : len(packed.b)].copy_(packed.b)
+        self._scale[slot], self._tiles[slot], self._dtype[slot] = packed.scale, len(packed.b), packed.dtype
 
-    def clear(self, place: int) -> None:
-        """Leave the part alone for rows of ``place``."""
-        self._tiles[place] = 0
+    def clear(self, slot: int) -> None:
+        """Leave the part alone for rows of ``slot``."""
+        self._tiles[slot] = 0
 
-    def has(self, place: int) -> bool:
-        """Whether the adapter in ``place`` adds anything."""
-        return self._tiles[place] > 0
+    def has(self, slot: int) -> bool:
+        """Whether the adapter in ``slot`` adds anything."""
+        return self._tiles[slot] > 0
 
-    def delta(self, x: Tensor, place: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to rows ``x`` of a model of this dtype; None: nothing is."""
-        return self.expand(self.shrink(x, place), place, dtype) if self.has(place) else None
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Both matrices of all slots."""
+        return self._a, self._b
 
-    def shrink(self, x: Tensor, place: int) -> Tensor:
+    def shrink(self, x: Tensor, slot: int) -> Tensor:
         """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled. Of a share as many on each rank: one
         of zeros where others have one more.
         """
-        used = self._tiles[place]
-        mine = list(self._shrink(x, self._a[place, : self._share.of(used)]))
+        used = self._tiles[slot]
+        mine = list(self._shrink(x, self._a[slot, : self._share.of(used)]))
         more = -(-used // self._share.world) - len(mine)
         return torch.stack([*mine, *[torch.zeros(len(x), TILE)] * more])
 
-    def expand(self, shrunk: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+    def expand(self, shrunk: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
         """What is added to rows of a model of this dtype that ``shrunk`` to this."""
-        used, rounded = self._tiles[place], matrix_dtype(dtype, self._dtype[place])
-        scaled = (shrunk[:used] * self._scale[place]).to(rounded).float()
-        given = zip(scaled, self._b[place, :used], strict=True)
+        used, rounded = self._tiles[slot], pair_dtype(dtype, self._dtype[slot])
+        scaled = (shrunk[:used] * self._scale[slot]).to(rounded).float()
+        given = zip(scaled, self._b[slot, :used], strict=True)
         return functools.reduce(Tensor.add_, (self._expand(one, b) for one, b in given))
 
     def _expand(self, shrunk: Tensor, b: Tensor) -> Tensor:
@@ -302,7 +309,7 @@ class Factors(ABC):
 
 
 class LinearFactors(Factors):
-    """Of a linear layer, whose rows are fp32 [rows, inputs]: the first matrix [places, tiles, parts of the inputs,
+    """Of a linear layer, whose rows are fp32 [rows, inputs]: the first matrix [slots, tiles, parts of the inputs,
     TILE, inputs of a part]. Inputs are in ``leaves``, by default one; each leaf has the same number of parts.
     """
 
@@ -310,7 +317,7 @@ class LinearFactors(Factors):
         self,
         inputs: int,
         outputs: int,
-        places: int,
+        slots: int,
         max_rank: int,
         *,
         leaves: int = 1,
@@ -321,7 +328,7 @@ class LinearFactors(Factors):
         self._width = min(self._leaf, PART)
         self._parts = -(-self._leaf // self._width)
         self._leaves = range(0, leaves * self._parts, self._parts)
-        super().__init__(outputs, places, max_rank, leaves * self._parts, TILE, self._width, cut=tiles, share=share)
+        super().__init__(outputs, slots, max_rank, leaves * self._parts, TILE, self._width, cut=tiles, share=share)
         self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
 
     def _first(self, a: Tensor) -> Tensor:
@@ -347,12 +354,12 @@ class LinearFactors(Factors):
 
 
 class TokenFactors(Factors):
-    """Of a table of embeddings, whose rows are tokens: the first matrix [places, tiles, vocab, TILE], so that what a
+    """Of a table of embeddings, whose rows are tokens: the first matrix [slots, tiles, vocab, TILE], so that what a
     token shrinks to lies together.
     """
 
-    def __init__(self, vocab: int, hidden: int, places: int, max_rank: int) -> None:
-        super().__init__(hidden, places, max_rank, vocab, TILE)
+    def __init__(self, vocab: int, hidden: int, slots: int, max_rank: int) -> None:
+        super().__init__(hidden, slots, max_rank, vocab, TILE)
 
     def _first(self, a: Tensor) -> Tensor:
         return _in_tiles(a.T)
@@ -376,7 +383,7 @@ def product(x: Tensor, weight: Tensor, most: int) -> Tensor:
 @functools.cache
 def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
     """The most rows of a product that have the bits of ``ROWS`` rows. ``threads`` are torch's. Raises NotInvariant if
-    even those depend on their place.
+    even those depend on their slot.
     """
     rows = signed_pairs(noise(max(MORE_ROWS), inputs, seed=1), -1.0)
     weight = signed_pairs(noise(outputs, inputs), 1.0)

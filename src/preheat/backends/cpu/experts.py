@@ -1,0 +1,186 @@
+"""Routed experts on a CPU, see :mod:`preheat.ops.matmul`: each expert that a step needs is computed by itself.
+
+How many rows an expert gets is known only in the step. They are padded to one of a few sizes, which are proven before
+ready as those of linear layers are (:mod:`preheat.backends.cpu.linear`); above the largest, in parts of it.
+
+Steps without adapters of experts that nobody shares are one operation, into which a compiler does not look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.cpu.linear import REFERENCES, packed_linear, proven_size
+from preheat.backends.cpu.lowrank import Shrunk, SlotTable, expand, shrink
+from preheat.backends.cpu.products import products_of
+from preheat.backends.cpu.quantized import fp8_linear
+from preheat.backends.layer import Products, all_ranks, all_ranks_at_once
+from preheat.ops.activation import silu_and_mul
+from preheat.ops.kinds import ActivationScales
+from preheat.ops.matmul import NOTHING, add_delta, tree_sum
+from preheat.ops.moe import combine, route, routed, routed_splits
+from preheat.ops.opaque import opaque
+from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.values import Experts, Matmul, Routing
+
+LARGEST = max(REFERENCES)
+SIZES = tuple(1 << power for power in range(LARGEST.bit_length()))
+
+
+class ExpertsLayer:
+    """The routed experts of ``value``."""
+
+    def __init__(
+        self, value: Experts, weights: ExpertsWeights, context: LayerContext, slots: SlotTable | None = None
+    ) -> None:
+        self._routing, self._count, self._ranks = value.routing, value.down.groups.experts, context.ranks
+        self.slots, self._split, self._coded = slots, value.down.order.is_split, value.down.input != "plain"
+        self._gate_up = [products_of(value.gate_up, each, None, context.ranks) for each in matrices(weights.gate_up)]
+        self._down = [products_of(value.down, each, None, context.ranks) for each in matrices(weights.down)]
+        if not self._coded:
+            _prove(value.gate_up)
+            _prove(value.down)
+        self._operation: Callable[..., Tensor] = _fp8_experts if self._coded else _experts
+        self._operands = self._all_operands(value)
+
+    def _all_operands(self, value: Experts) -> tuple[Any, ...]:
+        """Those of the operation that is all of it; none if the inputs are split."""
+        if self._split:
+            return ()
+        layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
+        if not self._coded:
+            return *([packed for packed, *_ in layer] for layer in layers), value.down.inputs, *value.routing
+        found = list[Any]()
+        for layer in layers:
+            found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer], layer[0][3]
+        return *found, value.down.input, *value.routing
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
+        adapted = self.slots is not None and bool(self.slots.groups)
+        if self._operands and not adapted:
+            return self._operation(x, logits, *self._operands)
+        chosen, weights = route(logits, self._routing)
+        shrunk = list[Shrunk]()
+
+        def expert(number: int, slots: Tensor) -> list[Tensor]:
+            return self._expert(number, x[slots // chosen.shape[1]], slots, shrunk)
+
+        sums = routed_splits(x, chosen, weights, self._count, expert)
+        if not self._split:
+            return sums[0]
+        if not adapted:
+            return all_ranks(tree_sum(sums), self._ranks).to(x.dtype)
+        total, *roots = all_ranks_at_once([tree_sum(sums), *(each.sums for each in shrunk)], self._ranks)
+        more = torch.full((chosen.numel(), x.shape[1]), NOTHING)
+        for each, root in zip(shrunk, roots, strict=True):
+            more[each.rows] = each.factors.expand(root, each.slot, x.dtype)
+        return add_delta(total.to(x.dtype), combine(more.view(len(x), chosen.shape[1], -1), weights))
+
+    def _expert(self, number: int, x: Tensor, slots: Tensor, shrunk: list[Shrunk]) -> list[Tensor]:
+        """What expert ``number`` gives for the rows ``x`` in ``slots``: [rows, hidden], or each of its splits. Sums of
+        its down that ranks share are added to ``shrunk``.
+        """
+        terms = self.slots
+        groups = [] if terms is None else terms.rows.among(slots // self._routing.top_k)
+        gate_up, down = ([], []) if terms is None else terms.of_expert(number)
+        (y,) = _padded(self._gate_up[number], x)
+        _add(y, shrink(x, gate_up, groups))
+        inner = silu_and_mul(y)
+        found, more = _padded(self._down[number], inner), shrink(inner, down, groups)
+        if self._split:
+            shrunk += [each._replace(rows=slots[each.rows]) for each in more]
+        else:
+            _add(found[0], more)
+        return found
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return (each for layer in (self._gate_up, self._down) for one in layer for each in one.weights())
+
+    def state(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return () if self.slots is None else self.slots.tensors()
+
+
+def matrices(weight: Tensor | QuantizedWeight) -> Iterator[Tensor | QuantizedWeight]:
+    """The matrix of each expert."""
+    return (weight[at] if isinstance(weight, Tensor) else weight.part(at) for at in range(weight.shape[0]))
+
+
+def _prove(value: Matmul) -> None:
+    """Prove all sizes of the products of an expert's layer."""
+    order, dtype = value.order, torch.float32 if value.order.is_split else getattr(torch, value.weight.dtype)
+    for outputs in set(order.tiles or (value.outputs,)):
+        for size in SIZES:
+            proven_size(size, outputs, value.inputs // order.own, dtype, torch.get_num_threads())
+
+
+def _padded(products: Products, rows: Tensor) -> list[Tensor]:
+    """The ``products`` of ``rows``, by numbers of rows that are proven."""
+    parts = zip(*map(products, padded(rows)), strict=True)
+    return [torch.cat(each)[: len(rows)] for each in parts]
+
+
+def _add(y: Tensor, shrunk: Sequence[Shrunk]) -> None:
+    expand(y, shrunk, [each.sums for each in shrunk])
+
+
+def padded(rows: Tensor) -> Sequence[Tensor]:
+    """``rows`` with some added, in parts of sizes that are proven before ready."""
+    count = len(rows)
+    size = next((size for size in SIZES if size >= count), -(-count // LARGEST) * LARGEST)
+    parts: Sequence[Tensor] = torch.split(F.pad(rows, (0, 0, 0, size - count)), LARGEST)
+    return parts
+
+
+@opaque(
+    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] down, int inner, int top_k, bool renormalize, "
+    "bool round_weights) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+)
+def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
+    x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int,
+    top_k: int, renormalize: bool, round_weights: bool,
+) -> Tensor:  # fmt: skip
+    """``gate_up`` and ``down`` are oneDNN's."""
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        parts = [block(part, gate_up[number], down[number]) for part in padded(rows)]
+        return torch.cat(parts)[: len(rows)]
+
+    def block(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        inner_rows = silu_and_mul(packed_linear(rows, gate_up, None, 2 * inner))
+        return packed_linear(inner_rows, down, None, rows.shape[1])
+
+    chosen, weights = route(logits, Routing(top_k, renormalize, round_weights))
+    return routed(x, chosen, weights, len(gate_up), expert)
+
+
+@opaque(
+    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor? gate_up_static, Tensor[] down, "
+    "Tensor[] down_scales, Tensor? down_static, str kind, int top_k, bool renormalize, bool round_weights) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+)
+def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
+    x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], gate_up_static: Tensor | None,
+    down: list[Tensor], down_scales: list[Tensor], down_static: Tensor | None, kind: ActivationScales,
+    top_k: int, renormalize: bool, round_weights: bool,
+) -> Tensor:  # fmt: skip
+    """``gate_up`` and ``down`` are the parts of all experts, one expert's after the other's."""
+
+    def layer(rows: Tensor, number: int, parts: list[Tensor], scales: list[Tensor], static: Tensor | None) -> Tensor:
+        each = len(parts) // len(scales)
+        return fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, gate_up_static))
+        return layer(inner, number, down, down_scales, down_static)
+
+    return routed(x, *route(logits, Routing(top_k, renormalize, round_weights)), len(down_scales), expert)

@@ -1,0 +1,49 @@
+"""What the facts of a backend say of a layer, before weights are read. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from preheat.backends.base import Facts
+from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
+
+DIVIDED = (
+    "with --fully-sharded-loras, for which ranks would exchange once more in each of these layers, before the "
+    "activation: leave it out"
+)
+
+
+def supports(facts: Facts, value: Value) -> Support:
+    """Whether a backend of these ``facts`` runs the layer of ``value``. A backend may know more."""
+    parts = matmuls(value)
+    for scheme in (part.weight.scheme for part in parts):
+        if scheme is not None and scheme.kind not in facts.quantized:
+            known = ", ".join(facts.quantized) or "none"
+            return Refused(
+                f"layers in {scheme.kind} ({scheme.name}) are not supported on {facts.name}; supported: {known}"
+            )
+    traits = {trait for part in parts for trait in _traits(part)}
+    found: Support = Ok()
+    for names, reason in facts.lacks.items():
+        if set(names) <= traits:
+            if "adapters" not in names:
+                return Refused(f"not on {facts.name}: {reason}")
+            found = WithoutTerms(f"on {facts.name}: {reason}")
+    if isinstance(value, Experts) and any(term.shared == "ranks" for part in parts for term in part.terms):
+        return WithoutTerms(DIVIDED)
+    return found
+
+
+def matmuls(value: Value) -> tuple[Matmul, ...]:
+    """The layers of ``value``: itself, or those of its experts."""
+    return (value,) if isinstance(value, Matmul) else (value.gate_up, value.down)
+
+
+def _traits(value: Matmul) -> Iterator[str]:
+    """The traits of a layer, see :data:`preheat.combinations.TRAITS`."""
+    if value.terms:
+        yield "adapters"
+    if value.order.tiles or value.order.is_split:
+        yield "tensor_parallel"
+    if value.weight.scheme is not None:
+        yield value.weight.scheme.kind

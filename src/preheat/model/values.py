@@ -1,0 +1,133 @@
+"""The values of a model's layers, made of its spec before weights are read. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from preheat.errors import ModelError
+from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, leaves
+from preheat.ops.values import (
+    Dtype,
+    Experts,
+    Finish,
+    Groups,
+    LowRank,
+    Matmul,
+    Refused,
+    Routing,
+    Shared,
+    SumOrder,
+    Support,
+    Value,
+    WeightFormat,
+)
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """Room for adapters: ``slots`` of rank ``rank`` at most, whose matrices are of ``dtype``. ``divided``: in layers
+    that ranks divide by outputs, the first matrices are divided among the ranks, too.
+    """
+
+    slots: int
+    rank: int
+    dtype: Dtype
+    divided: bool = False
+
+
+def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Matmul:
+    """The value of the layer of ``spec``, or of a shard of it, in a model of ``dtype``."""
+    found = Matmul(
+        outputs=spec.outputs,
+        inputs=spec.inputs,
+        weight=WeightFormat(dtype, spec.scheme),
+        input=(spec.scheme.activations if spec.scheme else None) or "plain",
+        order=_order(spec.inputs, spec.leaves, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
+        finish=Finish(spec.bias, spec.activation, spec.clip),
+    )
+    if room is None:
+        return found
+    shared: Shared = "inputs" if spec.leaves else "ranks" if room.divided and spec.tiles else "whole"
+    term = LowRank(part_outputs(spec), room.slots, room.rank, room.dtype, shared=shared)
+    return replace(found, terms=(term,))
+
+
+def part_outputs(spec: LinearSpec) -> tuple[int, ...]:
+    """How many outputs of each part the layer has."""
+    found = dict.fromkeys((name for name, _ in spec.parts), 0)
+    for name, (first, last) in spec.pieces():
+        found[name] += last - first
+    return tuple(found.values())
+
+
+def embedding_of(spec: EmbeddingSpec, dtype: Dtype, room: AdapterLimits) -> Matmul:
+    """The value of a table of embeddings to which adapters add: its term is looked up by token ids."""
+    term = LowRank((spec.size,), room.slots, room.rank, room.dtype, source="tokens")
+    return Matmul(outputs=spec.size, inputs=spec.vocab_size, weight=WeightFormat(dtype), terms=(term,))
+
+
+def patches_of(spec: PatchSpec, dtype: Dtype) -> Matmul:
+    """The value of the layer that reads an image's patches."""
+    return Matmul(outputs=spec.outputs, inputs=spec.inputs, weight=WeightFormat(dtype))
+
+
+def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Experts:
+    """The value of the routed experts of ``spec``, or of a shard of them."""
+    own = spec.experts
+    routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
+    order = _order(own.inner, own.leaves, own.kept, own.stored_inner)
+    halves = (own.inner // own.leaves,) * (2 * own.leaves) if own.leaves else ()
+    gate_up, down = (_expert(own, size, spec.top_k, dtype) for size in own.matrices)
+    gate_up = replace(gate_up, order=SumOrder(tiles=halves), finish=Finish(activation="silu_and_mul"))
+    down = replace(down, order=order)
+    if room is not None:
+        shared: Shared = "ranks" if room.divided else "whole"
+        first = LowRank((own.inner, own.inner), room.slots, room.rank, room.dtype, shared=shared)
+        last = LowRank((own.hidden,), room.slots, room.rank, room.dtype)
+        if own.leaves:
+            last = replace(last, shared="inputs", joins="combined")
+        gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
+    return Experts(gate_up=gate_up, down=down, routing=routing)
+
+
+def _expert(spec: ExpertsSpec, size: tuple[int, int], top_k: int, dtype: Dtype) -> Matmul:
+    return Matmul(
+        outputs=size[0],
+        inputs=size[1],
+        weight=WeightFormat(dtype, spec.scheme),
+        input=(spec.scheme.activations if spec.scheme else None) or "plain",
+        groups=Groups(spec.num_experts, top_k),
+    )
+
+
+def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) -> SumOrder:
+    """The order of a layer of ``inputs``, the ``columns`` of ``stored`` ones; ``own`` splits, 0: it is not split."""
+    if not own or columns is None:
+        return SumOrder()
+    size = inputs // own
+    first = columns[0] // size
+    return SumOrder(stored // size, (first, first + own))
+
+
+def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Iterator[tuple[str, Value]]:
+    """The value of every linear layer and all routed experts, with its path in the spec. Those of a vision tower have
+    no room for adapters.
+    """
+    blocks = {f"layers.{number}.mlp.experts": layer.mlp for number, layer in enumerate(spec.layers)}
+    for path, leaf in leaves(spec):
+        if isinstance(leaf, LinearSpec):
+            yield path, matmul_of(leaf, dtype, None if path.startswith("vision.") else room)
+        elif isinstance(leaf, PatchSpec):
+            yield path, patches_of(leaf, dtype)
+        elif isinstance(block := blocks.get(path), MoeSpec):
+            yield path, experts_of(block, dtype, room)
+        elif room is not None and path == "embedding":
+            yield path, embedding_of(spec.embedding, dtype, room)
+
+
+def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], Support]) -> None:
+    """Raise ModelError, naming the layer, the device and the reason, for a layer that the device cannot run."""
+    for path, value in values_of(spec, dtype):
+        if isinstance(found := supports(value), Refused):
+            raise ModelError(f"{path}: {found.reason}")
