@@ -5,14 +5,12 @@ This is the one file of the oracles that names what the backend makes layers wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from preheat.backends.base import ExpertsSize
+from preheat.backends.base import Embedding, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
@@ -31,9 +29,21 @@ from preheat.backends.cuda.tuning import (
     tables_for,
 )
 from preheat.ops.kinds import Scheme
-from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight, empty_weight
+from preheat.ops.values import (
+    ONE_SUM,
+    Experts,
+    Finish,
+    Groups,
+    LowRank,
+    Matmul,
+    Routing,
+    SumOrder,
+    WeightFormat,
+    WithoutTerms,
+)
 from tools.oracles.card import CAPABILITY, META, NAME, Seen, watched
+from torch import Tensor
 
 ROWS = (1, 16, 40, 256, 2048)
 """Each is another choice of kernels, and 2,048 have long blocks of adapters."""
@@ -63,10 +73,10 @@ class Card(CudaBackend):
 
     def __init__(self) -> None:
         self.device = META
-        self.adapters = CudaAdapters(META)
+        self.adapters = self._adapters = CudaAdapters(META)
         tables = tables_for(NAME, CAPABILITY, None)
         self._configs, self.experts_configs = KernelConfigs(tables, hopper=True), ExpertsConfigs(tables)
-        self.sharing = CudaSharing(self, LeafTiles())
+        self.sharing, self._leaf_tiles = CudaSharing(META), LeafTiles()
 
 
 class Other(RankSums):
@@ -102,15 +112,27 @@ def dense(
     given = weight(scheme, sum(outputs), inputs, dtype=dtype)
     biases = torch.empty(sum(outputs), dtype=dtype, device=META) if bias else None
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
-    if not adapted:
-        layer = backend.linear(given, biases, activation=activation, clip=clip)
-        return Made(lambda count: layer(x[:count]))
-    rows = backend.adapters.rows(max(ROWS), PLACES)
-    layer = backend.adapters.linear(
-        backend.linear(given, biases), inputs, outputs, rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype,
-        activation=activation, clip=clip,
-    )  # fmt: skip
+    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    finish = Finish(bias, activation, clip)
+    value = value_of(scheme, sum(outputs), inputs, dtype, finish=finish, terms=terms(adapted, outputs, dtype))
+    layer = backend.layer(value, LayerWeights(given, biases), LayerContext(rows=rows))
     return Made(lambda count: layer(x[:count]), rows)
+
+
+def name_of(dtype: torch.dtype) -> Any:
+    """What values call a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def terms(adapted: bool, outputs: Sequence[int], dtype: torch.dtype, **more: Any) -> tuple[LowRank, ...]:
+    """Room for adapters in a layer of these parts."""
+    return (LowRank(tuple(outputs), PLACES, MAX_RANK, name_of(dtype), **more),) if adapted else ()
+
+
+def value_of(scheme: Scheme | None, outputs: int, inputs: int, dtype: torch.dtype, **more: Any) -> Matmul:
+    """The value of a layer."""
+    read = (scheme.activations if scheme else None) or "plain"
+    return Matmul(outputs=outputs, inputs=inputs, weight=WeightFormat(name_of(dtype), scheme), input=read, **more)
 
 
 def split(
@@ -119,15 +141,11 @@ def split(
 ) -> Made:  # fmt: skip
     """A layer whose inputs ``world`` ranks share; ``among``: its adapters' first matrices too."""
     ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
-    layer = backend.sharing.leaf_linear(weight(scheme, 4096, inputs, dtype=dtype), None, leaves, ranks)
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
-    if not adapted:
-        return Made(lambda count: layer(x[:count]))
-    rows = backend.adapters.rows(max(ROWS), PLACES)
-    layer = backend.adapters.linear(
-        layer, inputs, [4096], rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype, activation=None, clip=None,
-        among=ranks if among else None,
-    )  # fmt: skip
+    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    own = terms(adapted, [4096], dtype, shared="ranks" if among else "inputs")
+    value = value_of(scheme, 4096, inputs, dtype, order=SumOrder(4, (0, leaves)), terms=own)
+    layer = backend.layer(value, LayerWeights(weight(scheme, 4096, inputs, dtype=dtype)), LayerContext(ranks, rows))
     return Made(lambda count: layer(x[:count]), rows)
 
 
@@ -144,19 +162,28 @@ def experts(
     gate_up = weight(scheme, COUNT, 2 * inner, HIDDEN, dtype=dtype)
     down = weight(scheme, COUNT, HIDDEN, inner, dtype=dtype)
     routing = Routing(TOP, True, False)
-    if world:
-        layer = backend.sharing.leaf_experts(gate_up, down, routing, 4 // world, Other(world, seen))
-    else:
-        layer = backend.experts(gate_up, down, routing)
     x = torch.empty(max(ROWS), HIDDEN, dtype=dtype, device=META)
     logits = torch.empty(max(ROWS), COUNT, dtype=dtype, device=META)
-    if not adapted:
-        return Made(lambda count: layer(x[:count], logits[:count]))
-    rows = backend.adapters.rows(max(ROWS), PLACES)
-    size = ExpertsSize(COUNT, HIDDEN, inner, TOP, scheme)
-    layer = backend.adapters.experts(layer, size, rows, places=PLACES, max_rank=MAX_RANK, dtype=dtype)
-    if layer is None:
+    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    groups, own = Groups(COUNT, TOP), 4 // world if world else 1
+    order = SumOrder(4, (0, own)) if world else ONE_SUM
+    value = Experts(
+        gate_up=value_of(
+            scheme,
+            2 * inner,
+            HIDDEN,
+            dtype,
+            groups=groups,
+            finish=Finish(activation="silu_and_mul"),
+            terms=terms(adapted, [inner, inner], dtype),
+        ),
+        down=value_of(scheme, HIDDEN, inner, dtype, groups=groups, order=order, terms=terms(adapted, [HIDDEN], dtype)),
+        routing=routing,
+    )
+    if isinstance(backend.supports(value), WithoutTerms):
         raise NotImplementedError("refused: these experts have no places for adapters")
+    ranks = Other(world, seen) if world else None
+    layer = backend.experts(value, ExpertsWeights(gate_up, down), LayerContext(ranks, rows))
     return Made(lambda count: layer(x[:count], logits[:count]), rows)
 
 
@@ -164,7 +191,8 @@ def embedding(backend: Card) -> Made:
     """The adapters of a table of embeddings."""
     rows = backend.adapters.rows(max(ROWS), PLACES)
     table = torch.empty(4096, 2048, dtype=torch.bfloat16, device=META)
-    layer = backend.adapters.embedding(table, rows, places=PLACES, max_rank=MAX_RANK, dtype=torch.bfloat16)
+    value = value_of(None, 2048, 4096, torch.bfloat16, terms=terms(True, [2048], torch.bfloat16, source="tokens"))
+    layer = cast(Embedding, backend.layer(value, LayerWeights(table), LayerContext(rows=rows)))
     tokens, out = torch.empty(max(ROWS), dtype=torch.int32, device=META), torch.empty(max(ROWS), 2048, device=META)
     out = out.bfloat16()
     return Made(lambda count: layer.add(tokens[:count], tokens[:count], tokens, out[:count]), rows)
