@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from preheat.backends.base import Embedding, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.collective import RankSums
@@ -43,7 +45,6 @@ from preheat.ops.values import (
     WithoutTerms,
 )
 from tools.oracles.card import CAPABILITY, META, NAME, Seen, watched
-from torch import Tensor
 
 ROWS = (1, 16, 40, 256, 2048)
 """Each is another choice of kernels, and 2,048 have long blocks of adapters."""
