@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from preheat.backends.meeting import Meeting
 from preheat.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 LOOK_SECONDS = 0.02
 LOOK_TIMEOUT = timedelta(seconds=2)
@@ -30,7 +34,7 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
         )
     check()
     store, world = meeting.store(), meeting.world
-    patience = store.timeout
+    patience = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(LOOK_TIMEOUT)
     mine = 1
     while _present(store, mine, check) < world:
@@ -40,7 +44,7 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
     dist.init_process_group(kind, store=store, rank=meeting.rank, world_size=world, device_id=device)
 
 
-def _present(store: dist.Store, mine: int, check: Callable[[], None]) -> int:
+def _present(store: Store, mine: int, check: Callable[[], None]) -> int:
     """Add ``mine`` to the number of ranks that are there, and return the number. Raises what ``check`` raises."""
     check()
     try:

@@ -7,7 +7,8 @@ same way would agree, so tokens and texts are compared with rules.
 from __future__ import annotations
 
 import random
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -34,7 +35,8 @@ COUNTING = StructuredOutputsParams(regex="".join(f"{digit}[{LETTERS}]" for digit
 """A text that says at every second character how far it is."""
 
 
-class Crowd(NamedTuple):
+@dataclass(frozen=True)
+class Crowd:
     """``count`` prompts of ``length`` tokens, which have blocks for half of their ``outputs``."""
 
     count: int
