@@ -94,6 +94,8 @@ def test_harmless_tensors_are_passed_over(tmp_path):
 
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+ROUNDING = 1e-3
+"""By which the head's product and the plain one, which add in other orders, stay below each other."""
 
 
 def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") -> tuple[ModelSpec, Tensor]:
@@ -111,12 +113,13 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path):
     tensors = write(tmp_path, TIED)
     table = tensors[TABLE]
     spec, difference = head_of(tmp_path, tensors | {HEAD: table.clone()})
-    assert (spec.tied, float(difference.abs().max())) == (True, 0.0)
+    assert spec.tied
+    assert difference.abs().max() < ROUNDING
     other = table.clone()
     other[-1, -1] += 1
     spec, difference = head_of(tmp_path, tensors | {HEAD: other})
     assert not spec.tied
-    assert difference.abs().max(0).values.gt(1e-3).nonzero().flatten().tolist() == [len(table) - 1]
+    assert difference.abs().max(0).values.gt(ROUNDING).nonzero().flatten().tolist() == [len(table) - 1]
     spec, difference = head_of(tmp_path, tensors | {HEAD: table.flip(0)})
     assert not spec.tied
     assert difference.abs().max() > 1
@@ -126,7 +129,7 @@ def test_a_head_stands_for_the_table_that_is_not_there(tmp_path):
     tensors = write(tmp_path, TIED)
     spec, difference = head_of(tmp_path, {HEAD if name == TABLE else name: t for name, t in tensors.items()})
     assert spec.tied
-    assert not difference.any()
+    assert difference.abs().max() < ROUNDING
     save_file({name: t for name, t in tensors.items() if name != TABLE}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=f"missing tensors: {TABLE}"):
         load_model(Settings.load({"model": str(tmp_path), "dtype": "float32"}), CPU)
