@@ -291,6 +291,15 @@ def two() -> Iterator[LLM]:
     llm.loop.executor.ranks.close()
 
 
+def test_logprobs_are_of_the_logits_that_were_drawn_from():
+    """The logits of a prompt, which are computed behind the draw in the same step, take the same memory in float32."""
+    llm = LLM(tp_invariant=True, **OPTIONS | {"dtype": "float32", "skip_warmup": True, "boot_check": "off"})
+    greedy = [SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=n) for n in (1, None, None)]
+    for result in llm.generate(PROMPTS, greedy, use_tqdm=False):
+        (answer,) = result.outputs
+        assert [answer.logprobs[place][token].rank for place, token in enumerate(answer.token_ids)] == [1, 1]
+
+
 def test_an_engine_of_two_ranks_has_the_answers_of_one(two):
     one = LLM(tp_invariant=True, **OPTIONS)
     first, second = record_of(one), record_of(two)

@@ -37,7 +37,7 @@ class CpuSampler:
         self._tokens = marked(tokens, finite_rows(given.numpy()))
 
     def report(self, logits: Tensor) -> None:
-        self._raw = logits[: self._step.size].float()
+        self._raw = logits[: self._step.size].to(torch.float32, copy=True)  # a prompt's logits take its memory
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """They are here."""
