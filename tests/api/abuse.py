@@ -271,6 +271,9 @@ ROWS: dict[str, Row] = {
         f"weights_in_{name}": _json("/update_weights", lambda _, name=name: {"path": name}, *statuses, server="weights")
         for name, statuses in WEIGHTS.items()
     },
+    # a server without --batch-dir keeps nothing
+    "files": Row("/v1/files", lambda limit: http("/v1/files", b"a" * (limit - ROOM)), frozenset({404})),
+    "batches": _json("/v1/batches", lambda size: {"input_file_id": text(size)}, 404),
     # many sequences, long answers
     "sequences": _json(COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 156, "n": 128, "max_tokens": 1}, 200),
     "sequences_long": _json(

@@ -418,7 +418,7 @@ def test_verbosity_is_for_templates_that_look_at_it(server: Server, folder: Path
     assert "x-ignored-fields" not in server.post("/v1/chat/completions", low | {"verbosity": "medium"}).headers
     with serving(str(folder), chat_template="<s>{{ verbosity }}") as looking:
         rendered = looking.post("/v1/chat/completions/render", low)
-        assert Tokenizer(folder).decode(rendered.json["token_ids"]) == "<s>low"
+        assert Tokenizer(folder).decode(rendered.json["token_ids"]).removeprefix("<s>") == "low"
         assert "x-ignored-fields" not in rendered.headers
         asked = looking.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "text": {"verbosity": "high"}})
         assert asked.status == 200 and "x-ignored-fields" not in asked.headers

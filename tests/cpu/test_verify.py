@@ -43,6 +43,8 @@ TIGHT = [
     "penalties, few blocks",
     "prompt logprobs, chunks",
     "grammars, few blocks",
+    "penalties, interrupted",
+    "grammars, interrupted",
 ]
 PATHS = ["later runs", "prefix cache cold", "shuffled arrivals", "batches of 1 to 5", *FEATURES, *TIGHT]
 

@@ -26,7 +26,7 @@ SIZE = Size(prompts=2, runs=1, outputs=20, longest=CHUNKED)
 OPTIONS = {"max_num_seqs": 24, "block_size": 32, "skip_warmup": True, "boot_check": "off", "on_cold": "off"}
 TAKEN = (
     "long texts", "short texts", "grammars", "cache salts", "logprobs of given tokens", "beam search",
-    "penalties, interrupted",
+    "penalties, interrupted", "grammars, interrupted",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.meta.source import ROOT
 
 FILES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "kernels").glob("test_*.py"))
-PARTS = 6
+PARTS = len(FILES)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")

@@ -322,12 +322,13 @@ def test_defaults_are_variables_of_every_conversation(tokenizers: dict[str, Toke
 
 
 def test_messages_are_told_in_one_way() -> None:
-    """Both names of a thought, arguments as objects, nothing empty."""
+    """All names of a thought, arguments as objects, nothing empty."""
     call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     for name in ("reasoning", "reasoning_content"):
         message = {"role": "assistant", name: "why", "content": None, "tool_calls": [call], "name": []}
-        expected = {"role": "assistant", "reasoning": "why", "reasoning_content": "why", "tool_calls": [plain]}
+        thoughts = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "why")
+        expected = {"role": "assistant", **thoughts, "tool_calls": [plain]}
         assert told([message]) == [expected]
         assert told(told([message])) == [expected]
     assert told([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]

@@ -41,7 +41,7 @@ def give_back_memory(shutdown_ray: bool = False) -> None:
     gc.unfreeze()  # an engine was put away when it had booted
     settle()
     torch, ray = sys.modules.get("torch"), sys.modules.get("ray")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if torch is not None and torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     if shutdown_ray and ray is not None:
         ray.shutdown()
