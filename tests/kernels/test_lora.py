@@ -97,9 +97,9 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
     x, (a, b, scale) = noise(5, INPUTS, seed=5).bfloat16(), factors(7, 0, dtype=torch.float32)
     put(made, 0, (a, b, scale))
     found = run(made, rows, x, [0] * 5)[:, : OUTPUTS[0]]
-    right = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a, b, scale))
+    right = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a, b, scale)))
     assert (found != right).float().mean() < 0.01
-    rounded = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a.bfloat16(), b.bfloat16(), scale))
+    rounded = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a.bfloat16(), b.bfloat16(), scale)))
     assert (found != rounded).float().mean() > 0.1
 
 

@@ -20,7 +20,7 @@ from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.ops import lora
+from preheat.ops import matmul
 from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
 from preheat.ops.moe import combine, route
 from preheat.ops.proof import noise
@@ -38,7 +38,7 @@ def parts(monkeypatch):
     """A leaf of few numbers has several parts, and few outputs several programs."""
     monkeypatch.setattr(lora_leaf_experts, "PART", 16)
     monkeypatch.setattr(lora_leaf_experts, "WIDTH", 32)
-    monkeypatch.setattr(lora, "PART", 16)
+    monkeypatch.setattr(matmul, "PART", 16)
 
 
 class Configs(ExpertsConfigs):
