@@ -276,7 +276,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     ids = torch.tensor([7, 7, 11, 49, 0, 0] * 4)
     before, out = table[ids], table[ids].clone()
     made.add(tokens, slots, last, out)
-    right = add_delta(before, delta(torch.eye(vocab)[ids].to(dtype), a, b, 0.37))
+    right = add_delta(before, delta(torch.eye(vocab)[ids].to(dtype), LowRankPair(a, b, 0.37)))
     adapted = [token != -2 and place == 1 for token, place in zip(tokens.tolist(), whose, strict=True)]
     if dtype == torch.bfloat16:
         assert (out[adapted] != right[adapted]).float().mean() < 0.01
