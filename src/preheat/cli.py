@@ -372,8 +372,8 @@ def _load(values: dict[str, Any]) -> Settings:
 
 def _loaded(values: dict[str, Any]) -> Settings:
     model = values.pop("model_argument")
-    if model is not None:
-        values.setdefault("model", [model])
+    if model is not None and values.setdefault("model", [model]) != [model]:
+        raise SettingsError(f"the model is given twice: {model!r} and --model; leave one out", param="model")
     return Settings.load(values)
 
 

@@ -236,3 +236,10 @@ def test_the_curl_fits_the_settings(settings, expected):
 def test_a_server_bounds_its_mixed_steps_unless_told_otherwise(given, tokens):
     assert served(Settings.load(given)).max_num_mixed_tokens == tokens
     assert Settings.load({}).max_num_mixed_tokens is None
+
+
+def test_two_models_are_not_one(capsys):
+    """A model beside ``--model`` is refused, unless both are the same."""
+    for command in ("serve", "plan"):
+        assert main([command, "one", "--model", "other"]) == 2
+        assert "given twice" in capsys.readouterr().err
