@@ -112,7 +112,7 @@ class Fuzz:
 
 def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
     """Drop options that a device of ``facts`` rejects, and ranks where it has too few cards; other draws stay."""
-    refused = {*facts.rejected} if load.get("contiguous_pa") else set[str]()
+    refused = set(facts.rejected)
     if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
         refused.add("tensor_parallel_size")
     return {name: value for name, value in load.items() if name not in refused}
