@@ -13,10 +13,10 @@ from torch import Tensor
 
 import preheat
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu import linear, sampler
+from preheat.backends.cpu import sampler
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import BUNDLED_PATH
-from preheat.ops.activation import silu_and_mul
+from preheat.ops.activation import ACTIVATIONS, silu_and_mul
 from preheat.ops.logprobs import token_logprobs
 from preheat.warmup.record import Record
 
@@ -162,8 +162,8 @@ def test_an_operation_that_looks_at_its_batch_is_found(
 ) -> None:
     """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
     alone = [everywhere([p], GREEDY)[0] for p in prompts[:3]]
-    wrong = {"silu_and_mul": lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2))}
-    monkeypatch.setattr(linear, "ACTIVATIONS", {**linear.ACTIVATIONS, **wrong})
+    wrong = lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2))  # noqa: E731
+    monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", wrong)  # type: ignore[arg-type]
     assert everywhere(prompts[:3], GREEDY) != alone
 
 

@@ -220,7 +220,7 @@ def test_a_graph_costs_what_its_bucket_reports(warm):
     """
     llm, _ = warm
     executor, plan = llm.loop.executor, llm.loop.packer.plan
-    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv
+    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv.parts[0]
     of_a_block = 2 * TILE_ROWS * attention._kv_heads * attention._dim * attention._size  # keys, then values
     decode, prompt = plan.dispatcher.phases["decode"].buckets, plan.dispatcher.phases["prompt"].buckets
     assert len(decode) >= 5
@@ -240,7 +240,7 @@ def test_padding_is_what_the_plan_reports(warm):
     """Of both phases, with the rows and blocks that captured programs multiply in place of those of their names."""
     llm, _ = warm
     executor, plan = llm.loop.executor, llm.loop.packer.plan
-    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv
+    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv.parts[0]
     of_a_block = 2 * TILE_ROWS * attention._kv_heads * attention._dim * attention._size
 
     @cache

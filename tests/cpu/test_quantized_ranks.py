@@ -108,7 +108,7 @@ def test_a_tree_that_follows_the_number_of_ranks_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(tmp_path, name)
-    monkeypatch.setattr(shards, "leaves_of", lambda world: world)
+    monkeypatch.setattr(shards, "k_splits_of", lambda world: world)
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 

@@ -103,7 +103,7 @@ def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), 
     value = layers.with_room(layers.experts_value(*given, ROUTING), places, max_rank, dtype_of(kind))
     experts = backend.experts(value, given, LayerContext(rows=rows))
     for number, place in enumerate(order):
-        experts.write(place, experts.pack(adapter(number, kind)))
+        experts.slots.write(place, experts.slots.pack(adapter(number, kind)))
     return experts, rows
 
 
