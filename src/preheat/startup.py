@@ -46,6 +46,7 @@ from preheat.utils import pycache
 from preheat.utils.gc import keep_imports, settle
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
+from preheat.utils.structs import describe_structs
 from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required
 from preheat.warmup.store import cache_root
@@ -70,6 +71,7 @@ def boot_front(
 
     Raises SettingsError or ModelError, saying what to change.
     """
+    describe_structs()
     with boot_errors("The tokenizer cannot be loaded"):
         folder = find_model(settings, with_weights=False)
         config = read_config(folder, settings.hf_overrides)

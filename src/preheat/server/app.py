@@ -80,6 +80,7 @@ def run_server(
     each_model(settings)  # what is wrong with them is said before the port opens
     check_certificates(settings)
     set_up_logging(settings)
+    openapi.prepare()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
     _bound_pauses()
     listener = listen(settings)

@@ -52,6 +52,26 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
     return body
 
 
+def prepare(kind: type[Struct]) -> None:
+    """Make what :func:`decode` needs for bodies of ``kind``."""
+    _decoder(kind)
+    pending, seen = [_described(kind)], set[type]()
+    while pending:
+        match pending.pop():
+            case inspect.StructType(cls=own, fields=fields) if own not in seen:
+                seen.add(own)
+                _only_fields(own)
+                for field in fields:
+                    _may_hold_structs(own, field.name)
+                    pending.append(field.type)
+            case inspect.ListType(item_type=item):
+                pending.append(item)
+            case inspect.UnionType(types=types):
+                pending += types
+            case inspect.Metadata(type=inner):
+                pending.append(inner)
+
+
 def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, param: str) -> Kind:
     """A part of a body that was decoded as any JSON, as :func:`decode` does it. ``at``: its name in ``ignored``;
     ``param``: its name in errors.

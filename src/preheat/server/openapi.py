@@ -22,6 +22,7 @@ from preheat.server import (
     batches,
     chat,
     completions,
+    decoding,
     embeddings,
     file_store,
     files,
@@ -49,8 +50,9 @@ from preheat.server.embeddings_schema import (
 from preheat.server.invocations import InvocationRequest
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
-from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
+from preheat.server.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
 from preheat.server.schema import ErrorResponse
+from preheat.utils.structs import describe_structs
 from preheat.warmup.record import Record
 
 Kind = type[msgspec.Struct]
@@ -217,6 +219,14 @@ def served(*, adapters: bool, ollama: bool = False) -> list[Operation]:
     """The routes of a server, with those for loading ``adapters`` and those of ``ollama``, or without."""
     own = [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
     return [*own, *(OLLAMA if ollama else ())]
+
+
+def prepare() -> None:
+    """Make everything that reads the bodies of requests, before threads read the first."""
+    describe_structs()
+    bodies = [kind for each in (*OPERATIONS, *OLLAMA) if not each.form for kind in _each(each.body)]
+    for kind in (*bodies, *ITEMS.values()):
+        decoding.prepare(kind)
 
 
 @functools.cache
