@@ -1,4 +1,4 @@
-"""Optional reports about every step: a log of compilations and fallbacks, and the contents of trace events."""
+"""Optional reports about every step: a log of compilations and fallbacks, and the fields of trace events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` by how much ``read`` grew in a step: a number, and the seconds that went into it, if known.
+    """Logs under ``name`` the growth of a counter per step.
 
-    It logs ``every`` step, or only those in which the number grew.
+    ``read`` returns the counter, and the seconds that its events took, if known. It logs ``every`` step, or only steps
+    with growth.
     """
 
     name: str
@@ -63,7 +64,7 @@ class StepLog:
 
 
 def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepListener) -> StepListener:
-    """``inner`` with the log that the settings enable, which counts from now on what ``backend`` knows of."""
+    """Wrap ``inner`` in the log that the settings enable, with the counters of ``backend`` counted from now on."""
     meters, counters = [], backend.step_counters()
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all
@@ -93,4 +94,4 @@ STEP_EVENTS: dict[str, Describe] = {
     },
     "process_results": lambda args, _: _of_schedule(args[0]),
 }
-"""What a trace shows of each part of a step."""
+"""The fields that a trace shows for each part of a step."""

@@ -1,4 +1,4 @@
-"""What requests pass before their route: an id, a key, and a limit on how many are served at once."""
+"""Middleware in front of the routes: request ids, API keys, and a limit on concurrency."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ OPEN_PATHS = frozenset(
 
 
 def request_id(request: Request) -> str:
-    """The request's id: its X-Request-Id, or a random one."""
+    """Return the request's id: its X-Request-Id, the id in its body, or a random one."""
     return str(request.scope["request_id"])
 
 
 def name_request(request: Request, id: str) -> None:
-    """The id that the body gives. An X-Request-Id goes before it, as in vLLM. Raises InvalidRequest for a bad one."""
-    if not re.fullmatch(REQUEST_ID, id):  # the body's own check lets a newline pass at the end
+    """Set the request's id from the body. Raises InvalidRequest for a bad id.
+
+    An X-Request-Id has precedence, as in vLLM.
+    """
+    if not re.fullmatch(REQUEST_ID, id):  # the body's own check accepts a newline at the end
         raise InvalidRequest("request_id must not end with a newline", param="request_id")
     if _given_id(request.scope) is None:
         request.scope["request_id"] = id
@@ -41,13 +44,13 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _given_id(scope: Scope) -> str | None:
-    """The X-Request-Id, if it is a good one."""
+    """Return the X-Request-Id if it is valid."""
     given = _header(scope, b"x-request-id").decode("latin-1")
     return given if re.fullmatch(REQUEST_ID, given) else None
 
 
 class UnderPath:
-    """Takes ``root`` (``--root-path``) off the path of requests, for a proxy that leaves it on."""
+    """Strips ``root`` (``--root-path``) from paths, for a proxy that leaves it on."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root.rstrip("/")
@@ -59,7 +62,7 @@ class UnderPath:
 
 
 class EndQuietly:
-    """Ends a request that is cancelled, because the server stops, without an error: its connection is closed."""
+    """Ends cancelled requests without an error by closing the connection; a stopping server cancels them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -70,7 +73,7 @@ class EndQuietly:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id and returns it as X-Request-Id, with the names of ignored fields."""
+    """Gives each request an id, and returns it as X-Request-Id beside the names of ignored fields."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -101,10 +104,11 @@ class AuthMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        """Whether the request has a key, as OpenAI's clients send it or as Anthropic's do."""
+        """Return whether the request has a key, in OpenAI's or Anthropic's header."""
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key").strip()
-        known = [hmac.compare_digest(given, own) for own in self._keys]  # all: time reveals nothing
+        # compare with every key, so that the time reveals nothing
+        known = [hmac.compare_digest(given, own) for own in self._keys]
         return any(known)
 
 
