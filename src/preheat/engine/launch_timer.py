@@ -1,8 +1,8 @@
-"""Times the preparation of the next step: late, so that new requests can join it, but never too late.
+"""Times the preparation of the next step: late, but not too late.
 
 If the next step were prepared as soon as one is in flight, requests that arrive meanwhile would wait for both. So the
-loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket. The
-device must not run out of work.
+loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket. Then new
+requests can join the next step. But the device must not run out of work.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable, Hashable
 LEAST = 0.0005
 """Seconds of margin, added to twice the preparation time of a step."""
 EASE = 1.05
-"""The factor by which the estimate for a bucket may grow in a step, or the preparation's estimate fade.
+"""The factor by which estimates change in a step.
 
-The shortest recent time of a bucket counts: being early costs little, being late leaves the device idle.
+The estimate for a bucket may grow by it, and the preparation's estimate may fade by it. The shortest recent time of a
+bucket counts: being early costs little, being late leaves the device idle.
 """
 
 

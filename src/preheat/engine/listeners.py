@@ -64,7 +64,10 @@ class StepLog:
 
 
 def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepListener) -> StepListener:
-    """Wrap ``inner`` in the log that the settings enable, with the counters of ``backend`` counted from now on."""
+    """Wrap ``inner`` in the log that the settings enable.
+
+    The log counts the events of ``backend`` from now on.
+    """
     meters, counters = [], backend.step_counters()
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all

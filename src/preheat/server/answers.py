@@ -277,9 +277,10 @@ class Records(Struct):
 
 
 class ReadyStatus(Struct):
-    """The record in short: warm-up items by outcome, digest of the check's logits, cold events and plan misses.
+    """The warm-up record in short.
 
-    ``simulated`` is present, and true, on a fake device.
+    It has the warm-up items by outcome, the digest of the check's logits, cold events and plan misses. ``simulated`` is
+    present, and true, on a fake device.
     """
 
     items: dict[str, int]

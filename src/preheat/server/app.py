@@ -115,9 +115,10 @@ def _bound_pauses() -> None:
 
 
 def build_app(service: Service, *others: Service, batches: BatchRunner | None = None) -> ASGIApp:
-    """Build the routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency.
+    """Build the application: the routes, wrapped in middleware.
 
-    ``others`` serve further models. ``batches`` will run through the routes.
+    The middleware adds CORS headers, request ids, the access log, API keys and a limit on concurrency. ``others`` serve
+    further models. ``batches`` will run through the routes.
     """
     app, paths = _routed(service, batches)
     if others:

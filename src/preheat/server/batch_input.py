@@ -22,7 +22,10 @@ SLICE = 64
 
 
 def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list[BatchError]]:
-    """Return the number of requests in a file, and the errors in its lines; a line has at most ``most_bytes``."""
+    """Return the number of requests in a file, and the errors in its lines.
+
+    A line has at most ``most_bytes`` bytes.
+    """
     seen, errors, number = set[str](), list[BatchError](), 0
     for number, text in _numbered(file, most_bytes):
         try:

@@ -29,7 +29,10 @@ AT_ONCE = 256
 """Most requests of all batches in flight at once."""
 
 MOST_TRIES = 3
-"""Servers that may end before the first answer until a batch fails, since one of its lines may end them."""
+"""Failed servers before the first answer until a batch fails.
+
+A line of the batch may be the reason why they end.
+"""
 
 RETRY_SECONDS = 0.5
 

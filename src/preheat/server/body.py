@@ -91,7 +91,10 @@ async def read_body(request: Request) -> bytes:
 
 
 async def discard(chunks: AsyncIterator[bytes], most: int) -> None:
-    """Read and drop up to ``most`` bytes, since a client that still sends would not see the answer."""
+    """Read and drop up to ``most`` bytes.
+
+    A client that still sends would not see the answer.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
             async for chunk in chunks:

@@ -242,7 +242,10 @@ class _ChatWriter(CompletionsWriter):
         return message
 
     def _delta(self, choice: Choice, delta: OutputDelta) -> ChatDelta:
-        """Return one delta for all new parts; a step's additions to one call become one item of the list."""
+        """Return one delta for all new parts.
+
+        A step's additions to one call become one item of the list.
+        """
         content = reasoning = ""
         calls: dict[int, ToolCallDelta] = {}
         for part in self._parts(choice, delta):

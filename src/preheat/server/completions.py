@@ -121,7 +121,10 @@ def listed(
 
 
 def _best(state: RequestState, n: int) -> list[Choice]:
-    """Return the ``n`` choices with the best mean logprob, best first; all in order if there are ``n``."""
+    """Return the ``n`` choices with the best mean logprob, best first.
+
+    If there are just ``n``, return all in order.
+    """
     if n == len(state.choices):
         return state.choices
 

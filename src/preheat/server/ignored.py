@@ -1,4 +1,7 @@
-"""Ignored fields of requests: named in a header of the answer, once in the log, and in a metric."""
+"""Reports the ignored fields of requests.
+
+The names go to a header of the answer, once to the log, and to a metric.
+"""
 
 from __future__ import annotations
 

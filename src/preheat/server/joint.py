@@ -194,7 +194,10 @@ class JointModels:
 
 
 def _named(data: bytes) -> _Named:
-    """Return the model that a body names; for an invalid body none, as the first model's application refuses it."""
+    """Return the model that a body names.
+
+    An invalid body names none; the first model's application refuses it.
+    """
     try:
         return msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

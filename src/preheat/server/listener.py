@@ -15,7 +15,10 @@ BACKLOG = 2048
 
 
 def check_certificates(settings: Settings) -> None:
-    """Raise SettingsError unless the TLS files are regular and readable; the TLS library would wait for a pipe."""
+    """Raise SettingsError unless the TLS files are regular and readable.
+
+    The TLS library would wait for a pipe.
+    """
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         if (path := getattr(settings, name)) is not None:
             try:

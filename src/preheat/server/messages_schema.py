@@ -64,7 +64,10 @@ class MessagesTool(Struct, forbid_unknown_fields=True):
 
 
 class MessagesToolChoice(Struct, forbid_unknown_fields=True):
-    """A choice of tools: "any" forces a call of some tool, "tool" a call of the named one."""
+    """A choice of tools.
+
+    Type "any" forces a call of some tool, "tool" a call of the named one.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -26,8 +26,8 @@ _OF_THE_SERVER = ("Server", "General")
 def each_model(settings: Settings) -> list[Settings]:
     """Return the settings of each model's engine; without ``models``, the given settings alone.
 
-    Each engine gets a share of ``gpu_memory_utilization``. Engines start one after the other and measure free memory,
-    so the first of n models may use 1/n of it, the next 1/(n - 1) of the rest, and so on. Raises SettingsError if names
+    Each engine gets a share of ``gpu_memory_utilization``. Engines start one after the other and measure free memory.
+    So the first of n models may use 1/n of it, the next 1/(n - 1) of the rest, and so on. Raises SettingsError if names
     or options conflict.
     """
     if not settings.models:

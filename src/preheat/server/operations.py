@@ -242,8 +242,9 @@ def _weights(state: EngineState) -> Response:
 
 
 def allowed_paths(root: str | None, path: str) -> tuple[str, str]:
-    """Return ``path`` and ``root`` with links resolved. Raises InvalidRequest unless ``path`` is a folder below
-    ``root``.
+    """Return ``path`` and ``root`` with links resolved.
+
+    Raises InvalidRequest unless ``path`` is a folder below ``root``.
     """
     if root is None:
         raise InvalidRequest(

@@ -134,7 +134,10 @@ async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
 
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
-    """Return prompt logprobs in vLLM's shape: a mapping by token id for each position, None for the first."""
+    """Return prompt logprobs in vLLM's shape.
+
+    Each position has a mapping by token id, except for the first, which has None.
+    """
 
     def by_id(entry: TokenLogprobs) -> Any:
         position = state.position(entry).items()
@@ -164,7 +167,10 @@ def completion_logprobs(
 
 
 def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str, float]:
-    """Return the logprobs by text, of the likeliest token of each text; the chosen token is always included."""
+    """Return the logprobs of one position by the tokens' texts.
+
+    Of tokens with the same text, the likeliest one counts. The chosen token is always included.
+    """
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
         text = names.token_text(id)

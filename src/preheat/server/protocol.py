@@ -23,7 +23,10 @@ from preheat.server.errors import error_body
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
-"""Seconds to read and drop the rest of a body after the answer, since a client that still sends may not read it."""
+"""Seconds to read and drop the rest of a body after the answer.
+
+A client that still sends may not read the answer.
+"""
 
 SLICE_BYTES = 1 << 13
 """Bytes of a connection's data that are parsed before others have their turn: about a hundred requests."""
@@ -181,7 +184,10 @@ class LimitedProtocol(HttpToolsProtocol):
         return HeadersTooLarge(f"The headers are larger than {self._limits.header_bytes} bytes (--max-header-bytes)")
 
     def _start_head_timer(self) -> None:
-        """Start the timer of the head: when the connection opens, or at the first byte of a later request."""
+        """Start the timer of the head.
+
+        It starts when the connection opens, or at the first byte of a later request.
+        """
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.header_seconds, self._head_is_late)
 

@@ -244,7 +244,10 @@ def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:
 
 
 def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None:
-    """Add a message, reasoning or call of the model to its turn; begin a turn if the last message is another's."""
+    """Add a message, reasoning or call of the model to its turn.
+
+    A new turn begins if the last message is not the model's, or is complete.
+    """
     if not messages or messages[-1]["role"] != "assistant" or (isinstance(item, MessageItem) and _said(messages[-1])):
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
@@ -368,7 +371,10 @@ class _ResponsesWriter(BlocksWriter):
         return response
 
     def _keep(self, said: Sequence[dict[str, Any]] = (), *, ended: bool = True) -> None:
-        """Store the response so far, with the conversation up to the messages that the model ``said``, if requested."""
+        """Store the response so far, on request.
+
+        The conversation is stored up to the messages that the model ``said``.
+        """
         if self._store is not None:
             json = encode(self._response)
             kept = Stored(json, [*self._messages, *said], ended, self._response.background)

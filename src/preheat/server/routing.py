@@ -12,7 +12,10 @@ from preheat.core import Delta, Request
 from preheat.schedule.prefix import chain_root, chained
 
 AHEAD = 32
-"""Most requests by which a replica may exceed the least loaded one and still be chosen for its cache."""
+"""Lead in requests up to which a replica is chosen for its cache.
+
+The lead is counted from the replica with the fewest requests.
+"""
 
 
 class Router:
@@ -39,8 +42,8 @@ class Router:
         """Choose the replica for ``request``, and count the request there.
 
         A replica named by the request is chosen. Otherwise it is the replica with the longest remembered prefix of the
-        prompt, in blocks; among equals the one with the fewest requests, then the one with the fewest requests ever. A
-        replica with over :data:`AHEAD` requests more than another is passed over.
+        prompt, in blocks. Ties go to the replica with the fewest requests, then to the one with the fewest requests
+        ever. A replica with over :data:`AHEAD` requests more than another is passed over.
         """
         hashes = self._hashes(request)
         replica = self._choose(hashes) if request.data_parallel_rank is None else request.data_parallel_rank

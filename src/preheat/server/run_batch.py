@@ -29,7 +29,10 @@ AT_ONCE = 256
 """Most requests in flight at once; the engine decides how many of them run."""
 
 STOPPED = 1
-"""The exit status of a batch that is stopped before its server is ready, or while something hangs."""
+"""The exit status of a batch that is stopped early.
+
+Early means before its server is ready, or while something hangs.
+"""
 
 _NO_BATCHES: dict[str, Any] = {
     name: OPTIONS[name].default for name in ("batch_dir", "max_batch_file_bytes", "max_batch_files", "max_batches")
@@ -61,10 +64,10 @@ def _text(lines: BinaryIO) -> Iterator[str]:
 
 
 def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entry: str = ENGINE) -> None:
-    """Serve the ``lines`` without an answer yet, and write their ``answers`` in order, until the server is stopped.
+    """Serve the ``lines`` without an answer yet, and write their ``answers`` in order.
 
-    ``entry`` is passed to :func:`run_server`. Raises the error that kept the server from starting, or an answer from
-    being written.
+    It ends with the last answer, or when the server is stopped. ``entry`` is passed to :func:`run_server`. Raises the
+    error that kept the server from starting, or an answer from being written.
     """
     failure: list[BaseException] = []
     missing = [line for line in lines if line.custom_id not in answers.kept]

@@ -96,7 +96,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 def with_fields(hints: Mapping[str, object]) -> Callable[[type[Kind]], type[Kind]]:
-    """Return a decorator that adds an optional field for each of ``hints``, except for fields the struct declares."""
+    """Return a decorator that adds optional fields.
+
+    There is one for each of ``hints``, except for fields that the struct declares.
+    """
 
     def add(kind: type[Kind]) -> type[Kind]:
         fields = [(name, hint, None) for name, hint in hints.items() if name not in kind.__struct_fields__]

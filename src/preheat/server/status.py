@@ -84,7 +84,7 @@ async def ready(request: Request) -> Response:
 
 
 async def warmup(request: Request) -> Response:
-    """Return the warm-up's outcome or progress, as JSON of all engines or one, or as a page of one."""
+    """Return the warm-up's outcome or progress, as JSON or as a page."""
     service = _service(request)
     as_page, engine = wants_page(request), _engine(request, service.settings.data_parallel_size)
     headers = {"vary": "accept", "cache-control": "no-cache"}

@@ -199,7 +199,10 @@ class CompletionsWriter(Writer):
         return self._usage_of(prompt, cached, sum(map(self.completion_tokens, choices)), choices)
 
     def usage_of(self, choice: Choice, completion: int) -> Usage:
-        """Return the usage of one choice, with ``completion`` tokens so far, and its prompt, as in vLLM's events."""
+        """Return the usage of one choice and its prompt, as in vLLM's events.
+
+        ``completion`` is the number of tokens so far.
+        """
         state = choice.state
         return self._usage_of(len(state.prompt_ids), state.cached_tokens, completion, [choice])
 

@@ -133,7 +133,10 @@ class Supervisor:
             logger.error("%s", service.silent)
 
     def _check_time(self, frontend: Frontend) -> None:
-        """Check the time limits of a step, and of the hand-over of requests to an idle engine, for each engine."""
+        """Check the time limits of each engine.
+
+        There is one for a step, and one for the hand-over of requests to an idle engine.
+        """
         step, hand_over = self._settings.engine_iteration_timeout_s, self._settings.rpc_timeout_ms
         for replica, watch in enumerate(self._watches):
             if not frontend.busy or frontend.halted:

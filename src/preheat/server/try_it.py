@@ -22,7 +22,10 @@ async def try_it(_: Request) -> Response:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """Return the page, with headers that restrict it to its own script and style, and to calls of this server."""
+    """Return the page, with headers for its security.
+
+    The headers restrict it to its own script and style, and to calls of this server.
+    """
     page = _FILE.read_bytes()
     policy = {
         "default-src": "'none'", "script-src": _hash(page, b"script"), "style-src": _hash(page, b"style"),

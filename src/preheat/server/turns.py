@@ -1,7 +1,7 @@
-"""Runs work on long texts in threads, few at once, so that the event loop and short requests are not delayed.
+"""Runs work on long texts in threads, few at once.
 
-The tokenizer releases the GIL, and other work gives it up within :data:`SWITCH_SECONDS`. A short text is handled in the
-event loop, as starting a thread would take longer.
+So neither the event loop nor short requests are delayed. The tokenizer releases the GIL, and other work gives it up
+within :data:`SWITCH_SECONDS`. A short text is handled in the event loop, as starting a thread would take longer.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ DECODED_AT_ONCE = 2
 """Most prompts of embeddings decoded at once, since decoding takes memory."""
 
 ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
-"""Most answers written in threads at once; an answer with fewer values is written in the event loop."""
+"""Most answers written in threads at once, and the values from which threads are used."""
 
 
 class Turns:
-    """Turns for work in threads: a few medium texts and one long one at once, in order of arrival.
+    """Turns for work in threads.
 
-    Rendering, decoding and answering have turns of their own.
+    A few medium texts and one long text are worked on at once, in order of arrival. Rendering, decoding and answering
+    have turns of their own.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,10 @@ class Turns:
 
 
 def _trimmed(work: Callable[[], Result]) -> Result:
-    """Return the result of ``work``, and give freed memory back; the C library would keep hundreds of MB."""
+    """Return the result of ``work``, and give freed memory back.
+
+    The C library would keep hundreds of MB.
+    """
     try:
         return work()
     finally:

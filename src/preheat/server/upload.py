@@ -1,4 +1,7 @@
-"""Reads a form with one file, and writes the file as it arrives; nothing of it is kept in memory."""
+"""Reads a form with one file, and writes the file as it arrives.
+
+Nothing of the file is kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -115,8 +118,9 @@ def _text(value: bytes) -> str:
 
 
 async def receive(request: Request, sink: BinaryIO, most: int) -> Form:
-    """Read the form in the body of ``request``, with its file in ``sink``. Raises InvalidRequest, TooLarge,
-    SlowRequest.
+    """Read the form in the body of ``request``, with its file in ``sink``.
+
+    Raises InvalidRequest, TooLarge or SlowRequest.
     """
     form = Form(request.headers.get("content-type", ""), sink, most)
     seconds = BODY_SECONDS + most / SLOWEST
