@@ -16,7 +16,9 @@ _STDOUT, _STDERR = 1, 2
 
 
 def main() -> int:
-    """Run the command line and return its exit status; Ctrl-C ends the process at once.
+    """Run the command line and return its exit status.
+
+    Ctrl-C ends the process at once.
 
     A KeyboardInterrupt could be raised anywhere, also in torch's import and in compilers. They swallow it, print it, or
     leave threads that the interpreter waits for. The server handles its own signals once its port is open.

@@ -29,7 +29,10 @@ Tell = Callable[[Told], None]
 
 
 def _of_llm(name: str) -> Callable[..., Awaitable[Any]]:
-    """Return a method that calls a method of :class:`LLM` in the engine's thread between two steps."""
+    """Return a method that calls :class:`LLM`'s method in the engine's thread.
+
+    The call comes between two steps.
+    """
 
     async def method(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
         return await self._call(lambda engine: getattr(engine.llm, name)(*args, **kwargs))
@@ -231,7 +234,10 @@ class AsyncLLM:
             self._calls.put(lambda engine: self._abort(engine, [request_id]))
 
     def _run(self, booted: Future[None]) -> None:
-        """Boot, then run until :meth:`shutdown`: all in one thread, since torch has settings of a thread."""
+        """Boot, then run until :meth:`shutdown`.
+
+        All of it is in one thread, since torch has settings of a thread.
+        """
         try:
             engine = LLM.of(self.vllm_config).llm_engine
         except BaseException as error:

@@ -1,4 +1,7 @@
-"""The boot of an engine, in order: device, weights, memory, limits, plan, cache, warm-up, check, ready."""
+"""The boot of an engine.
+
+Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
+"""
 
 from __future__ import annotations
 
@@ -292,7 +295,10 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
 def _drafter(
     settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
 ) -> DraftModel | None:
-    """Return the draft model or draft head over the target's slots and blocks, if one drafts."""
+    """Return the draft model or draft head, if one drafts.
+
+    It shares the target's slots and blocks.
+    """
     packer, executor = target
     plan, speculates = packer.plan.draft, settings.speculation
     if draft is None or plan is None or speculates is None:

@@ -51,7 +51,9 @@ RANK = "_hooks_maxabs_0_1"
 
 
 def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | list[int]] | None) -> str:
-    """Measure the model of ``settings`` over ``prompts``, and write INC's files; return advice for the next step.
+    """Measure the model of ``settings`` over ``prompts``, and write INC's files.
+
+    Return advice for the next step.
 
     The default prompts are samples of Python's own library. The files go to the folder ``output``, or to the paths in a
     ``quant_config`` of mode MEASURE. The allow and block lists of a ``quant_config`` apply. Raises SettingsError for a
@@ -82,7 +84,10 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
 
 
 def samples() -> list[str]:
-    """Return beginnings of files of Python's own library: prose and code that every machine has."""
+    """Return beginnings of files of Python's own library.
+
+    They are prose and code that every machine has.
+    """
     library = Path(os.__file__).parent
     found = [path.read_text(encoding="utf-8") for name in SAMPLES if (path := library / f"{name}.py").is_file()]
     if not found:
@@ -106,7 +111,10 @@ class Ranges:
 
     @property
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """The magnitudes by module in INC's form: one list for the tensor and one for its channels."""
+        """The magnitudes by module, in INC's form.
+
+        INC has one list for the tensor and one for its channels.
+        """
         found = {}
         for name, most in sorted(self.inputs.items()):
             node: dict[str, Any] = {"inputs": [[[most.item()]]]}
@@ -170,7 +178,10 @@ class Watch:
         ]
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
-        """Run a step, then observe all blocks in use, including the blocks of the step's rows."""
+        """Run a step, then observe all blocks in use.
+
+        The blocks of the step's rows are among them.
+        """
         self._tokens = batch.schedule.tokens
         step = self._launch(batch)
         used = torch.from_numpy(np.flatnonzero(self._pool.refs)).to(self._executor.backend.device)
@@ -257,7 +268,10 @@ def _arrays(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_configs(folder: Path, stats: Path, config: IncConfig, *, experts: bool) -> Path:
-    """Write INC's configurations for measuring and for serving with these ranges; return the path of the second."""
+    """Write INC's configurations for measuring and for serving.
+
+    Return the path of the second one.
+    """
     lists = {
         "allowlist": {"types": list(config.allow.types), "names": list(config.allow.names)},
         "blocklist": {"types": list(config.block.types), "names": [*config.block.names, *(["experts"] * experts)]},

@@ -75,7 +75,10 @@ TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a failure, 2 for a usage error."""
+    """Run one command and return its exit status.
+
+    It is 0, 1 for a failure, or 2 for a usage error.
+    """
     words = [dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
         if words[:1] == ["bench"]:
@@ -384,7 +387,10 @@ def _loaded(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """Return the settings of a server, where a long prompt must not delay decoding sequences by default."""
+    """Return ``settings`` for a server.
+
+    By default a long prompt must not delay sequences that decode.
+    """
     mixes = (
         policy_of(with_defaults(settings, facts_of(settings.device))).mixed_steps and settings.enable_chunked_prefill
     )
@@ -556,7 +562,10 @@ def _generate(values: dict[str, Any]) -> int:
 
 
 def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
-    """Yield the prompts of the flags, then of the file; without either, of standard input."""
+    """Yield the prompts of the flags, then of the file.
+
+    Without either, yield the prompts of standard input.
+    """
     yield from given
     if path is None and not given:
         if sys.stdin.isatty():
@@ -573,7 +582,10 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 
 
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
-    """Yield one prompt per nonempty line; from a JSON object, its ``prompt`` (text or token ids)."""
+    """Yield one prompt per nonempty line.
+
+    The prompt of a JSON object is its ``prompt`` (text or token ids).
+    """
     found = False
     for number, line in enumerate(_plain(lines), 1):
         found = found or bool(line)
@@ -592,7 +604,10 @@ def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
 
 
 def _plain(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines without their ends, and without the byte-order mark (BOM) of editors on Windows."""
+    """Yield lines without their ends and without the byte-order mark.
+
+    Editors on Windows begin a file with that mark (BOM).
+    """
     for number, line in enumerate(lines):
         yield (line if number else line.removeprefix("\ufeff")).rstrip("\r\n")
 

@@ -13,7 +13,7 @@ from typing import Any
 from preheat.errors import PreheatError, SettingsError
 
 Ask = Callable[[str], str]
-"""Shows a prompt and reads a line; raises EOFError at the end of the input."""
+"""Shows a prompt and reads a line; EOFError ends the input."""
 
 Say = Callable[[str], None]
 """Shows text, without a line break of its own."""

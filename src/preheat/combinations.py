@@ -172,7 +172,7 @@ _RANKS = "tests/cpu/test_quantized_ranks.py::test_bits_do_not_depend_on_the_numb
 
 
 def _together(names: str, test: str = "test_together") -> Works:
-    """Return a row for all of ``names`` on at once, in an engine on a CPU.
+    """Return a row for ``names`` on at once, in an engine on a CPU.
 
     The test takes its cases from here.
     """
@@ -344,7 +344,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_settings(settings: Any) -> None:
-    """Raise SettingsError for options that contradict each other, and for traits that do not work together."""
+    """Raise SettingsError for options or traits that do not work together."""
     for rule in RULES:
         if rule.broken(settings):
             raise SettingsError(rule.message.format(s=settings), param=rule.param)
@@ -357,7 +357,9 @@ def traits_of(settings: Any) -> frozenset[str]:
 
 
 def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({})) -> None:
-    """Raise SettingsError, naming all sides and the remedies, if the traits ``on`` do not work together.
+    """Raise SettingsError if the traits ``on`` do not work together.
+
+    The message names all sides and the remedies.
 
     ``lacking`` has the missing traits by place, such as a backend.
     """

@@ -29,7 +29,7 @@ from preheat.utils.weight_transfer import Announced, TransferGroup
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 Transfer = Literal["load", "store"]
-"""A copy of a block between host and device: "load" to the device, "store" to the host."""
+"""A copy of a block: "load" to the device, "store" to the host."""
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
@@ -37,7 +37,7 @@ MAX_LOGPROB_IDS = 128
 """Most ids of a request; vLLM's limit."""
 
 MAX_PATTERN = 2048
-"""Most tokens of a repeated pattern that ends a text; the default limit of vLLM."""
+"""Most tokens of a repeated pattern; the default limit of vLLM."""
 
 OWN_ID = -2
 """The first id of dummy requests, which count down.
@@ -184,7 +184,9 @@ class RequestOutputKind(Enum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The choice of a request's tokens; names and meanings follow vLLM and the OpenAI API.
+    """The choice of a request's tokens.
+
+    Names and meanings follow vLLM and the OpenAI API.
 
     The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. Raises
     ValueError for a value out of range.
@@ -388,7 +390,10 @@ class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
 
 
 class Segment(msgspec.Struct, array_like=True):
-    """The positions of a prompt from ``start`` up to ``end``, one for each embedding of ``image``."""
+    """The positions of a prompt from ``start`` up to ``end``, for ``image``.
+
+    There is one position for each of the image's embeddings.
+    """
 
     start: int
     end: int
@@ -396,7 +401,9 @@ class Segment(msgspec.Struct, array_like=True):
 
 
 class Thinking(msgspec.Struct, array_like=True, frozen=True):
-    """The limit on a text's reasoning: ``left`` more tokens, then the tokens ``last``, which end it.
+    """The limit on a text's reasoning.
+
+    ``left`` more tokens may come, then the tokens ``last``, which end the reasoning.
 
     With ``within`` the text begins in its reasoning. Otherwise the token ``start`` begins the reasoning, if it comes
     first, white space aside. ``ends`` are the tokens that end reasoning without a limit.
@@ -419,7 +426,10 @@ _SPAN = 2**60
 
 
 def in_background(priority: int) -> int:
-    """Return the priority of a request that yields to others; yielding requests keep their order."""
+    """Return the priority of a request that yields to others.
+
+    Yielding requests keep their order.
+    """
     return BACKGROUND_PRIORITY + _SPAN + max(-_SPAN, min(priority, _SPAN))
 
 
@@ -448,7 +458,10 @@ class Request(msgspec.Struct, tag="request"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop this sequence and free its blocks: the client disconnected, or a stop string was found."""
+    """Stop this sequence and free its blocks.
+
+    The client disconnected, or a stop string was found.
+    """
 
     id: int
 
@@ -487,7 +500,9 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 
 
 class Command(msgspec.Struct, tag="command"):
-    """An operator's command to the whole engine, carried out between two steps, in order with the requests.
+    """An operator's command to the whole engine.
+
+    It is carried out between two steps, in order with the requests.
 
     An :class:`Outcome` with the same ``id`` answers it.
 
@@ -532,7 +547,10 @@ class EngineState(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, tag="outcome"):
-    """The answer to the Command ``id``: the state after it, and the error if it failed."""
+    """The answer to the Command ``id``.
+
+    It has the state after the command, and the error if it failed.
+    """
 
     id: int
     state: EngineState
@@ -696,7 +714,7 @@ class ImageSpan(NamedTuple):
 
 @dataclass(slots=True)
 class StepImages:
-    """The images of a step: images to encode, and the tokens that they stand for.
+    """The images that a step encodes, and the tokens that stand for images.
 
     Each image to encode comes with its index in the kept embeddings.
     """
@@ -787,7 +805,9 @@ class Swaps:
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of the device: ``tokens`` has the sampled tokens in row order, marked by :func:`marked`.
+    """The results of the device for one step.
+
+    ``tokens`` has the sampled tokens in row order, marked by :func:`marked`.
 
     ``logprobs`` maps an index in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
     for each computed token with a successor in the prompt. The entry is the successor's logprob, NaN where the logits
@@ -801,7 +821,10 @@ class StepResult:
 
 
 def marked(tokens: np.ndarray, finite: np.ndarray) -> np.ndarray:
-    """Mark ``tokens`` [n] by complementing (below zero) each one sampled from logits that are not ``finite``."""
+    """Mark ``tokens`` [n] from logits that are not ``finite``.
+
+    A marked token is its complement, below zero.
+    """
     return np.where(finite, tokens, ~tokens)
 
 

@@ -34,7 +34,9 @@ from preheat.warmup.cold_monitor import ColdMonitor
 logger = logging.getLogger(__name__)
 
 LEVELS: dict[int, dict[str, bool]] = {0: {}, 1: {CACHE: False, WEIGHTS: True}, 2: {CACHE: False, WEIGHTS: False}}
-"""The memory that a sleep releases, by level; True keeps its contents on the host.
+"""The memory that a sleep releases, by level.
+
+True keeps its contents on the host.
 
 Where the device's memory is the host's, kept contents stay in place.
 """
@@ -56,7 +58,10 @@ class Freed:
 
 
 def cache_contents(model: LoadedModel, version: str = "") -> str:
-    """Return the key of cache contents beyond the hashed tokens: numerics, and the version of changed weights."""
+    """Return the key of cache contents beyond the hashed tokens.
+
+    It holds the numerics, and the version of changed weights.
+    """
     return (json.dumps(model.numerics) if model.numerics else "") + version
 
 
@@ -213,7 +218,10 @@ class Elastic:
             cache.data.view(torch.uint8).zero_()
 
     def _prove(self) -> None:
-        """Check that the digest equals the one before the sleep, unless there are new weights."""
+        """Check that the digest equals the one before the sleep.
+
+        After new weights there is nothing to compare.
+        """
         expected, self._digest = self._digest, None
         self.state.sleeping = None
         try:

@@ -1,4 +1,4 @@
-"""``EngineArgs``: the options of an engine before it boots, in the form of vLLM's scripts."""
+"""``EngineArgs``: the options of an engine before it boots, for vLLM's scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from preheat.utils.options import add_flags
 
 
 class _Given:
-    """The fields that ``dataclasses`` finds: all options of the class, and the given ones of an object."""
+    """The fields that ``dataclasses`` finds.
+
+    They are all options of the class, and the given ones of an object.
+    """
 
     def __get__(self, args: EngineArgs | None, owner: type[EngineArgs]) -> dict[str, Any]:
         every = Settings.__dataclass_fields__

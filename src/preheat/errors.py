@@ -1,4 +1,6 @@
-"""The errors that preheat raises on purpose, with HTTP status and OpenAI's ``type`` and ``code``.
+"""The errors that preheat raises on purpose.
+
+A class has its HTTP status and OpenAI's ``type`` and ``code``.
 
 An error crosses processes as a :class:`WireError`. The process that answers the client raises it again, with the same
 class.
@@ -28,7 +30,7 @@ class PreheatError(Exception):
 
 
 class SettingsError(PreheatError):
-    """An option has an unknown name, or a value that is wrong or not implemented."""
+    """An option is unknown, or has a wrong or unsupported value."""
 
 
 class ModelError(PreheatError):
@@ -40,11 +42,14 @@ class NotInvariant(PreheatError):
 
 
 class CheckFailed(PreheatError):
-    """A boot check found logits that are not finite, or draws that break the sampler's contract."""
+    """A boot check failed.
+
+    Logits are not finite, or draws break the sampler's contract.
+    """
 
 
 class OutsideLimits(PreheatError):
-    """A step exceeds the limits: a bug of the scheduler, not a fault of a request."""
+    """A step exceeds the limits: a bug of the scheduler."""
 
 
 class ColdStep(PreheatError):
@@ -68,7 +73,7 @@ class GrammarFailed(PreheatError):
 
 
 class NotFinite(PreheatError):
-    """The model computed numbers that are not finite for a request, so it has no answer."""
+    """The model computed numbers that are not finite for a request."""
 
     code = "not_finite"
 

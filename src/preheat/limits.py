@@ -1,4 +1,4 @@
-"""The limits of an engine, resolved once from the settings, the model and the memory."""
+"""The limits of an engine, from the settings, the model and the memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Limits:
 
     @property
     def max_sampled(self) -> int:
-        """The most positions that a step samples: one in each row, and one after each draft token."""
+        """The most positions that a step samples.
+
+        There is one in each row, and one after each draft token.
+        """
         most = self.max_num_seqs * (1 + self.num_speculative_tokens)
         return min(most, max(self.max_num_batched_tokens, self.max_num_seqs))
 

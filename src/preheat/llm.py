@@ -105,7 +105,10 @@ class LLM(OfflineClient):
         return metric_values(self.frontend.metrics)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of ranks; there is one replica in a process, with or without ``include_dp``."""
+        """Return the number of ranks.
+
+        There is one replica in a process, with or without ``include_dp``.
+        """
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
     @property
@@ -140,7 +143,9 @@ class LLM(OfflineClient):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of :class:`preheat.worker.Worker` by name, or a function with the worker, between two steps.
+        """Call a method of the :class:`preheat.worker.Worker`, or a function with it.
+
+        The call comes between two steps.
 
         Return a list with one result, as the one worker is in this process. Raises InvalidRequest.
         """
@@ -170,7 +175,7 @@ class LLM(OfflineClient):
 
     @property
     def state(self) -> EngineState:
-        """The state: paused, asleep, version of the weights, digest of the check's logits with them."""
+        """The state: pause, sleep, weights' version, digest of the check's logits."""
         return self.frontend.state
 
     def update_weights(
@@ -220,7 +225,9 @@ class LLM(OfflineClient):
         self._command("sleep", level=level, mode=mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, of all or of ``tags`` ("weights", "kv_cache"), and run again once all is there.
+        """Take memory again, of all or of ``tags`` ("weights", "kv_cache").
+
+        Steps run again once all memory is there.
 
         Raises NotInvariant if the check's logits differ from the logits before.
         """
@@ -238,7 +245,10 @@ class LLM(OfflineClient):
 
 
 class LLMEngine(StepEngine):
-    """The engine of an :class:`LLM`: requests are added one by one, and each :meth:`step` returns new outputs."""
+    """The engine of an :class:`LLM`, driven step by step.
+
+    Requests are added one by one, and each :meth:`step` returns new outputs.
+    """
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)

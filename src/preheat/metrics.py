@@ -191,7 +191,10 @@ class Metrics(Collector):
             self.params_max_tokens.observe(params.max_tokens)
 
     def ended(self, reason: str, times: Times, tokens: int) -> None:
-        """Count a sequence of ``tokens`` tokens that has ended, just before its client is told."""
+        """Count a sequence of ``tokens`` tokens that has ended.
+
+        Called just before its client is told.
+        """
         self.finished[reason] += 1
         self.request.observe(time.monotonic() - times.arrived)
         self.output_length.observe(tokens)
@@ -293,7 +296,7 @@ class Metrics(Collector):
         value: float | Mapping[str, float],
         *label: str,
     ) -> Metric:
-        """Return a metric with one number, or with one for each value of its label."""
+        """Return a metric with one number, or one for each label value."""
         family = kind(f"{self.prefix}:{name}", text, labels=["model_name", *label])
         if isinstance(value, Mapping):
             for key, number in value.items():
@@ -331,6 +334,9 @@ PARTS = {"defrag": "preheat.schedule.defrag"}
 
 
 def explain(parts: Collection[str]) -> None:
-    """Turn on the debug logs of ``parts``, out of :data:`PARTS`, and turn off all others."""
+    """Turn on the debug logs of ``parts``, and turn off all others.
+
+    The parts are named in :data:`PARTS`.
+    """
     for part, name in PARTS.items():
         logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)

@@ -1,4 +1,4 @@
-"""Completes prompts within this process: a frontend and a loop, one step after the other."""
+"""Completes prompts within this process, by a frontend and a loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
 """An adapter for all prompts, or one or None for each."""
 
 UseTqdm = bool | Callable[..., Any]
-"""Whether a progress bar is shown, or a class of tqdm that makes the bar."""
+"""Whether a progress bar is shown, or a class of tqdm."""
 
 _CHAT_OPTIONS = {
     "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template_content_format"
@@ -55,7 +55,9 @@ def _bar(asked: UseTqdm, total: int, what: str) -> Any:
 
 
 def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
-    """Return whether special tokens are added, and how many last tokens of a prompt are kept.
+    """Return whether special tokens are added, and the limit of truncation.
+
+    A limit is the number of last tokens of a prompt that are kept.
 
     Raises InvalidRequest for other arguments.
     """
@@ -417,7 +419,9 @@ class OfflineClient:
             raise error
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache for later requests, and return True, as vLLM does on success.
+        """Empty the prefix cache for later requests.
+
+        Return True, as vLLM does on success.
 
         Running requests keep their blocks, with or without ``reset_running_requests``, but no other request reads these
         blocks. Blocks on the host are dropped too, whatever ``reset_connector`` is.
@@ -427,7 +431,10 @@ class OfflineClient:
         return True
 
     def advance(self) -> None:
-        """Run one step and process its results, as :meth:`generate` does until all requests are finished."""
+        """Run one step and process its results.
+
+        :meth:`generate` repeats this until all requests are finished.
+        """
         self._loop.take(0)
         self._loop.step()
         self._receive()

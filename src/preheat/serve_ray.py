@@ -1,4 +1,4 @@
-"""Ray Serve: replicas that are hot, and compute the same bits, before their first request.
+"""Ray Serve: replicas that are hot, and bit-equal, before their first request.
 
 ``serve run preheat.serve_ray:app model=Qwen/Qwen3-0.6B device=cuda`` builds the application; docs/ray.md says more. A
 replica is a server without its port: Ray's proxies pass requests on to the same ASGI application. No torch here.
@@ -95,7 +95,10 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def numerics_key(settings: Settings) -> str:
-    """Return a key of the facts that decide about a replica's bits: all settings except the server's."""
+    """Return a key of the facts that decide about a replica's bits.
+
+    They are all settings except the server's, and the version.
+    """
     kept = {name: value for name, value in dataclasses.asdict(settings).items() if OPTIONS[name].group != "Server"}
     data = msgspec.json.encode({"preheat": preheat.__version__} | kept, order="deterministic")
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Every option of preheat, with its flag, its environment variables, its default and its help.
+"""Every option of preheat, with flag, environment variables, default and help.
 
 A :class:`Settings` is frozen and always valid. Only :meth:`Settings.load` reads the environment. Flags are the names
 with dashes; every option can also be set by ``PREHEAT_<NAME>``, and some by the variable of vLLM or Gaudi.
@@ -701,7 +701,9 @@ class Settings:
         env: Mapping[str, str] | None = None,
         config_file: str | None = None,
     ) -> Settings:
-        """Load settings from keywords or flags, then the environment, then a YAML file, then the defaults.
+        """Load settings from keywords or flags, and other sources.
+
+        Keywords or flags come first, then the environment, then a YAML file, then the defaults.
 
         ``args`` maps option names to values of the option's type, or to text. ``env`` is by default the process's
         environment, ``config_file`` the option ``config``. Raises SettingsError for unknown names and values; unknown
@@ -731,7 +733,10 @@ OPTIONS: dict[str, Option] = registry(Settings)
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    """Read the options in a YAML or JSON file: one mapping, names with dashes or underscores. Raises SettingsError."""
+    """Read the options in a YAML or JSON file. Raises SettingsError.
+
+    The file has one mapping, from names with dashes or underscores.
+    """
     import yaml
 
     try:

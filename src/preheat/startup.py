@@ -120,7 +120,10 @@ def _traces(settings: Settings) -> RequestTraces | None:
 
 
 def _images(settings: Settings, folder: Path) -> Images | None:
-    """Return the reader of images, if the model sees images; no other model needs Pillow."""
+    """Return the reader of images, if the model sees images.
+
+    No other model needs Pillow.
+    """
     if settings.language_model_only:
         return None
     config = read_config(folder, settings.hf_overrides)
@@ -253,7 +256,10 @@ def boot_engine(
 
 @contextmanager
 def boot_errors(what: str) -> Iterator[None]:
-    """Convert unforeseen errors to a PreheatError of one line, with the error as its cause."""
+    """Convert unforeseen errors to a PreheatError of one line.
+
+    The error is kept as its cause.
+    """
     try:
         yield
     except PreheatError:

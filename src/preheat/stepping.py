@@ -1,4 +1,4 @@
-"""Requests that a caller adds one by one and steps: ``LLMEngine``, and the thread of ``AsyncLLM``."""
+"""Requests that a caller adds and steps: ``LLMEngine``, and ``AsyncLLM``'s thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class Report:
-    """The outputs of a running request: ``take`` returns the next one when ``params`` make it due."""
+    """The outputs of a running request.
+
+    ``take`` returns the next one when ``params`` make it due.
+    """
 
     def __init__(self, state: RequestState, params: SamplingParams | PoolingParams, pooling: Pooling | None) -> None:
         self.state, self._params, self._pooling = state, params, pooling
         self._told = 0  # tokens of the longest choice
 
     def take(self) -> Output | None:
-        """Return an output if there are new tokens that are due, or if the request has ended."""
+        """Return an output if one is due, or if the request has ended.
+
+        An output is due if there are enough new tokens.
+        """
         state, params = self.state, self._params
         if isinstance(params, PoolingParams):
             done = state.finished and state.error is None and self._pooling is not None
@@ -91,7 +97,10 @@ class StepEngine:
         return len(self._reports)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[Output]:
-        """End requests, and return their outputs so far; ids of requests that have ended are left out."""
+        """End requests, and return their outputs so far.
+
+        Ids of requests that have ended are left out.
+        """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         reports = [self._reports.pop(id) for id in ids if id in self._reports]
         for report in reports:

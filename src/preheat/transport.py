@@ -36,7 +36,10 @@ class InlineTransport:
         self._to_front: deque[FromEngine] = deque()
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """Return all messages to the engine; ignore ``timeout``, as nothing can arrive while the engine waits."""
+        """Return all messages to the engine.
+
+        ``timeout`` is ignored, since nothing can arrive while the engine waits.
+        """
         messages = list(self._to_engine)
         self._to_engine.clear()
         return messages
@@ -67,7 +70,10 @@ class Beat(msgspec.Struct, tag="beat"):
 
 
 class _End:
-    """One of two processes: binds its socket for incoming messages, connects the one for outgoing messages."""
+    """One of two processes, with its two sockets.
+
+    It binds the socket for incoming messages, and connects the one for outgoing messages.
+    """
 
     def __init__(self, incoming: str, outgoing: str) -> None:
         self._context = zmq.Context()
@@ -94,7 +100,10 @@ class EngineTransport(_End):
         self._heartbeat = Heartbeat(lambda: socket.send(beat), alive)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """Return all messages to the engine; wait up to ``timeout`` seconds for the first one (None: forever)."""
+        """Return all messages to the engine.
+
+        Waits up to ``timeout`` seconds for the first one (None: forever).
+        """
         frames = _frames(self._in)
         if not frames and timeout != 0 and self._in.poll(None if timeout is None else int(timeout * 1000)):
             frames = _frames(self._in)
@@ -108,7 +117,10 @@ class EngineTransport(_End):
         self._out.send(self._encoder.encode(message))
 
     def report_death(self, error: PreheatError) -> None:
-        """Report the engine's death to the frontend, from any thread: the loop may be waiting for requests."""
+        """Report the engine's death to the frontend.
+
+        Any thread may call it, as the loop may be waiting for requests.
+        """
         with suppress(zmq.ZMQError):  # the engine has left by itself
             socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
             socket.connect(self._address + _DELTAS)

@@ -19,7 +19,10 @@ R = TypeVar("R")
 
 
 class Worker:
-    """The device, the model and the settings of an engine, passed to functions of ``collective_rpc``."""
+    """The device, the model and the settings of an engine.
+
+    Functions of ``collective_rpc`` get it as argument.
+    """
 
     rank = local_rank = 0
 
@@ -42,7 +45,7 @@ class Worker:
         return func(self.get_model())
 
     def check_health(self) -> None:
-        """Return: a worker that is in the caller's process and can be called is alive."""
+        """Return: a worker that can be called, in the caller's process, is alive."""
 
 
 METHODS = tuple(name for name in vars(Worker) if not name.startswith("_") and callable(vars(Worker)[name]))
@@ -52,7 +55,10 @@ METHODS = tuple(name for name in vars(Worker) if not name.startswith("_") and ca
 def collective_rpc(
     worker: Worker, method: str | Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Any]:
-    """Call ``method`` of the worker, or a function with the worker, while no step runs. Raises InvalidRequest."""
+    """Call ``method`` of the worker, or a function with the worker. Raises InvalidRequest.
+
+    No step runs meanwhile.
+    """
     import torch
 
     settings = worker.settings

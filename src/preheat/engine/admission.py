@@ -90,7 +90,7 @@ class Admission:
             self._adapters.unload(message)
 
     def _compile(self, request: Request) -> None:
-        """Go on with a request whose adapter is loaded: compile its grammar, if it has one."""
+        """Compile the grammar, if any, of a request whose adapter is loaded."""
         masked = request.params.masked
         if not masked:
             self._queue(request, None)

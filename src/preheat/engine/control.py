@@ -35,7 +35,10 @@ class Operator(Protocol):
         """Replace the weights by the command's tensors; running sequences are computed again."""
 
     def beside(self, command: Command) -> Callable[[], None] | None:
-        """Return the work to finish before ``command``, beside the steps; None if there is none."""
+        """Return the work that ``command`` waits for, or None.
+
+        Steps go on meanwhile.
+        """
 
     def gather(self) -> None:
         """From now on keep a trainer's tensors until :meth:`finish`."""
@@ -104,7 +107,10 @@ class Control:
         return self._held.pop(request_id, None) is not None
 
     def drain(self) -> None:
-        """Prepare for the engine's end: run held requests, or drop all if the engine sleeps."""
+        """Prepare for the engine's end.
+
+        Held requests run. If the engine sleeps, all requests are dropped.
+        """
         if self._state.sleeping is None:
             self._resume()
         else:
@@ -116,7 +122,10 @@ class Control:
         self._try(command, self._begin)
 
     def proceed(self) -> None:
-        """Carry out a waiting command if its work is done, or all requests have ended."""
+        """Carry out a waiting command if it can proceed.
+
+        It waits for its work in a thread, or for the end of all requests.
+        """
         if self._beside is not None:
             command, done = self._beside
             wait([done], POLL_SECONDS if self.paused or self._loop.idle else 0)

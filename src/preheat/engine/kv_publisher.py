@@ -1,4 +1,6 @@
-"""Publishes events of the prefix cache over ZeroMQ, as vLLM does: topic, sequence number, batch.
+"""Publishes events of the prefix cache over ZeroMQ, as vLLM does.
+
+A message has a topic, a sequence number and a batch.
 
 A thread sends the batches. Sequence numbers have 8 bytes and count from 0. A subscriber that misses a batch may ask for
 it again on the replay socket. The request is the first wanted number; each answer has a number and a batch, and the

@@ -49,7 +49,9 @@ class LaunchTimer:
         self._ended = now
 
     def running(self) -> float:
-        """Return the seconds since the oldest step in flight began on the device; 0 without one.
+        """Return the seconds since the oldest step in flight began, or 0.
+
+        It began when the device had ended the step before.
 
         May be called in any thread.
         """

@@ -1,4 +1,7 @@
-"""Optional reports about every step: a log of compilations and fallbacks, and the fields of trace events."""
+"""Optional reports about every step.
+
+There is a log of compilations and fallbacks, and there are the fields of trace events.
+"""
 
 from __future__ import annotations
 

@@ -65,14 +65,19 @@ class EngineSide(Protocol):
     """The engine's end of the transport."""
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """Return the messages that arrived; wait up to ``timeout`` seconds for the first one (None: without limit)."""
+        """Return the messages that arrived.
+
+        Waits up to ``timeout`` seconds for the first one (None: without limit).
+        """
 
     def put(self, message: FromEngine) -> None:
         """Send a message to the frontend."""
 
 
 class StepListener(Protocol):
-    """Observes every batch after its launch, the time when a step can be cold, and every compaction.
+    """Observes every launched batch and every compaction.
+
+    A step can be cold at its launch.
 
     An error that it raises fails the step's requests.
     """
@@ -95,7 +100,10 @@ class SilentListener:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched step, or one that failed to launch and fails when its turn comes."""
+    """A launched step, or one that failed to launch.
+
+    A step that failed to launch fails when its turn comes.
+    """
 
     schedule: Schedule
     launched: LaunchedStep | None = None
@@ -136,7 +144,7 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run, to compile or to read, nor anything in flight."""
+        """Whether there is nothing to run, compile or read, and nothing in flight."""
         return self.scheduler.idle and not self.admission.pending
 
     def run(self) -> None:
@@ -148,7 +156,10 @@ class Loop:
             self.step()
 
     def _patience(self) -> float | None:
-        """Return the seconds to wait for messages while no step can run; None means until one comes."""
+        """Return the seconds to wait for messages while no step can run.
+
+        None means to wait until one comes.
+        """
         if not (self.control.paused or self.scheduler.idle):
             return 0.0
         if self.control.receiving:
@@ -234,7 +245,10 @@ class Loop:
         return self.call("draw", self.executor.complete, batch)
 
     def _process_results(self, leave: int = 0) -> None:
-        """Wait for all steps in flight except the last ``leave``, and send their outcomes to the frontend."""
+        """Wait for all steps in flight except the last ``leave``.
+
+        Their outcomes are sent to the frontend.
+        """
         while len(self._in_flight) > leave:
             self.transport.put(self._next_outcome())
 
@@ -317,7 +331,10 @@ class Loop:
         self._process_results()
 
     def abort_all(self) -> None:
-        """End all requests with reason "abort", including requests that wait for a grammar or an adapter."""
+        """End all requests with reason "abort".
+
+        Requests that wait for a grammar or an adapter end too.
+        """
         self.settle()
         delta = self.scheduler.abort_all()
         delta.finished |= dict.fromkeys(self.admission.cancel_all(), Finish("abort"))

@@ -91,7 +91,10 @@ class ProgressLines:
 
 
 class _LineStart:
-    """Leaves the cursor at the start of the line, so that log lines overwrite the bar."""
+    """Leaves the cursor at the start of the line.
+
+    So log lines overwrite the bar instead of continuing it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -255,7 +255,10 @@ class Status(Struct):
 
 
 class Starting(Struct):
-    """Progress of the warm-up: ``done`` of ``total`` items; ``eta_s`` is null while it cannot be estimated."""
+    """Progress of the warm-up: ``done`` of ``total`` items.
+
+    ``eta_s`` is null while it cannot be estimated.
+    """
 
     done: int
     total: int

@@ -108,7 +108,7 @@ def run_server(
 
 
 def _bound_pauses() -> None:
-    """Bound the event loop's wait for Python's lock, and the freed memory that the process keeps."""
+    """Bound the event loop's waits for Python's lock, and the process's unused memory."""
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)  # the time is quadratic in the digits
     give_back_large_blocks()

@@ -65,7 +65,7 @@ class Background:
         await started
 
     async def cancel(self, id: str) -> None:
-        """End the request of this id if it still runs, and wait for its end."""
+        """End the request of this id, if it runs, and wait for its end."""
         if (running := self._running.get(id)) is not None:
             running.frontend.abort(running.state)
             await asyncio.wait([running.task])

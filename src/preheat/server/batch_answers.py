@@ -25,7 +25,9 @@ class _Answered(Struct):
 
 
 class BatchAnswers:
-    """The answers of a batch, written to ``path``, and its refusals, written to ``failed``, one line each.
+    """The answers and refusals of a batch, one line each.
+
+    Answers are written to ``path``, refusals to ``failed``.
 
     ``counts`` counts both. ``done`` holds the custom_ids of written lines, including lines of an earlier server. A line
     that an earlier server did not finish is cut off, and its request runs again. Raises OSError if a file fails.
@@ -65,7 +67,10 @@ class BatchAnswers:
 
 
 def _take_over(file: BinaryIO, path: Path) -> set[str]:
-    """Return the custom_ids of the whole lines of ``file``, and truncate the file after the last one."""
+    """Return the custom_ids of the whole lines of ``file``.
+
+    A torn last line is cut off.
+    """
     found, end = set[str](), 0
     with open_file(path) as lines:
         for line in lines:

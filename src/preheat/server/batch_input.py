@@ -1,4 +1,7 @@
-"""The input of a batch: checked once as a whole, then read in slices to bound memory."""
+"""The input of a batch.
+
+It is checked once as a whole, then read in slices to bound memory.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ async def missing_lines(
 
 
 def _numbered(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the nonempty lines with their numbers, without line ends and without the byte-order mark (BOM)."""
+    """Yield the nonempty lines with their numbers.
+
+    Line ends and the byte-order mark (BOM) are removed.
+    """
     number = 0
     while text := file.readline(most_bytes + 2):
         number += 1

@@ -83,7 +83,10 @@ def is_full(status: int, body: Any) -> bool:
 
 
 def is_no_answer(status: int, body: Any) -> bool:
-    """Return whether a server is starting, stopping or dying, so that the request must be sent again."""
+    """Return whether a server is starting, stopping or dying.
+
+    The request must then be sent again.
+    """
     return status == NotReady.status or _error(body).get("type") == EngineDead.kind
 
 

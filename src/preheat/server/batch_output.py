@@ -55,7 +55,7 @@ class Answers:
 
     @property
     def report(self) -> str:
-        """The number of answered requests, and the place of their answers if some requests have none."""
+        """The number of answered requests, and the place of a partial file."""
         text = f"{self.answered} of {self._asked} requests were answered"
         if self.whole or self._place is None or not self.answered + self.refused:
             return text

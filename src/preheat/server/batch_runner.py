@@ -1,4 +1,7 @@
-"""Runs batches: each line is a request through the server's own application, behind the clients' requests."""
+"""Runs batches through the server's own application, behind the clients' requests.
+
+Each line of a batch is a request.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +203,7 @@ class BatchRunner:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _tried(self, stored: StoredBatch, tries: int) -> None:
-        """Store on the disk how many servers have begun the batch, if the number is new."""
+        """Store the number of servers that have begun the batch, if new."""
         if stored.tries != tries:
             stored.tries = tries
             await asyncio.to_thread(self.store.save, stored)

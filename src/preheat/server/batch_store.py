@@ -26,7 +26,9 @@ _HOURS = {"h": 1, "d": 24}
 
 
 class StoredBatch(Struct):
-    """A batch, with the ids of its two output files and the seconds that these are kept.
+    """A batch with the ids of its two output files.
+
+    ``kept_seconds`` is the lifetime of these files.
 
     ``tries`` counts the servers that began the batch and ended before any answer.
     """

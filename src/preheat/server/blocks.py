@@ -26,7 +26,10 @@ def named_event(name: str, fields: dict[str, Any]) -> bytes:
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments of a call; return an empty dict for arguments that a limit cut off."""
+    """Parse the arguments of a call.
+
+    Arguments that a limit cut off become an empty dict.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

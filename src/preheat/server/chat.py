@@ -185,7 +185,9 @@ class _ChatWriter(CompletionsWriter):
         return answer
 
     def event(self, _: int, choice: Choice) -> bytes:
-        """Return the event of a choice; an event with the role precedes the first content.
+        """Return the event of a choice.
+
+        An event with the role precedes the first content.
 
         An empty event is not sent.
         """
@@ -269,7 +271,10 @@ class _ChatWriter(CompletionsWriter):
         return logprobs, self._finish_reason(choice), choice.stop_reason, ids
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        """Return OpenAI's reason: "tool_calls" if the model chose to call, "stop" if the client named the function."""
+        """Return OpenAI's finish reason.
+
+        It is "tool_calls" if the model chose to call, and "stop" if the client named the function.
+        """
         called = choice.finish_reason == "stop" and choice.id in self._calling
         return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
 

@@ -73,7 +73,7 @@ def prepare(kind: type[Struct]) -> None:
 
 
 def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, param: str) -> Kind:
-    """Convert a part of a body that was decoded as plain JSON, by the rules of :func:`decode`.
+    """Convert a part of a body, decoded as plain JSON, as :func:`decode` would.
 
     ``at`` is its name in ``ignored``, ``param`` its name in errors. Raises InvalidRequest.
     """
@@ -154,7 +154,10 @@ def _invalid(message: str) -> InvalidRequest:
 
 @functools.cache
 def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object], bool]]:
-    """Return the fields of ``kind`` with a list of inert values: name, values, ignored at other values."""
+    """Return the fields of ``kind`` that work only at some values.
+
+    Each has its name, these values, and whether it is ignored at others.
+    """
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         for meta in typing.get_args(hint)[1:]:
@@ -202,7 +205,10 @@ def _may_hold_structs(kind: type[Struct], name: str) -> bool:
 
 
 def _has_structs(kind: inspect.Type, *, listed: bool = True) -> bool:
-    """Return whether a list of ``kind`` has structs as items; with ``listed``, ``kind`` is an item itself."""
+    """Return whether a struct is among the items of ``kind``.
+
+    With ``listed``, ``kind`` is an item itself and may be the struct.
+    """
     if isinstance(kind, inspect.UnionType):
         return any(_has_structs(each, listed=listed) for each in kind.types)
     if isinstance(kind, inspect.ListType):

@@ -1,4 +1,4 @@
-"""The bodies of the endpoints for embeddings: OpenAI's shapes, and vLLM's for its own endpoints."""
+"""The bodies of the endpoints for embeddings, in OpenAI's and vLLM's shapes."""
 
 from __future__ import annotations
 

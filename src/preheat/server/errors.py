@@ -17,7 +17,10 @@ _HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}, 4
 
 
 MOST_CHARS = 4_000
-"""Most characters of an error's message and of its field name; clients may choose parts of both."""
+"""Most characters of an error's message, and of its field name.
+
+Clients may choose parts of both.
+"""
 
 
 def _short(text: str) -> str:
@@ -25,7 +28,10 @@ def _short(text: str) -> str:
 
 
 def error_body(error: PreheatError) -> ErrorResponse:
-    """Return the body of an error, also used as the last event of a failed stream."""
+    """Return the body of an error.
+
+    It is also the last event of a failed stream.
+    """
     return ErrorResponse(ErrorBody(_short(error.message), error.kind, error.param and _short(error.param), error.code))
 
 

@@ -1,4 +1,4 @@
-"""The files of ``/v1/files``, on disk: the contents of each, and a description beside them.
+"""The files of ``/v1/files``, on disk: contents, each with a description.
 
 A file exists once it is described. Contents without a description come from an upload that ended early, or from a batch
 that has not ended. The descriptions are read when the server starts, and kept in memory.
@@ -51,7 +51,10 @@ def new_id(prefix: str) -> str:
 
 
 def page(items: dict[str, Item], after: str | None, limit: int) -> tuple[list[Item], bool]:
-    """Return up to ``limit`` items after the item with the id ``after``, and whether there are more."""
+    """Return the page of ``items`` after the id ``after``.
+
+    A page has up to ``limit`` items. The second result says whether there are more.
+    """
     ids = list(items)
     if after is not None and after not in items:
         raise InvalidRequest(f"after: there is no {after!r} in this list", param="after")

@@ -39,7 +39,7 @@ def strict(request: Request) -> bool:
 
 
 def names_for(request: Request) -> Names | None:
-    """Return a new dict for the names of unknown fields, or None if they are refused."""
+    """Return a dict for unknown fields, or None if they are refused."""
     return None if strict(request) else {}
 
 
@@ -64,7 +64,7 @@ def _count(counts: Counter[str], name: str) -> None:
 
 
 def ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the header of an answer that names the ignored fields; empty if there are none."""
+    """Return the header that names the ignored fields, if any."""
     names = list(scope.get(_SCOPE, ()))
     if not names:
         return []

@@ -61,7 +61,10 @@ class ImageLanes:
                 return await self._in(self._processes.large, request, data)
 
     async def _in(self, helpers: Helpers, request: Request, data: bytes) -> Image:
-        """Decode the image in ``data`` with one of ``helpers``; give up if the client leaves."""
+        """Decode the image in ``data``, unless the client leaves.
+
+        One of ``helpers`` does it.
+        """
         gone = asyncio.ensure_future(_disconnected(request))
         with helpers.taken() as helper:  # never waits: there are as many helpers as shares
             work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data)

@@ -48,7 +48,10 @@ class _Named(Struct):
 
 
 class JointMetrics(Collector):
-    """The metrics of all ``models`` on one page: each family once, with the samples of each model."""
+    """The metrics of all ``models`` on one page.
+
+    Each family comes once, with the samples of each model.
+    """
 
     def __init__(self, models: Sequence[Metrics]) -> None:
         self._models = models

@@ -1,4 +1,4 @@
-"""The socket that the server listens on: a TCP port, or with ``--uds`` a path."""
+"""The listening socket: a TCP port, or a path with ``--uds``."""
 
 from __future__ import annotations
 

@@ -125,7 +125,10 @@ def _choice(body: CountRequest) -> ToolChoice:
 
 
 def _plain(message: InputMessage) -> list[dict[str, Any]]:
-    """Return a message in the form of chat templates: tool results first, as messages of their own."""
+    """Return a message in the form of chat templates.
+
+    Tool results come first, as messages of their own.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     told, texts, thought = [], [], ""

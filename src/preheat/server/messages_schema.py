@@ -75,7 +75,10 @@ class MessagesToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Whether a template thinks, if it has a switch: enabled and adaptive turn it on, disabled off."""
+    """The switch for thinking, for templates that have one.
+
+    "enabled" and "adaptive" turn it on, "disabled" off.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Any, hint()] = None

@@ -1,4 +1,4 @@
-"""Middleware in front of the routes: request ids, API keys, and a limit on concurrency."""
+"""Middleware in front of the routes: request ids, API keys, concurrency limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ OPEN_PATHS = frozenset(
 
 
 def request_id(request: Request) -> str:
-    """Return the request's id: its X-Request-Id, the id in its body, or a random one."""
+    """Return the request's id.
+
+    It is X-Request-Id, the id in the body, or a random one.
+    """
     return str(request.scope["request_id"])
 
 
@@ -62,7 +65,10 @@ class UnderPath:
 
 
 class EndQuietly:
-    """Ends cancelled requests without an error by closing the connection; a stopping server cancels them."""
+    """Ends cancelled requests without an error, by closing the connection.
+
+    A stopping server cancels requests.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,7 +79,10 @@ class EndQuietly:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id, and returns it as X-Request-Id beside the names of ignored fields."""
+    """Gives each request an id, and adds headers to its answer.
+
+    The headers are X-Request-Id and the names of ignored fields.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

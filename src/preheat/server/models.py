@@ -75,7 +75,10 @@ def _options(name: str, given: Any) -> dict[str, Any]:
 
 
 def _check_names(models: list[Settings]) -> None:
-    """Raise SettingsError if two models or adapters share a name, since no request could tell them apart."""
+    """Raise SettingsError if two models or adapters share a name.
+
+    No request could tell them apart.
+    """
     names = Counter(name for each in models for name in each.served_model_name or ())
     names.update(adapter.name for each in models for adapter in lora_modules(each.lora_modules))
     if twice := [name for name, count in names.items() if count > 1]:
@@ -166,7 +169,10 @@ class Models:
         return next((error for error in errors if error is not None), self._failed)
 
     def end_all(self) -> None:
-        """End the requests of all engines, since one is dead and the others will stop."""
+        """End the requests of all engines after one has died.
+
+        The other engines are about to stop.
+        """
         reason = self.dead or ""
         for service in self.services:
             if service.dead is None:

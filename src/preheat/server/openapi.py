@@ -269,7 +269,7 @@ def document(root_path: str = "", *, adapters: bool = True, ollama: bool = False
 
 
 def _add_ranges(properties: dict[str, Any]) -> None:
-    """Add the ranges of sampling parameters to the schemas of the fields of the same name."""
+    """Add the ranges of sampling parameters to the fields of that name."""
     for name, row in SAMPLING_FIELDS.items():
         for option in properties.get(name, {}).get("anyOf", ()):
             if option.get("type") in {"integer", "number"}:

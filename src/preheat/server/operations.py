@@ -164,7 +164,7 @@ async def is_paused(request: Request) -> Response:
 
 @_for_operators
 async def sleep(request: Request) -> Response:
-    """Release memory until /wake_up; the query has the level and the mode for running requests."""
+    """Release memory until /wake_up, at the query's level and mode."""
     level = int(_choice(request, "level", ("1", "0", "2")))
     await _command(request, "sleep", level=level, mode=_choice(request, "mode", ("abort", "wait", "keep")))
     return _json(answers.Status("asleep"))
@@ -233,7 +233,7 @@ async def get_world_size(request: Request) -> Response:
 
 @_for_operators
 async def weight_info(request: Request) -> Response:
-    """Return the version of the weights, and the digest of the check's logits with them."""
+    """Return the weights' version, and the digest of the check's logits."""
     return _weights(_frontend(request).state)
 
 

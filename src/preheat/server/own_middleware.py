@@ -25,7 +25,10 @@ def load_middleware(paths: Sequence[str]) -> list[Wrap]:
 
 
 def wrapped(app: ASGIApp, wraps: Sequence[Wrap]) -> ASGIApp:
-    """Wrap ``app`` in the middleware; the last one sees a request first, as in vLLM."""
+    """Wrap ``app`` in the middleware.
+
+    The last one sees a request first, as in vLLM.
+    """
     for wrap in wraps:
         app = wrap(app)
     return app

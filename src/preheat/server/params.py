@@ -154,7 +154,10 @@ def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
 def completion_logprobs(
     names: Tokenizer | TokenIds, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
 ) -> CompletionLogprobs:
-    """Return logprobs in the shape of /v1/completions, for a text that begins at character ``offset``."""
+    """Return logprobs in the shape of /v1/completions.
+
+    ``offset`` is the character where the text of the tokens begins.
+    """
     answer = CompletionLogprobs([], [], [], [])
     for id, entry in zip(ids, entries, strict=True):
         text = names.token_text(id)

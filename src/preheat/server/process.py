@@ -29,7 +29,9 @@ _STOP_SECONDS = 5.0
 
 
 class EngineProcess:
-    """Runs ``entry`` in a child process with its own session, so that Ctrl-C does not reach it.
+    """Runs ``entry`` in a child process.
+
+    The child has its own session, so that Ctrl-C does not reach it.
 
     ``variables`` are added to its environment.
     """
@@ -61,7 +63,7 @@ class EngineProcess:
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
     async def stop(self, now: bool) -> None:
-        """Drain the engine, and kill it after a timeout; with ``now`` kill it at once."""
+        """Drain the engine, and kill it after a timeout, or at once if ``now``."""
         asyncio.get_running_loop().remove_reader(self.transport.fileno())
         self.transport.send(Drain(now))
         if not now:
@@ -81,7 +83,10 @@ def _exit_with_parent(address: str) -> None:
 
 
 def main() -> None:
-    """Run the child: read the settings from standard input, then call the entry of the command line."""
+    """Run the child.
+
+    It reads the settings from standard input, then calls the entry of the command line.
+    """
     address, entry = sys.argv[1:]
     with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
         settings = msgspec.json.decode(pipe.readline(), type=Settings)

@@ -1,4 +1,6 @@
-"""HTTP/1.1 with limits on a client's data and silence, before the application sees a request.
+"""HTTP/1.1 with limits on a client's data and silence.
+
+The limits apply before the application sees a request.
 
 uvicorn's protocol bounds neither the bytes of headers nor their time, and its parser joins the fragments of one header
 over and over. This protocol bounds both before any check of a key, and trailers and chunk extensions too. Requests and
@@ -29,7 +31,10 @@ A client that still sends may not read the answer.
 """
 
 SLICE_BYTES = 1 << 13
-"""Bytes of a connection's data that are parsed before others have their turn: about a hundred requests."""
+"""Bytes of a connection that are parsed before others have their turn.
+
+They hold about a hundred requests.
+"""
 
 _MOST_DESCRIPTORS = 65_536
 _RESERVED_DESCRIPTORS = 64
@@ -60,7 +65,10 @@ class ConnectionLimits:
 
 
 def connections_allowed() -> int:
-    """Return the number of connections that the descriptor limit allows; raise the soft limit first."""
+    """Return the number of connections that the descriptor limit allows.
+
+    The soft limit is raised first.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:

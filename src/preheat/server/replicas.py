@@ -61,12 +61,15 @@ class Replicas:
         return said if len(self.engines) == 1 else f"Engine {replica} of {len(self.engines)}: {said}"
 
     def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int], None]) -> None:
-        """Call ``on_message`` when there may be messages, ``on_exit`` with a replica and its status when it exits."""
+        """Call back for messages and exits of the replicas.
+
+        ``on_message`` is called when there may be messages, ``on_exit`` with a replica and its status.
+        """
         for replica, engine in enumerate(self.engines):
             engine.watch(on_message, partial(on_exit, replica))
 
     async def stop(self, now: bool) -> None:
-        """Drain all engines, and kill them after a timeout; with ``now`` kill them at once."""
+        """Drain all engines, and kill them after a timeout, or at once if ``now``."""
         await asyncio.gather(*(engine.stop(now) for engine in self.engines))
 
     def _seen(self, replica: int, message: FromEngine) -> list[FromEngine]:
@@ -89,7 +92,10 @@ class Replicas:
         return [message]
 
     def _all_ready(self) -> list[FromEngine]:
-        """Return the records of the replicas, then Ready with the smallest limits; Died if the replicas differ."""
+        """Return the records of the replicas, then Ready with the smallest limits.
+
+        If the replicas differ, return Died.
+        """
         ready = [self._ready[replica] for replica in range(len(self.engines))]
         if error := disagreement(ready):
             return [Died(WireError.of(error))]
@@ -108,14 +114,20 @@ class Replicas:
 
 
 def together(progress: list[Progress], current: str) -> Progress:
-    """Return the joint progress of several starting engines; the slowest one sets the remaining time."""
+    """Return the joint progress of several starting engines.
+
+    The slowest one sets the remaining time.
+    """
     times = [each.eta_s for each in progress]
     left = None if None in times else max(time for time in times if time is not None)
     return Progress(sum(each.done for each in progress), sum(each.total for each in progress), current, left)
 
 
 def disagreement(ready: list[Ready]) -> PreheatError | None:
-    """Return an error if answers would depend on the replica; it names two engines that differ."""
+    """Return an error if answers would depend on the replica.
+
+    It names two engines that differ.
+    """
     first, *others = ready
     for other in others:
         mine, theirs = _facts(first), _facts(other)

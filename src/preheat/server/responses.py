@@ -91,7 +91,7 @@ async def responses(request: Request) -> ASGIApp:
 
 
 def _check_kept(store: ResponseStore | None, body: ResponsesRequest) -> None:
-    """Raise InvalidRequest if the body needs a store of responses and the server has none.
+    """Raise InvalidRequest if the body needs a store that is missing.
 
     ``background`` with ``store`` false, or with ``stream``, is invalid too.
     """
@@ -214,7 +214,10 @@ def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
 
 
 def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = None) -> list[dict[str, Any]]:
-    """Return the input as messages for a chat template; reasoning and calls join the assistant's message."""
+    """Return the input as messages for a chat template.
+
+    Reasoning and calls join the assistant's message.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not given:
@@ -262,7 +265,7 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None
 
 
 def _said(message: dict[str, Any]) -> bool:
-    """Return whether an assistant's message has content, so that further text begins a new one."""
+    """Return whether an assistant's message is complete before further text."""
     return bool(message["content"] or message.get("tool_calls"))
 
 
@@ -399,7 +402,10 @@ class _ResponsesWriter(BlocksWriter):
         return OutputText(block.text, logprobs=self._logprobs())
 
     def _logprobs(self, *, fresh: bool = False) -> list[Any]:
-        """Return logprobs of the tokens after the reasoning: all, or with ``fresh`` the unsent ones."""
+        """Return logprobs of the tokens after the reasoning.
+
+        With ``fresh`` return only the unsent ones.
+        """
         if self.choice.logprobs is None:
             return []
         seen = self.choice.logprobs[: self.taken]

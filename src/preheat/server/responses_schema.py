@@ -53,7 +53,7 @@ class NamedFunction(Struct, forbid_unknown_fields=True):
 
 @accepted("description parameters strict")
 class FunctionChoice(Struct, forbid_unknown_fields=True):
-    """A choice of tools: the function to call, or the ``tools`` that may be called."""
+    """A choice of tools: the function to call, or the allowed ``tools``."""
 
     type: Literal["function", "allowed_tools"]
     name: str | None = None

@@ -16,7 +16,9 @@ MOST_BYTES = 64 * 2**20
 
 @dataclass
 class Stored:
-    """A response as ``json``, and the conversation up to its end as ``messages`` for a chat template.
+    """A response as ``json``, with its conversation.
+
+    ``messages`` are the conversation up to the response's end, for a chat template.
 
     ``ended`` is false while it runs. ``background`` says whether the request asked for the background.
     """

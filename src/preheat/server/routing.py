@@ -35,7 +35,10 @@ class Router:
         self._block_size, self._blocks = 0, [0] * size
 
     def open(self, block_size: int, blocks: Sequence[int]) -> None:
-        """Set the number of cache ``blocks`` of each replica, of ``block_size`` tokens each; 0 disables its memory."""
+        """Set the number of cache ``blocks`` of each replica.
+
+        They have ``block_size`` tokens. A replica with 0 blocks has no memory here.
+        """
         self._block_size, self._blocks = block_size, list(blocks)
 
     def route(self, request: Request) -> int:
@@ -62,7 +65,7 @@ class Router:
         )
 
     def prefix(self, replica: int, hashes: Iterable[bytes]) -> int:
-        """Return the number of leading ``hashes`` that the replica likely still has in its cache."""
+        """Return how many leading ``hashes`` the replica likely has in its cache."""
         return sum(1 for _ in takewhile(self._seen[replica].__contains__, hashes))
 
     def load(self, replica: int) -> int:
@@ -70,7 +73,10 @@ class Router:
         return len(self._waiting[replica]) + len(self._running[replica])
 
     def loads(self) -> list[tuple[int, int]]:
-        """Return for each replica the numbers of started requests and of requests before their first step."""
+        """Return the numbers of started and of waiting requests, for each replica.
+
+        A request waits until its first step.
+        """
         return [(len(running), len(waiting)) for running, waiting in zip(self._running, self._waiting, strict=True)]
 
     def requests(self, replica: int) -> set[int]:

@@ -1,4 +1,7 @@
-"""``preheat run-batch``: runs the requests in a file, in OpenAI's batch format, through a private server."""
+"""``preheat run-batch``: runs a file of requests through a private server.
+
+The file has OpenAI's batch format.
+"""
 
 from __future__ import annotations
 

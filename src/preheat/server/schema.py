@@ -37,7 +37,10 @@ FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 def only(*values: object) -> Meta:
-    """Describe a field accepted at null and ``values``; any other value is rejected by name."""
+    """Describe a field that is accepted at null and ``values`` only.
+
+    Any other value is rejected, naming the field.
+    """
     allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
@@ -115,7 +118,10 @@ def accepted(names: str) -> Callable[[type[Kind]], type[Kind]]:
 
 
 def rejected(names: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Return a decorator that adds fields of the API that this server rejects by name."""
+    """Return a decorator that adds fields rejected by name.
+
+    They are fields of the API that this server does not support.
+    """
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
 
 

@@ -89,7 +89,10 @@ class Service:
 
     @property
     def progress(self) -> Progress | None:
-        """The progress of the engine's start; None if it is ready, or never will be."""
+        """The progress of the engine's start, while it goes on.
+
+        None if it is ready, or never will be.
+        """
         over = self.dead is not None or self.draining or self.max_model_len is not None
         return None if over else (self._frontend and self._frontend.progress) or Progress(0, 0, "")
 
@@ -109,7 +112,7 @@ class Service:
         return self._frontend is not None and self._frontend.busy
 
     def check_ready(self) -> None:
-        """Raise NotReady or EngineDead, with the reason, unless requests are taken and the engine answers."""
+        """Raise NotReady or EngineDead unless requests are taken and the engine answers."""
         _ = self.frontend
         if self.silent is not None:
             raise NotReady(self.silent)
@@ -120,7 +123,10 @@ class Service:
             self._frontend.fail_all(error)
 
     async def refresh(self, patience: float) -> None:
-        """Update ``live`` and the metrics based on it; wait up to ``patience`` seconds for the engine."""
+        """Update ``live`` and the metrics based on it.
+
+        Waits up to ``patience`` seconds for the engine.
+        """
         if self.max_model_len is None:
             return
         if self.dead is None:
@@ -155,7 +161,10 @@ class Service:
         return name
 
     def check_health(self) -> None:
-        """Raise the reason against new requests, if any; a sleep is none, as ``/wake_up`` ends it."""
+        """Raise the reason against new requests, if any.
+
+        A sleep is no reason, as ``/wake_up`` ends it.
+        """
         if self.dead is not None:
             error = EngineDead(self.dead)
             error.status = NotReady.status

@@ -30,7 +30,10 @@ _LAST_SECONDS = 1.5  # for a hasty exit; then the process exits even if somethin
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to :class:`Shutdown`, and closes connections that stay open too long after the last request."""
+    """Leaves signals to :class:`Shutdown`, and closes lasting connections.
+
+    Connections are closed if they stay open too long after the last request.
+    """
 
     close_seconds = CLOSE_SECONDS
 

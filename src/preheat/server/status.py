@@ -28,7 +28,7 @@ from preheat.warmup.page import render as record_page
 from preheat.warmup.page import render_progress
 
 PATIENCE = 1.0
-"""Seconds that a client waits for news from an engine in the middle of a step."""
+"""Seconds that a client waits for news from a busy engine."""
 
 
 _ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "chat_template")
@@ -213,7 +213,10 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` from tokenizer_config.json with tokens as text and without file names, as in vLLM."""
+    """Return ``value`` from tokenizer_config.json in plain form, as in vLLM.
+
+    Tokens become text, and file names are dropped.
+    """
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Sends answers, as one JSON body or as server-sent events; each generating endpoint extends the writers."""
+"""Sends answers, as one JSON body or as server-sent events.
+
+Each generating endpoint extends the writers.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class WholeWriter(ABC):
         """Return the whole answer."""
 
     def values(self, state: RequestState) -> int:
-        """Return the number of values in the answer: tokens, their alternatives, numbers of an embedding."""
+        """Return the number of values in the answer.
+
+        Values are tokens, their alternatives, and numbers of an embedding.
+        """
         generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
         prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
         return generated + prompt + len(state.pooled) // FLOAT_BYTES
@@ -75,7 +81,9 @@ class WholeWriter(ABC):
 
 
 class Writer(WholeWriter):
-    """Sends a whole answer, or with ``stream`` a stream of events of ``interval`` tokens each.
+    """Sends a whole answer, or a ``stream`` of events.
+
+    An event has ``interval`` tokens.
 
     The first and the last event may have another number of tokens. ``media`` is the media type of the stream.
     """
@@ -89,7 +97,10 @@ class Writer(WholeWriter):
             state.stream = stream
 
     async def read_prompt(self, state: RequestState) -> None:
-        """Do the work that grows with a prompt's length, before the first event of its choices."""
+        """Do the work that grows with a prompt's length.
+
+        Called before the first event of its choices.
+        """
 
     def opening(self) -> bytes:
         """Return the events before a choice's first event."""
@@ -97,7 +108,10 @@ class Writer(WholeWriter):
 
     @abstractmethod
     def event(self, first: int, choice: Choice) -> bytes:
-        """Return the events for the new part of ``choice``; its prompt's choices begin at index ``first``."""
+        """Return the events for the new part of ``choice``.
+
+        The choices of its prompt begin at index ``first``.
+        """
 
     @abstractmethod
     def closing(self, error: PreheatError | None) -> bytes:

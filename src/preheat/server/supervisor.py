@@ -1,4 +1,4 @@
-"""Loads the frontend, passes on the engines' messages, and notices when an engine hangs or dies."""
+"""Loads the frontend, passes on the engines' messages, and watches the engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Supervisor:
         self._stopping = False
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
-        """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled.
+        """Load the frontend, warm it up, then watch the engine until cancelled.
 
         Any failure ends the server, as nobody else listens to the engine.
         """

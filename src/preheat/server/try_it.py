@@ -41,6 +41,6 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(page: bytes, tag: bytes) -> str:
-    """Return the hash of the page's only element ``tag``, in the form of a Content-Security-Policy."""
+    """Return the hash of the page's only element ``tag``, for a Content-Security-Policy."""
     ((text,),) = [match.groups() for match in re.finditer(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)]
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

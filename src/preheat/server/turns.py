@@ -31,7 +31,10 @@ The event loop waits so long for each working thread, several times in a request
 """
 
 INLINE_CHARS = 4_000
-"""Texts below this length are handled in the event loop; they take a few milliseconds at most."""
+"""Texts below this length are handled in the event loop.
+
+They take a few milliseconds at most.
+"""
 
 LONG_CHARS = 200_000
 """Texts of at least this length wait for each other only."""
@@ -42,7 +45,7 @@ DECODED_AT_ONCE = 2
 """Most prompts of embeddings decoded at once, since decoding takes memory."""
 
 ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
-"""Most answers written in threads at once, and the values from which threads are used."""
+"""Most answers written in threads at once; answers from this size on."""
 
 
 class Turns:
@@ -103,7 +106,7 @@ async def _in_thread(request: Request, work: Callable[[], Result], threads: Thre
 
 
 async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, total: int | None = None) -> Result:
-    """Return the result of ``work`` on ``chars`` characters, at once or in a thread after its turn.
+    """Return the result of ``work`` on ``chars`` characters, in turn.
 
     Work runs at once if ``total`` is small: the characters of the whole request, by default ``chars``.
     """

@@ -27,7 +27,9 @@ SLOWEST = 64 * 1024
 
 
 class Form:
-    """A form that arrives in parts: its ``fields``, and the name of its file, written to ``sink``.
+    """A form that arrives in parts.
+
+    It has ``fields``, and the name of its file, which is written to ``sink``.
 
     Raises InvalidRequest for a body that is no such form, and TooLarge if the file has over ``most`` bytes.
     """
