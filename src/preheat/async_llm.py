@@ -284,7 +284,7 @@ class AsyncLLM:
 
 
 class _Dead:
-    """Stands in for a dead engine: any access raises ``error``."""
+    """Stand-in for a dead engine: any access raises ``error``."""
 
     def __init__(self, error: PreheatError) -> None:
         self._error = error

@@ -163,7 +163,10 @@ OPTIONS_KEPT = (
 
 
 class Watch:
-    """Observes the linear layers and the cache of ``executor``, and collects magnitudes in ``found``."""
+    """Observer of the linear layers and the cache of ``executor``.
+
+    Magnitudes are collected in ``found``.
+    """
 
     def __init__(self, found: Ranges, config: IncConfig, executor: Executor, pool: BlockPool) -> None:
         self._found, self._config, self._executor, self._pool = found, config, executor, pool

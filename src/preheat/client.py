@@ -13,10 +13,10 @@ from typing import Any
 from preheat.errors import PreheatError, SettingsError
 
 Ask = Callable[[str], str]
-"""Shows a prompt and reads a line; EOFError ends the input."""
+"""Function that shows a prompt and reads a line; EOFError ends the input."""
 
 Say = Callable[[str], None]
-"""Shows text, without a line break of its own."""
+"""Function that shows text, without a line break of its own."""
 
 
 class Client:

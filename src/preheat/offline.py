@@ -45,7 +45,7 @@ _CHAT_OPTIONS = {
     "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template_content_format"
 }  # fmt: skip
 _AS_IT_IS = {"add_special_tokens": False}
-"""Templates write all special tokens themselves."""
+"""No special tokens are added, since a template writes all of them itself."""
 
 
 def _bar(asked: UseTqdm, total: int, what: str) -> Any:

@@ -105,7 +105,10 @@ def numerics_key(settings: Settings) -> str:
 
 
 class Digests:
-    """Holds the digest of the first replica of each :func:`numerics_key`, while the application runs."""
+    """The digest of the first replica of each :func:`numerics_key`.
+
+    It is kept while the application runs.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}

@@ -55,7 +55,7 @@ class Report:
 
 
 class StepEngine:
-    """Runs the requests that are added to a ``client``, a step at a time.
+    """Engine that runs the requests added to a ``client``, a step at a time.
 
     A request is identified by its ``request_id``.
     """

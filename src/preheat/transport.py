@@ -1,4 +1,6 @@
-"""Carries messages between frontend and engine: in one process, or as msgpack over ZeroMQ.
+"""Transports of messages between frontend and engine.
+
+They work inside one process, or as msgpack over ZeroMQ between two.
 
 The engine calls ``take`` and ``put``, the frontend ``send`` and ``receive``. Messages stay in order.
 """

@@ -1,4 +1,4 @@
-"""Prepares requests and adds them to the scheduler's queue.
+"""Preparation of requests before the scheduler's queue.
 
 Threads beside the loop read a request's adapter, then compile its grammar. The request waits for them here, and joins
 the queue then; other requests go on.
@@ -18,7 +18,7 @@ from preheat.schedule.scheduler import Scheduler
 
 
 class Admission:
-    """Queues requests.
+    """The way of requests to the scheduler's queue.
 
     ``grammars`` serve structured outputs and ``adapters`` LoRA; a string instead is the reason why there are none.
     ``reject`` answers a request that cannot be served, ``report`` reports the outcome for an adapter.

@@ -80,7 +80,10 @@ class Beside(NamedTuple):
 
 
 class Control:
-    """Carries out the commands that reach ``loop``. The loop must not step while ``paused``."""
+    """The commands of an operator, carried out on ``loop``.
+
+    The loop must not step while ``paused``.
+    """
 
     def __init__(self, loop: Loop, operator: Operator | None) -> None:
         self._loop, self._operator = loop, operator

@@ -1,4 +1,4 @@
-"""Publishes events of the prefix cache over ZeroMQ, as vLLM does.
+"""Publication of prefix cache events over ZeroMQ, as in vLLM.
 
 A message has a topic, a sequence number and a batch.
 
@@ -28,7 +28,10 @@ _TICK_SECONDS = 0.05
 
 
 class KvPublisher:
-    """Publishes until the process ends. Raises SettingsError for an endpoint that cannot be bound."""
+    """Publisher that runs until it is closed.
+
+    Raises SettingsError for an endpoint that cannot be bound.
+    """
 
     def __init__(self, config: KvEventsConfig) -> None:
         self._topic, self._encoder, self._number = config.topic.encode(), msgspec.msgpack.Encoder(), 0

@@ -1,4 +1,4 @@
-"""Times the preparation of the next step: late, but not too late.
+"""The time to prepare the next step: late, but not too late.
 
 If the next step were prepared as soon as one is in flight, requests that arrive meanwhile would wait for both. So the
 loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket. Then new
@@ -22,7 +22,10 @@ bucket counts: being early costs little, being late leaves the device idle.
 
 
 class LaunchTimer:
-    """Estimates from the steps that the loop reports. ``clock`` returns seconds."""
+    """Estimator of the time to prepare the next step.
+
+    The loop reports its steps. ``clock`` returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

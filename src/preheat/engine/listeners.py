@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` the growth of a counter per step.
+    """Log of a counter's growth per step, under ``name``.
 
     ``read`` returns the counter, and the seconds that its events took, if known. It logs ``every`` step, or only steps
     with growth.
@@ -52,7 +52,7 @@ class Meter:
 
 
 class StepLog:
-    """Logs each step, then passes it on to ``inner``."""
+    """Listener that logs each step, then passes it on to ``inner``."""
 
     def __init__(self, inner: StepListener, meters: Sequence[Meter]) -> None:
         self._inner, self._meters = inner, meters

@@ -75,7 +75,7 @@ class EngineSide(Protocol):
 
 
 class StepListener(Protocol):
-    """Observes every launched batch and every compaction.
+    """Observer of every launched batch and every compaction.
 
     A step can be cold at its launch.
 
@@ -112,7 +112,7 @@ class InFlightStep:
 
 
 class Loop:
-    """Runs requests from the transport until it is drained.
+    """The loop that runs requests from the transport until it is drained.
 
     ``overlap`` needs an asynchronous device. The parts of a step are called through ``call``, by name, for the trace.
     ``grammars`` serve structured outputs and ``adapters`` LoRA; a string instead is the reason why there are none.

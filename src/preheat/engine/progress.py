@@ -1,4 +1,4 @@
-"""Shows the progress of the engine's start.
+"""Display of the progress of the engine's start.
 
 It is a bar on a terminal, and otherwise a line now and then.
 """
@@ -21,7 +21,10 @@ _WIDTH = 72  # shorter than a log line, so that log lines overwrite the bar
 
 
 class ProgressBar:
-    """Shows the engine's progress, unless ``shown`` is false or standard error is no terminal."""
+    """Progress bar of the engine's start.
+
+    It shows nothing if ``shown`` is false or standard error is no terminal.
+    """
 
     def __init__(self, shown: bool = True) -> None:
         self._bar: Any = None
@@ -50,7 +53,9 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """Shows progress as :class:`ProgressBar` does, or without a terminal as lines on standard error.
+    """Progress as by :class:`ProgressBar`, or without a terminal as lines.
+
+    The lines go to standard error.
 
     A thread writes a line every :data:`LINE_SECONDS` inside the context (``with``).
     """
@@ -91,7 +96,7 @@ class ProgressLines:
 
 
 class _LineStart:
-    """Leaves the cursor at the start of the line.
+    """Stream that leaves the cursor at the start of the line.
 
     So log lines overwrite the bar instead of continuing it.
     """

@@ -1,6 +1,6 @@
-"""Runs batches through the server's own application, behind the clients' requests.
+"""The running of batches through the server's own application.
 
-Each line of a batch is a request.
+Each line of a batch is a request; it yields to the requests of clients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = 256
 """Most requests of all batches in flight at once."""
 
 MOST_TRIES = 3
-"""Failed servers before the first answer until a batch fails.
+"""Servers that may end before a batch's first answer; then the batch fails.
 
 A line of the batch may be the reason why they end.
 """
@@ -47,7 +47,7 @@ _LATE = {"code": "batch_expired", "message": "The completion window ended before
 
 
 class BatchRunner:
-    """Runs the batches of ``store`` through ``app``, while ``ready`` returns true.
+    """Runner of the batches of ``store`` through ``app``, while ``ready`` returns true.
 
     ``app`` is set before :meth:`start`.
     """

@@ -38,7 +38,7 @@ def call_arguments(text: str) -> dict[str, Any]:
 
 
 class BlocksWriter(Writer):
-    """Runs one request with one choice, and writes its answer in blocks.
+    """Writer of one request with one choice, as a list of blocks.
 
     In a stream each block is begun, extended and ended before the next one begins. With ``always_text`` an answer
     without any block gets an empty text block.

@@ -1,4 +1,4 @@
-"""Reads a request's body, with limits on size and time."""
+"""The reading of a request's body, with limits on size and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes the JSON of a body into its struct.
+"""Decoding of JSON bodies into their structs.
 
 A field that the struct lacks is ignored and reported, or refused if the caller takes no names. A null field counts as
 absent, known or not, since clients send fields of other servers with null.

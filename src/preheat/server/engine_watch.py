@@ -9,7 +9,10 @@ from preheat.server.replicas import Replicas
 
 
 class EngineWatch:
-    """Watches one replica. ``stalled`` is the reason why it gets no requests, if any."""
+    """Watch over one replica.
+
+    ``stalled`` is the reason why it gets no requests, if any.
+    """
 
     def __init__(self, replicas: Replicas, replica: int) -> None:
         self._replicas, self._replica = replicas, replica

@@ -19,7 +19,7 @@ def client_of(request: Request) -> Client:
 
 
 class FairShare:
-    """Shares ``total`` among clients, who take parts of it in turns."""
+    """A ``total`` that clients share, taking parts of it in turns."""
 
     def __init__(self, total: int) -> None:
         self._left = total

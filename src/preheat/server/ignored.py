@@ -1,4 +1,4 @@
-"""Reports the ignored fields of requests.
+"""Reports about the ignored fields of requests.
 
 The names go to a header of the answer, once to the log, and to a metric.
 """

@@ -1,7 +1,7 @@
-"""Reads and decodes the images of requests; no client delays the images of another.
+"""Reading and decoding of images, without one client delaying another.
 
-Small images are decoded apart from large ones, whose total of pixels in work is bounded. Waiting clients take turns,
-however many images each has sent. When a client leaves, its work is given up.
+Small images are decoded apart from large ones. The pixels of all large images in work are bounded. Waiting clients take
+turns, however many images each has sent. When a client leaves, its work is given up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THREADS = 2 * AT_ONCE + 2  # one for each process, and some to decode data URLs
 
 
 class ImageLanes:
-    """Reads and decodes ``images`` for one server."""
+    """Lanes for reading and decoding ``images`` of one server."""
 
     def __init__(self, images: Images) -> None:
         self._reader, self._processes = images.reader, images.processes

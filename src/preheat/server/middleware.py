@@ -53,7 +53,10 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class UnderPath:
-    """Strips ``root`` (``--root-path``) from paths, for a proxy that leaves it on."""
+    """Middleware that strips ``root`` (``--root-path``) from paths.
+
+    It is for a proxy that leaves the root on.
+    """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root.rstrip("/")
@@ -65,7 +68,7 @@ class UnderPath:
 
 
 class EndQuietly:
-    """Ends cancelled requests without an error, by closing the connection.
+    """Middleware that ends cancelled requests without an error, by closing the connection.
 
     A stopping server cancels requests.
     """
@@ -79,7 +82,7 @@ class EndQuietly:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id, and adds headers to its answer.
+    """Middleware that gives each request an id, and adds headers to its answer.
 
     The headers are X-Request-Id and the names of ignored fields.
     """
@@ -100,7 +103,10 @@ class RequestIdMiddleware:
 
 
 class AuthMiddleware:
-    """Rejects requests without one of ``keys``, except to :data:`OPEN_PATHS`. Without keys it rejects none."""
+    """Middleware that rejects requests without one of ``keys``.
+
+    Requests to :data:`OPEN_PATHS` need no key. Without keys it rejects no request.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -122,7 +128,10 @@ class AuthMiddleware:
 
 
 class ConcurrencyLimit:
-    """Rejects requests while ``most`` are being served; :data:`OPEN_PATHS` do not count."""
+    """Middleware that rejects requests while ``most`` are being served.
+
+    Requests to :data:`OPEN_PATHS` do not count.
+    """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most, self._served = app, most, 0

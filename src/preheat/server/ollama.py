@@ -191,7 +191,7 @@ def _now() -> str:
 
 
 class _OllamaWriter(BlocksWriter):
-    """Sends an answer as one object, or as lines with one object each."""
+    """Writer of an answer as one object, or as lines with one object each."""
 
     media = "application/x-ndjson"
     kind: type[OllamaDone]

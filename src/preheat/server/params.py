@@ -28,7 +28,10 @@ from preheat.server.turns import in_turn
 
 
 class TokenIds:
-    """Names tokens by their ids (``return_tokens_as_token_ids``), as a server without a tokenizer does."""
+    """Names of tokens by their ids (``return_tokens_as_token_ids``).
+
+    A server without a tokenizer names them so, too.
+    """
 
     def token_bytes(self, id: int) -> bytes:
         return self.token_text(id).encode()
@@ -136,7 +139,7 @@ async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     """Return prompt logprobs in vLLM's shape.
 
-    Each position has a mapping by token id, except for the first, which has None.
+    Each position has a mapping by token id; the first position has None.
     """
 
     def by_id(entry: TokenLogprobs) -> Any:

@@ -29,7 +29,7 @@ _STOP_SECONDS = 5.0
 
 
 class EngineProcess:
-    """Runs ``entry`` in a child process.
+    """A child process that runs ``entry``.
 
     The child has its own session, so that Ctrl-C does not reach it.
 

@@ -425,7 +425,7 @@ class _ResponsesWriter(BlocksWriter):
 
 
 class _BackgroundWriter(_ResponsesWriter):
-    """Answers at once, and stores the response when it has ended."""
+    """Writer that answers at once, and stores the response when it has ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._response

@@ -19,7 +19,7 @@ The lead is counted from the replica with the fewest requests.
 
 
 class Router:
-    """Chooses among ``size`` replicas, numbered from 0; see :meth:`route`.
+    """The choice among ``size`` replicas, numbered from 0; see :meth:`route`.
 
     It counts the requests of each replica from :meth:`route` to :meth:`end`, or to the :class:`Delta` that ends them.
     For each replica it remembers the block hashes of routed prompts: the last used ones, as many as the cache has

@@ -1,4 +1,4 @@
-"""Runs a client's requests, and cancels their sequences at once when the client disconnects."""
+"""Running requests of a client, cancelled at once when the client disconnects."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """Serves one model, after :meth:`attach` and the engine's Ready. ``send`` sends a message to the engine."""
+    """One served model, after :meth:`attach` and the engine's Ready.
+
+    ``send`` sends a message to the engine.
+    """
 
     def __init__(self, settings: Settings, send: Callable[[ToEngine], None]) -> None:
         self.settings = settings

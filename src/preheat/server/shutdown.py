@@ -30,7 +30,7 @@ _LAST_SECONDS = 1.5  # for a hasty exit; then the process exits even if somethin
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to :class:`Shutdown`, and closes lasting connections.
+    """Server that leaves signals to :class:`Shutdown`, and closes lasting connections.
 
     Connections are closed if they stay open too long after the last request.
     """
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
 
 
 class Shutdown:
-    """Stops ``server`` once all ``services`` are idle, or after ``seconds``.
+    """The stop of ``server``, once all ``services`` are idle or after ``seconds``.
 
     ``hasty`` is set when engines must not be waited for. ``unready`` is the signal that stopped a server before it was
     ready. ``status`` is the exit status if something hangs.

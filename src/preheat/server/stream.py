@@ -1,4 +1,6 @@
-"""Sends answers, as one JSON body or as server-sent events.
+"""Writers of answers, as one JSON body or as server-sent events.
+
+Each generating endpoint extends a writer.
 
 Each generating endpoint extends the writers.
 """
@@ -81,7 +83,7 @@ class WholeWriter(ABC):
 
 
 class Writer(WholeWriter):
-    """Sends a whole answer, or a ``stream`` of events.
+    """Writer of a whole answer, or of a ``stream`` of events.
 
     An event has ``interval`` tokens.
 

@@ -1,4 +1,7 @@
-"""Loads the frontend, passes on the engines' messages, and watches the engines."""
+"""The link between frontend and engines.
+
+It loads the frontend, passes on the engines' messages, and notices when an engine hangs or dies.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ WarmUpFrontend = Callable[[Frontend], None]
 
 
 class Supervisor:
-    """Connects ``service`` with its ``replicas``.
+    """The link between ``service`` and its ``replicas``.
 
     ``on_message`` is called with every message of an engine, ``on_dead`` once, when an engine is dead and the server
     must exit.

@@ -1,4 +1,4 @@
-"""Runs work on long texts in threads, few at once.
+"""Turns for work on long texts in threads, few at once.
 
 So neither the event loop nor short requests are delayed. The tokenizer releases the GIL, and other work gives it up
 within :data:`SWITCH_SECONDS`. A short text is handled in the event loop, as starting a thread would take longer.
@@ -25,7 +25,7 @@ SLICE_SECONDS = 0.005
 """Seconds that the event loop works for one request before others have their turn."""
 
 SWITCH_SECONDS = 0.001
-"""Seconds after which a thread that holds Python's lock passes it on.
+"""Seconds until a thread passes on Python's lock.
 
 The event loop waits so long for each working thread, several times in a request.
 """
@@ -45,7 +45,7 @@ DECODED_AT_ONCE = 2
 """Most prompts of embeddings decoded at once, since decoding takes memory."""
 
 ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
-"""Most answers written in threads at once; answers from this size on."""
+"""Most answers written in threads at once, and the fewest values of such an answer."""
 
 
 class Turns:

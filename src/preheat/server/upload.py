@@ -1,4 +1,4 @@
-"""Reads a form with one file, and writes the file as it arrives.
+"""The upload of a form with one file, written as it arrives.
 
 Nothing of the file is kept in memory.
 """
@@ -29,7 +29,7 @@ SLOWEST = 64 * 1024
 class Form:
     """A form that arrives in parts.
 
-    It has ``fields``, and the name of its file, which is written to ``sink``.
+    It has ``fields``, and the name of its file. The file is written to ``sink``.
 
     Raises InvalidRequest for a body that is no such form, and TooLarge if the file has over ``most`` bytes.
     """
