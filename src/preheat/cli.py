@@ -299,7 +299,7 @@ def _complete(values: dict[str, Any]) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a part of a model's answer, on a terminal without control characters."""
+    """Print a part of a model's answer; strip control characters on a terminal."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -498,7 +498,7 @@ def _bench(words: Sequence[str]) -> int:
         raise PreheatError(
             "the benchmarks are not installed with preheat: clone its repository and run `scripts/bench` there"
         )
-    # the default handler lets it stop the servers that it started
+    # The default handler lets it stop the servers that it started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

@@ -22,7 +22,7 @@ Lacks = Mapping[tuple[str, ...], str]
 class Trait(NamedTuple):
     """A feature that can be on.
 
-    ``option`` turns it off, in the way of ``off``. ``on`` returns from the settings whether it is on; None if the
+    ``option`` turns it off, as ``off`` describes. ``on`` returns from the settings whether it is on; None if the
     settings do not tell.
     """
 
@@ -36,7 +36,7 @@ class Trait(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Advice how to turn it off."""
+        """Advice on how to turn it off."""
         return self.off or f"leave {self.option} out"
 
 

@@ -34,7 +34,7 @@ Transfer = Literal["load", "store"]
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGPROB_IDS = 128
-"""Most ids of a request; vLLM's limit."""
+"""Most ``logprob_token_ids`` of a request; vLLM's limit."""
 
 MAX_PATTERN = 2048
 """Most tokens of a repeated pattern; the default limit of vLLM."""
@@ -787,7 +787,7 @@ class Schedule:
             rows = self.num_sampled.nonzero()[0]
             return rows, self.ends[rows]
         rows = np.arange(self.rows).repeat(self.num_sampled)
-        # sampled tokens left in the row, including this one
+        # Sampled tokens left in the row, including this one.
         left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))
         return rows, self.ends[rows] + 1 - left
 

@@ -49,7 +49,7 @@ class CheckFailed(PreheatError):
 
 
 class OutsideLimits(PreheatError):
-    """A step exceeds the limits: a bug of the scheduler."""
+    """A step exceeds the limits: a bug of the scheduler, not a request's fault."""
 
 
 class ColdStep(PreheatError):
@@ -73,7 +73,7 @@ class GrammarFailed(PreheatError):
 
 
 class NotFinite(PreheatError):
-    """The model computed numbers that are not finite for a request."""
+    """The model computed numbers that are not finite; the request has no answer."""
 
     code = "not_finite"
 

@@ -66,7 +66,7 @@ def resolve_limits(
     cache_bytes: int | None = None,
     image_tokens: int = 0,
 ) -> Limits:
-    """Resolve the limits of a model for ``max_positions`` tokens.
+    """Resolve the limits of a model made for ``max_positions`` tokens.
 
     - ``block_bytes``: bytes of a block of its KV cache.
     - ``image_tokens``: positions of an image.

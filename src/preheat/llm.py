@@ -65,7 +65,7 @@ class LLM(OfflineClient):
         transport = InlineTransport(progress.show)
         settings = self.settings
         metrics = Metrics(model_names(settings)[0], settings.metrics_prefix)
-        # first, so that an error of the frontend shows without torch
+        # First, so that an error of the frontend shows without torch.
         frontend = boot_front(settings, transport.send, metrics)
         self.loop = boot_engine(settings, transport)
         super().__init__(frontend, self.loop, transport)

@@ -1,4 +1,4 @@
-"""Completes prompts within this process, by a frontend and a loop."""
+"""Completion of prompts within this process, by a frontend and a loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
 
 
 class OfflineClient:
-    """Completes prompts with a frontend and a loop, connected by ``transport``."""
+    """Client of a frontend and a loop, connected by ``transport``."""
 
     def __init__(self, frontend: Frontend, loop: Loop | EchoLoop, transport: InlineTransport) -> None:
         self.frontend, self._loop, self._transport = frontend, loop, transport

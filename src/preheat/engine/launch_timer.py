@@ -52,11 +52,9 @@ class LaunchTimer:
         self._ended = now
 
     def running(self) -> float:
-        """Return the seconds since the oldest step in flight began, or 0.
+        """Return the seconds since the oldest step in flight began on the device.
 
-        It began when the device had ended the step before.
-
-        May be called in any thread.
+        It is 0 without a step in flight. May be called in any thread.
         """
         try:
             _, launched = self._in_flight[0]

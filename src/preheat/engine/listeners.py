@@ -1,6 +1,6 @@
 """Optional reports about every step.
 
-There is a log of compilations and fallbacks, and there are the fields of trace events.
+They are a log of compilations and fallbacks, and the fields of trace events.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class Loop:
     def _launch_masked(self, step: InFlightStep, batch: InputBatch) -> LaunchedStep:
         """Launch a step, compute its masks meanwhile, and sample.
 
-        Masks depend on tokens of the step in flight, so its results are processed first.
+        Masks depend on the tokens of a step in flight before it, so its results are processed first.
         """
         grammars, schedule, slots = self.grammars, batch.schedule, self.scheduler.slots
         if isinstance(grammars, str):

@@ -219,7 +219,7 @@ class Rendered(Struct):
 class ModelCard(Struct):
     """A model or adapter.
 
-    ``max_model_len`` is null until the engine is ready. ``root`` is the folder that it was loaded from. ``parent`` is
+    ``max_model_len`` is null until the engine is ready. ``root`` is its source, a folder or a Hub id. ``parent`` is
     the model of an adapter.
     """
 

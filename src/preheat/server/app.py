@@ -72,7 +72,7 @@ def run_server(
 ) -> int:
     """Serve until stopped, and return the exit status.
 
-    ``entry`` names the program of the engine's process. ``stopped`` is the exit status if a signal stops the process
+    ``entry`` is the entry of the engine's process. ``stopped`` is the exit status if a signal stops the process
     before it is ready, or while something hangs.
 
     ``on_ready`` is called once requests are accepted, with the settings, including the opened port. ``on_blocked`` is
@@ -108,7 +108,7 @@ def run_server(
 
 
 def _bound_pauses() -> None:
-    """Bound the event loop's waits for Python's lock, and the process's unused memory."""
+    """Bound the event loop's waits for Python's lock, and the memory that stays unused."""
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)  # the time is quadratic in the digits
     give_back_large_blocks()

@@ -9,7 +9,7 @@ from preheat.server.replicas import Replicas
 
 
 class EngineWatch:
-    """Watch over one replica.
+    """Watch over one replica, given by its number.
 
     ``stalled`` is the reason why it gets no requests, if any.
     """

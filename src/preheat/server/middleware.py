@@ -122,7 +122,7 @@ class AuthMiddleware:
         """Return whether the request has a key, in OpenAI's or Anthropic's header."""
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key").strip()
-        # compare with every key, so that the time reveals nothing
+        # Compare with every key, so that the time reveals nothing.
         known = [hmac.compare_digest(given, own) for own in self._keys]
         return any(known)
 

@@ -154,7 +154,7 @@ class Models:
 
     @property
     def take_requests(self) -> bool:
-        """Whether the server takes requests now, for any of the models."""
+        """Whether requests for every one of the models would be accepted now."""
         return all(service.takes_requests for service in self.services)
 
     @property

@@ -224,7 +224,10 @@ OLLAMA = (
 
 
 def served(*, adapters: bool, ollama: bool = False) -> list[Operation]:
-    """Return the routes of a server, with or without ``adapters`` (loading) and ``ollama``."""
+    """Return the routes of a server.
+
+    ``adapters`` adds the routes for loading adapters, ``ollama`` the routes of Ollama's API.
+    """
     own = [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
     return [*own, *(OLLAMA if ollama else ())]
 

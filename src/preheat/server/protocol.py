@@ -58,7 +58,7 @@ class ConnectionLimits:
                 "closed at once",
                 self.connections,
             )
-        # in between, the limit may be reached again soon: log nothing
+        # In between, keep the state: the limit may soon be reached again.
         if count > self.connections or count < self.connections // 2:
             self._full = count > self.connections
         return count <= self.connections

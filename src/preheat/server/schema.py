@@ -73,7 +73,7 @@ class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
 class LoadLoraAdapterRequest(ForModel, kw_only=True):
     """POST /v1/load_lora_adapter.
 
-    ``lora_path`` is a folder below ``--lora-root``; a relative path starts there. ``load_inplace`` allows to replace a
+    ``lora_path`` is a folder below ``--lora-root``; a relative path starts there. With ``load_inplace`` it replaces a
     loaded adapter of the same name.
     """
 
@@ -282,7 +282,7 @@ class AllowedTool(Struct, forbid_unknown_fields=True):
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):
-    """The tools that may be called ("auto"), or must be called ("required", any one)."""
+    """The tools that may be called; with mode "required", one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[AllowedTool]

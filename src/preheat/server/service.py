@@ -54,7 +54,7 @@ class Service:
     def attach(self, frontend: Frontend) -> None:
         """Serve through ``frontend`` from now on."""
         if frontend.images is not None:
-            from preheat.server.image_lanes import ImageLanes  # needs Pillow, an optional dependency of text models
+            from preheat.server.image_lanes import ImageLanes  # needs Pillow; other models do without it
 
             self.image_lanes = ImageLanes(frontend.images)
         self._frontend = frontend

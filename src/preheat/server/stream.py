@@ -1,8 +1,6 @@
 """Writers of answers, as one JSON body or as server-sent events.
 
 Each generating endpoint extends a writer.
-
-Each generating endpoint extends the writers.
 """
 
 from __future__ import annotations
