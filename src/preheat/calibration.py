@@ -56,8 +56,8 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
     Return advice for the next step.
 
     The default prompts are samples of Python's own library. The files go to the folder ``output``, or to the paths in a
-    ``quant_config`` of mode MEASURE. The allow and block lists of a ``quant_config`` apply. Raises SettingsError for a
-    quantized model, for a cache dtype other than auto, or if no output folder is given.
+    ``quant_config`` of mode MEASURE. The allow and block lists of a ``quant_config`` apply. Raises SettingsError
+    for a cache dtype other than auto, for a ``quant_config`` of another mode, or if no output folder is given.
     """
     config = read_config(settings.quant_config) if settings.quant_config else None
     if config is not None and config.mode != "MEASURE":
