@@ -1,4 +1,7 @@
-"""The command line. Help, errors, plans and bucket sizes do not import torch, which takes seconds."""
+"""The command line.
+
+Help, errors, plans and bucket sizes do not import torch, since that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import RequestOutput
 
 SERVED_MIXED_TOKENS = 512
-"""Tokens in a server's mixed steps: about what a large GPU computes in the time of a few decoding steps."""
+"""Tokens in a server's mixed steps.
+
+A large GPU computes about so many in the time of a few decode steps.
+"""
 
 ASKED = ("prompts", "reduced", "json", "digest", "against", "fuzz", "random_models", "fuzz_seed")
 
@@ -69,7 +75,10 @@ TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a failure, 2 for a usage error."""
+    """Run one command and return its exit status.
+
+    It is 0, 1 for a failure, or 2 for a usage error.
+    """
     words = [dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
         if words[:1] == ["bench"]:
@@ -85,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has exited
+    except BrokenPipeError:  # the reader of the output has exited
         _drop_output()
         return FAILURE
-    except OSError as error:  # of a file, an address or standard output
+    except OSError as error:  # an error of a file, an address or standard output
         logger.debug("The command failed", exc_info=True)
         if error.filename is None:
             _drop_output()
@@ -106,11 +115,11 @@ def _drop_output() -> None:
 
 
 def _values(words: Sequence[str]) -> dict[str, Any]:
-    """The command's function (``run``) and its arguments, by name. Raises SettingsError for words with no meaning."""
+    """Return the command's function (``run``) and its arguments, by name. Raises SettingsError for unknown words."""
     parser, commands = _parser()
     command = commands.get(words[0] if words else "", parser)
     actions = command._actions
-    if any(action.dest == "config" for action in actions):  # it takes settings
+    if any(action.dest == "config" for action in actions):  # the command takes settings
         add_flags_of_vllm(command)
         words = plain_words(words, _switches(actions))
     args, unknown = parser.parse_known_args(words)
@@ -124,12 +133,12 @@ def _values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _switches(actions: Iterable[argparse.Action]) -> set[str]:
-    """The flags that take no value, of those that have a negation."""
+    """Return the flags with a negation; they take no value."""
     return {action.option_strings[0] for action in actions if isinstance(action, argparse.BooleanOptionalAction)}
 
 
 def _unknown(word: str, known: Iterable[str]) -> str:
-    """What to write in place of ``word``, which none of the ``known`` flags took."""
+    """Return advice about ``word``, as none of the ``known`` flags took it."""
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected word {word!r}: the model is named once, as --model {word}, and flags begin with --"
@@ -137,7 +146,7 @@ def _unknown(word: str, known: Iterable[str]) -> str:
 
 
 def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
-    """Raise SettingsError if a list took the last word, which may have been meant as the model."""
+    """Raise SettingsError if a list took the last word, likely meant as the model."""
     for name, value in values.items():
         if isinstance(value, list) and value[-1] == words[-1] and not words[-2].startswith("--"):
             raise SettingsError(
@@ -146,7 +155,7 @@ def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name."""
+    """Return the parser, and the parsers of the commands by name."""
     parser = argparse.ArgumentParser(prog="preheat", description="An LLM inference engine, hot from the first request.")
     parser.add_argument("--version", action="version", version=f"preheat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -237,7 +246,7 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _add_without_model(commands: Any) -> None:
-    """Add the commands that are about no model."""
+    """Add the commands that need no model."""
     completion = commands.add_parser("completion", help="print a script for completion in a shell", allow_abbrev=False)
     completion.set_defaults(run=_completion)
     completion.add_argument("shell", choices=SHELLS)
@@ -250,7 +259,7 @@ def _add_without_model(commands: Any) -> None:
 def _command(
     commands: Any, name: str, run: Callable[[dict[str, Any]], int], options: Iterable[Option], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command that takes the model as its argument."""
+    """Add a command with the model as its argument."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, allow_abbrev=False, usage=f"preheat {name} [MODEL] [--flag VALUE ...]"
     )
@@ -261,7 +270,7 @@ def _command(
 
 
 def _add_client(commands: Any, name: str, run: Callable[[dict[str, Any]], int], text: str) -> argparse.ArgumentParser:
-    """Add a command that is a client of a running server."""
+    """Add a command for a client of a running server."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument("--url", default="http://localhost:8000/v1", help="where the server is [%(default)s]")
@@ -290,7 +299,7 @@ def _complete(values: dict[str, Any]) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a part of a model's answer; a terminal gets none of its control characters."""
+    """Print a part of a model's answer; strip control characters on a terminal."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -347,7 +356,7 @@ def _bias(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
 
 
-_bias.__name__ = "JSON object of token ids and numbers"  # its name in argparse's errors
+_bias.__name__ = "JSON object of token ids and numbers"  # shown in argparse's errors
 
 
 def _struct(kind: type[msgspec.Struct], text: str) -> msgspec.Struct:
@@ -363,7 +372,7 @@ def _flag(name: str) -> str:
 
 
 def _load(values: dict[str, Any]) -> Settings:
-    """The settings of a command that takes the model as its argument. Raises SettingsError for several models."""
+    """Return the settings of a command with the model as its argument. Raises SettingsError for several models."""
     settings = _loaded(values)
     if settings.models:
         raise SettingsError("several models are for `preheat serve`: name one, as --model PATH", param="models")
@@ -378,7 +387,10 @@ def _loaded(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server, where by default a long prompt must not delay the sequences that decode."""
+    """Return ``settings`` for a server.
+
+    By default a long prompt must not delay sequences that decode.
+    """
     mixes = (
         policy_of(with_defaults(settings, facts_of(settings.device))).mixed_steps and settings.enable_chunked_prefill
     )
@@ -480,13 +492,14 @@ def _verify(values: dict[str, Any]) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    """Run the ``benchmarks`` package, which is beside ``src`` in a checkout and not installed."""
+    """Run the ``benchmarks`` package, found beside ``src`` in a checkout and not installed."""
     root = Path(__file__).parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
         raise PreheatError(
             "the benchmarks are not installed with preheat: clone its repository and run `scripts/bench` there"
         )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops the servers that it started
+    # The default handler lets it stop the servers that it started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     return int(importlib.import_module("benchmarks.__main__").main(words))
@@ -515,7 +528,7 @@ def _calibrate(values: dict[str, Any]) -> int:
 
 
 def curl(settings: Settings) -> str:
-    """A shell command that requests a completion from the server of these settings."""
+    """Return a shell command that requests a completion from the server of these settings."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if settings.ssl_certfile else "http"
@@ -538,7 +551,7 @@ def _generate(values: dict[str, Any]) -> int:
     from preheat.llm import LLM
 
     llm = LLM(**values)
-    params = llm.frontend.input.params(**sampling)  # the checkpoint may recommend what is not given
+    params = llm.frontend.input.params(**sampling)  # fills in the checkpoint's recommendations
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)
@@ -549,7 +562,10 @@ def _generate(values: dict[str, Any]) -> int:
 
 
 def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
-    """The prompts of the flags, then those of the file; without either, those of standard input."""
+    """Yield the prompts of the flags, then of the file.
+
+    Without either, yield the prompts of standard input.
+    """
     yield from given
     if path is None and not given:
         if sys.stdin.isatty():
@@ -566,7 +582,10 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 
 
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
-    """One prompt per line, without empty lines; of a JSON object, its ``prompt`` (text or token ids)."""
+    """Yield one prompt per nonempty line.
+
+    The prompt of a JSON object is its ``prompt`` (text or token ids).
+    """
     found = False
     for number, line in enumerate(_plain(lines), 1):
         found = found or bool(line)
@@ -578,14 +597,17 @@ def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
         except msgspec.ValidationError as error:
             expected = '{"prompt": "text"} or {"prompt": [token ids]}'
             raise SettingsError(f"{name}, line {number}: expected {expected}: {error}") from None
-        except msgspec.DecodeError:  # text that begins with a brace
+        except msgspec.DecodeError:  # a text that begins with a brace
             yield line
     if not found:
         raise SettingsError(f"no prompt in {name}: write one a line")
 
 
 def _plain(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without their ends, and without the mark (BOM) with which editors on Windows begin a file."""
+    """Yield lines without their ends and without the byte-order mark.
+
+    Editors on Windows begin a file with that mark (BOM).
+    """
     for number, line in enumerate(lines):
         yield (line if number else line.removeprefix("\ufeff")).rstrip("\r\n")
 

@@ -1,8 +1,9 @@
-"""What goes with what: the one table of features, and the rules between options.
+"""The table of features that work together, and the rules between options.
 
 A feature is a :class:`Trait`. The settings turn most traits on; the model, the execution mode or a request turns on the
-rest. Every pair of traits has a row in :data:`ROWS`: the test that says that the two work together, or the reason why
-they do not. A backend or a model may lack more, see :data:`Lacks`. docs/combinations.md is written from here.
+rest. Every pair of traits has a row in :data:`ROWS`. The row names the test that proves that the two work together, or
+the reason why they do not. A backend or a model may lack more, see :data:`Lacks`. docs/combinations.md is generated
+from this module.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from preheat.errors import SettingsError
 from preheat.utils.kv_events import kv_events_config
 
 Lacks = Mapping[tuple[str, ...], str]
-"""What a backend or a model cannot do: traits that are not there, alone or together, and the reason."""
+"""Traits that a backend or a model lacks, alone or together, and the reasons."""
 
 
 class Trait(NamedTuple):
     """A feature that can be on.
 
-    ``option`` turns it off, as ``off`` says. ``on`` tells from the settings whether it is on; None: the settings do not
-    know.
+    ``option`` turns it off, as ``off`` describes. ``on`` returns from the settings whether it is on; None if the
+    settings do not tell.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Trait(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What turns it off."""
+        """Advice on how to turn it off."""
         return self.off or f"leave {self.option} out"
 
 
@@ -48,7 +49,7 @@ def _publishes(settings: Any) -> bool:
 
 
 def _in_messages(settings: Any) -> set[bool]:
-    """Whether each parser that is used takes an answer for messages in channels."""
+    """Return, for each parser in use, whether it reads answers as messages in channels."""
     tools = settings.tool_call_parser if settings.enable_auto_tool_choice else None
     return {name in ("openai", "openai_gptoss") for name in (tools, settings.reasoning_parser) if name}
 
@@ -100,11 +101,11 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
 """Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
 
 ONE_OF = ("eager lazy compile graphs", "text_drafts draft_model eagle3")
-"""Traits of which an engine has one at most."""
+"""Groups of exclusive traits: an engine has at most one of each group."""
 
 
 class Works(NamedTuple):
-    """Each of ``left`` works with each of ``right``, as ``test`` says."""
+    """Each of ``left`` works with each of ``right``, as ``test`` proves."""
 
     test: str
     left: str
@@ -112,7 +113,7 @@ class Works(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Each of ``left`` is refused with each of ``right``. ``yet``: nothing but work is in the way."""
+    """Each of ``left`` is refused with each of ``right``. ``yet``: only missing work is in the way."""
 
     left: str
     right: str
@@ -124,7 +125,7 @@ Row = Works | Refused
 
 
 def pairs(row: Row) -> Iterator[tuple[str, str]]:
-    """The pairs of traits that ``row`` decides."""
+    """Return the pairs of traits that ``row`` decides."""
     return ((left, right) for left in row.left.split() for right in row.right.split() if left != right)
 
 
@@ -171,12 +172,15 @@ _RANKS = "tests/cpu/test_quantized_ranks.py::test_bits_do_not_depend_on_the_numb
 
 
 def _together(names: str, test: str = "test_together") -> Works:
-    """All of ``names`` on at once, in an engine on a CPU; the test takes its cases from here."""
+    """Return a row for ``names`` on at once, in an engine on a CPU.
+
+    The test takes its cases from here.
+    """
     return Works(_HERE + test, names, names)
 
 
 def _on_gaudi(names: str) -> Works:
-    """All of ``names`` on at once, on a fake Gaudi."""
+    """Return a row for all of ``names`` on at once, on a fake Gaudi."""
     return _together(names, "test_together_on_a_fake_gaudi")
 
 
@@ -245,7 +249,7 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling offload "
           "split eager compile graphs"),
-    # So is each of several models.
+    # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
           "offload "
@@ -259,7 +263,7 @@ ROWS: tuple[Row, ...] = (*_REFUSED, *_WORKS)
 
 
 class Rule(NamedTuple):
-    """Options that do not fit each other, or values that do not. ``message`` may name any option of ``s``."""
+    """A rule between options or their values. ``message`` may name any option of ``s``."""
 
     param: str | None
     broken: Callable[[Any], object]
@@ -336,11 +340,11 @@ RULES: tuple[Rule, ...] = (
     Rule("max_cpu_loras", lambda s: len(s.lora_modules) > (s.max_cpu_loras or s.max_loras),
          "lora_modules names more adapters than the host keeps: raise max_cpu_loras"),
 )  # fmt: skip
-"""What options need of each other."""
+"""The rules between options."""
 
 
 def check_settings(settings: Any) -> None:
-    """Raise SettingsError for options that contradict each other, and for traits that do not go together."""
+    """Raise SettingsError for options or traits that do not work together."""
     for rule in RULES:
         if rule.broken(settings):
             raise SettingsError(rule.message.format(s=settings), param=rule.param)
@@ -348,14 +352,16 @@ def check_settings(settings: Any) -> None:
 
 
 def traits_of(settings: Any) -> frozenset[str]:
-    """The traits that ``settings`` turn on."""
+    """Return the traits that ``settings`` turn on."""
     return frozenset(name for name, trait in TRAITS.items() if trait.on is not None and trait.on(settings))
 
 
 def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({})) -> None:
-    """Raise SettingsError, naming all sides and what to change, if the traits ``on`` do not go together.
+    """Raise SettingsError if the traits ``on`` do not work together.
 
-    ``lacking``: what is not there, by where that is.
+    The message names all sides and the remedies.
+
+    ``lacking`` has the missing traits by place, such as a backend.
     """
     for row in ROWS:
         if isinstance(row, Refused):

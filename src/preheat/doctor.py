@@ -1,4 +1,4 @@
-"""``preheat doctor`` looks whether preheat will run here, ``preheat collect-env`` says what a report should name.
+"""``preheat doctor`` checks whether preheat will run here; ``preheat collect-env`` prints facts for a report.
 
 Nothing is changed, no GPU memory is taken, and torch is not imported.
 """
@@ -27,7 +27,7 @@ from preheat.warmup.store import cache_root
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette",
             "uvicorn", "uvloop", "transformers", "vllm")  # fmt: skip
 TORCH = (2, 11), (2, 13)
-"""The versions of torch that the tests run with, first and last."""
+"""The first and the last version of torch in the tests."""
 
 MIN_DISK, MIN_SHM, MIN_FILES = 2**30, 64 * 2**20, 1024
 PREFIXES = ("PREHEAT_", "VLLM_", "PT_HPU", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "HF_",
@@ -37,7 +37,7 @@ MASKED = "(set)"
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """All checks for an engine with ``settings``, one after the other."""
+    """Yield all checks for an engine with ``settings``, one after the other."""
     yield Finding("preheat", f"{preheat.__version__} in Python {platform.python_version()}")
     yield _torch()
     for device in [settings.device] if settings.device in ENVIRONMENTS else ENVIRONMENTS:
@@ -64,7 +64,7 @@ def _torch() -> Finding:
 
 
 def _folder(what: str, folder: Path) -> Finding:
-    """Whether files can be made in ``folder``, which may not be there yet, and how much room there is."""
+    """Check that files can be created in ``folder`` (or where it would be), and find the free space."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -102,7 +102,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def table(found: list[Finding]) -> str:
-    """``found`` for a terminal."""
+    """Format ``found`` for a terminal."""
     width = max(len(finding.what) for finding in found)
     lines = []
     for finding in found:
@@ -115,8 +115,9 @@ def table(found: list[Finding]) -> str:
 
 
 def collected(settings: Settings) -> dict[str, Any]:
-    """What a report should name: versions, the machine, variables and settings that are set, the findings. Secrets are
-    masked.
+    """Return the facts for a report: versions, the machine, variables, changed settings, findings.
+
+    Secrets are masked.
     """
     versions = {"python": sys.version.split()[0], "preheat": preheat.__version__}
     for name in PACKAGES:

@@ -25,7 +25,7 @@ from preheat.utils.log import one_line
 _TOKEN_SECONDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
 )  # fmt: skip
-"""vLLM's bounds begin at 0.01, above a whole step of a small model."""
+"""Bounds in seconds. vLLM's begin at 0.01, above a whole step of a small model."""
 _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(2**power for power in range(15))
@@ -33,7 +33,10 @@ _CHOICES = (1, 2, 5, 10, 20)
 
 
 class Histogram:
-    """Numbers of values in each bucket, and the sum of all values; ``name`` and ``text`` as ``/metrics`` shows them."""
+    """Numbers of values in each bucket, and the sum of all values.
+
+    ``/metrics`` shows ``name`` and ``text``.
+    """
 
     __slots__ = ("bounds", "counts", "name", "text", "total")
 
@@ -47,7 +50,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it), as Prometheus wants it."""
+        """Return pairs (upper bound, number of values up to it), the form of Prometheus."""
         reached, buckets = 0, []
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             reached += count
@@ -57,7 +60,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Times:
-    """When what happened to a sequence, by ``time.monotonic``; 0: not yet."""
+    """Times of a sequence's events, by ``time.monotonic``; 0 means not yet."""
 
     arrived: float = 0.0
     started: float = 0.0
@@ -66,7 +69,7 @@ class Times:
 
 
 _Row = tuple[str, str, Callable[[Any], float]]
-"""A counter's name, its text, and what it is of what an engine says."""
+"""A counter's name, its text, and its value from an engine's statistics."""
 
 _COUNTERS: tuple[_Row, ...] = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
@@ -105,8 +108,9 @@ _GRAMMARS: tuple[_Row, ...] = (
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What one engine says of itself. ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds``
-    come from its last record.
+    """Figures of one engine.
+
+    ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds`` come from its last record.
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -118,12 +122,14 @@ class EngineFigures:
 
 
 class Metrics(Collector):
-    """The counts of a frontend for ``model_name``, whose families' names begin with ``prefix``; times in seconds.
+    """The counts of a frontend for ``model_name``; times are in seconds.
 
-    What ``engines`` say of themselves has the label ``engine``, their number, as in vLLM; requests are counted for all
-    together. ``loads`` tells which requests each engine runs and which wait there, if there are several. ``digest``
-    and ``cache_config`` (settings and limits, by name) are those of all. ``adapters`` are the labels that tell which
-    ones run and wait; empty: none can.
+    - ``prefix`` begins the names of the families.
+    - ``engines`` have figures of their own, with their number as label ``engine``, as in vLLM. Requests are counted for
+      all engines together.
+    - ``loads`` returns the numbers of running and waiting requests of each engine, if there are several.
+    - ``digest`` and ``cache_config`` (settings and limits, by name) are common to all engines.
+    - ``adapters`` are the labels with running and waiting adapters; empty if there can be none.
     """
 
     def __init__(self, model_name: str, prefix: str = "preheat", engines: int = 1) -> None:
@@ -167,16 +173,16 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def update(self, stats: Stats) -> None:
-        """Take over the engine's own counters and gauges, after a step."""
+        """Store the engine's own counters and gauges, after a step."""
         engine = self.engines[stats.engine]
         before, engine.stats = engine.stats, stats
-        engine.grammars = stats.grammars or engine.grammars  # told only when they changed
+        engine.grammars = stats.grammars or engine.grammars  # sent only when they changed
         tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
         if tokens:
             self.step_tokens.observe(tokens)
 
     def arrived(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """A request begins to wait."""
+        """Count a request that begins to wait."""
         self.waiting += params.n
         self.prompt_tokens += prompt_tokens
         self.prompt_length.observe(prompt_tokens)
@@ -185,7 +191,10 @@ class Metrics(Collector):
             self.params_max_tokens.observe(params.max_tokens)
 
     def ended(self, reason: str, times: Times, tokens: int) -> None:
-        """A sequence of ``tokens`` ends, and a client hears of it now."""
+        """Count a sequence of ``tokens`` tokens that has ended.
+
+        Called just before its client is told.
+        """
         self.finished[reason] += 1
         self.request.observe(time.monotonic() - times.arrived)
         self.output_length.observe(tokens)
@@ -201,7 +210,7 @@ class Metrics(Collector):
             self.token.observe((times.last - times.first) / (tokens - 1))
 
     def text(self) -> bytes:
-        """The page of ``/metrics``, in Prometheus' text format."""
+        """Return the page of ``/metrics``, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -287,7 +296,7 @@ class Metrics(Collector):
         value: float | Mapping[str, float],
         *label: str,
     ) -> Metric:
-        """A metric with one number, or with one for each value of its label."""
+        """Return a metric with one number, or one for each label value."""
         family = kind(f"{self.prefix}:{name}", text, labels=["model_name", *label])
         if isinstance(value, Mapping):
             for key, number in value.items():
@@ -304,7 +313,7 @@ class Metrics(Collector):
         values: Sequence[float | Mapping[str, float]],
         *label: str,
     ) -> Metric:
-        """A metric with one of ``values`` for each engine, as in :meth:`_family`."""
+        """Return a metric with one of ``values`` for each engine, as in :meth:`_family`."""
         family = kind(f"{self.prefix}:{name}", text, labels=["model_name", "engine", *label])
         for engine, value in enumerate(values):
             if isinstance(value, Mapping):
@@ -321,10 +330,13 @@ class Metrics(Collector):
 
 
 PARTS = {"defrag": "preheat.schedule.defrag"}
-"""Parts that have a debug log, and their loggers."""
+"""Parts with a debug log, and their loggers."""
 
 
 def explain(parts: Collection[str]) -> None:
-    """Turn on the debug log of these of the :data:`PARTS`, and of no others."""
+    """Turn on the debug logs of ``parts``, and turn off all others.
+
+    The parts are named in :data:`PARTS`.
+    """
     for part, name in PARTS.items():
         logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)

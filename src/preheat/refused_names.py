@@ -1,4 +1,4 @@
-"""Names of vLLM's package that have no meaning here; see :class:`preheat.utils.refused.Refused`."""
+"""Names of vLLM's package without a meaning here; see :class:`preheat.utils.refused.Refused`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option of preheat, with its flag, its environment variables, its default and its help.
+"""Every option of preheat, with flag, environment variables, default and help.
 
 A :class:`Settings` is frozen and always valid. Only :meth:`Settings.load` reads the environment. Flags are the names
 with dashes; every option can also be set by ``PREHEAT_<NAME>``, and some by the variable of vLLM or Gaudi.
@@ -49,11 +49,11 @@ _spec = partial(option, group="Speculation")
 
 
 BATCH_SOFTMAX = ("wsum", "amax", "head_amax", "wsum_head_amax")
-"""Softmax variants of vLLM on Gaudi that look at a whole batch."""
+"""Softmax variants of vLLM on Gaudi that depend on a whole batch."""
 
 
 def _count_or_zero(text: str) -> int:
-    """Negative and unreadable text mean none, as for the determinism warm-up's environment variable in vLLM."""
+    """Parse a count; negative and unreadable text mean 0, as in vLLM's determinism warm-up."""
     try:
         return max(int(text), 0)
     except ValueError:
@@ -62,7 +62,7 @@ def _count_or_zero(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Raises SettingsError, naming the option, for a value that cannot be used."""
+    """All options. Raises SettingsError, naming the option, for an unusable value."""
 
     model: str = _model(
         BUNDLED,
@@ -373,7 +373,7 @@ class Settings:
     )
     otlp_traces_protocol: str = _server(
         "grpc", "How spans are sent: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-    )  # checked where spans are sent: the variable may be meant for other programs
+    )  # checked where spans are sent, as the variable may be meant for other programs
     collect_detailed_traces: str | None = _server(
         None,
         "Times of parts of the engine in the spans.",
@@ -691,7 +691,7 @@ class Settings:
 
     @property
     def speculation(self) -> Speculation | None:
-        """What drafts tokens; None: nothing does."""
+        """The drafting of tokens, or None."""
         return speculation(self)
 
     @classmethod
@@ -701,11 +701,13 @@ class Settings:
         env: Mapping[str, str] | None = None,
         config_file: str | None = None,
     ) -> Settings:
-        """Settings from keywords or flags, then the environment, then a YAML file, then the defaults.
+        """Load settings from keywords or flags, and other sources.
+
+        Keywords or flags come first, then the environment, then a YAML file, then the defaults.
 
         ``args`` maps option names to values of the option's type, or to text. ``env`` is by default the process's
         environment, ``config_file`` the option ``config``. Raises SettingsError for unknown names and values; unknown
-        variables are only warned about.
+        variables only cause a warning.
         """
         env = os.environ if env is None else env
         values = read_environment(OPTIONS, env)
@@ -717,7 +719,7 @@ class Settings:
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:
-    """Raise SettingsError unless ``limits`` are counts of what a prompt may hold besides text."""
+    """Raise SettingsError unless ``limits`` are counts of images, the only kind besides text."""
     for name, count in (limits or {}).items():
         if name != "image" or type(count) is not int or count < 0:
             raise SettingsError(
@@ -731,7 +733,10 @@ OPTIONS: dict[str, Option] = registry(Settings)
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    """The options in a YAML or JSON file: one mapping, names with dashes or underscores."""
+    """Read the options in a YAML or JSON file. Raises SettingsError.
+
+    The file has one mapping, from names with dashes or underscores.
+    """
     import yaml
 
     try:

@@ -1,4 +1,7 @@
-"""Reads a form with one file, which is written while it arrives: nothing of it is kept in memory."""
+"""The upload of a form with one file, written as it arrives.
+
+Nothing of the file is kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ from preheat.errors import InvalidRequest, SlowRequest, TooLarge
 from preheat.server.body import BODY_SECONDS, discard
 
 MOST_FIELDS = 16
-"""Fields of a form beside its file."""
+"""Most fields of a form beside its file."""
 
 FIELD_BYTES = 1024
-"""Of a name or of a value, and of a file's name."""
+"""Most bytes of a name, a value, or the file's name."""
 
 SLOWEST = 64 * 1024
 """Bytes a second that a client must send on average."""
 
 
 class Form:
-    """A form that arrives: its ``fields``, and the name of its file, whose contents go to ``sink``.
+    """A form that arrives in parts.
 
-    Raises InvalidRequest for what is no such form, TooLarge beyond ``most`` bytes of the file.
+    It has ``fields``, and the name of its file. The file is written to ``sink``.
+
+    Raises InvalidRequest for a body that is no such form, and TooLarge if the file has over ``most`` bytes.
     """
 
     def __init__(self, content_type: str, sink: BinaryIO, most: int) -> None:
@@ -47,14 +52,14 @@ class Form:
         self._parser = MultipartParser(options[b"boundary"], callbacks)  # type: ignore[arg-type]
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Parse the next bytes of the body."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise InvalidRequest(f"The body is no form: {error}") from None
 
     def finish(self) -> None:
-        """The body has ended."""
+        """End the body. Raises InvalidRequest if the form is incomplete."""
         if not self._ended:
             raise InvalidRequest("The form ends before its last boundary")
         if self.filename is None:
@@ -115,7 +120,10 @@ def _text(value: bytes) -> str:
 
 
 async def receive(request: Request, sink: BinaryIO, most: int) -> Form:
-    """The form in the body of ``request``, with its file in ``sink``. Raises InvalidRequest, TooLarge, SlowRequest."""
+    """Read the form in the body of ``request``, with its file in ``sink``.
+
+    Raises InvalidRequest, TooLarge or SlowRequest.
+    """
     form = Form(request.headers.get("content-type", ""), sink, most)
     seconds = BODY_SECONDS + most / SLOWEST
     try:
