@@ -11,29 +11,32 @@ from collections.abc import Iterator
 import numpy as np
 
 CHUNK = 1 << 16
-"""Logits handled at once where temporaries are made, so that these stay in the processor's cache. Changes no bits."""
+"""Logits handled at once, so that temporaries stay in the processor's cache. Changes no bits."""
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """Cut ``rows`` rows of ``vocab`` logits into slices of about ``CHUNK`` logits, one row at least."""
+    """Cut ``rows`` rows of ``vocab`` logits into slices of about ``CHUNK`` logits, at least one row each."""
     step = max(1, CHUNK // vocab)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def mend(logits: np.ndarray) -> np.ndarray:
-    """A copy in which NaN counts as impossible (-inf) and +inf as the greatest finite number."""
+    """Return a copy of ``logits`` with -inf for NaN and the greatest finite number for +inf."""
     possible = np.where(np.isnan(logits), -np.inf, logits)
     return np.minimum(possible, np.finfo(np.float32).max, dtype=np.float32)
 
 
 def finite_rows(logits: np.ndarray) -> np.ndarray:
-    """bool [rows]: whether no logit is NaN or +inf, and some token is possible; ``logits`` float32 [rows, vocab]."""
+    """Return bool [rows]: whether no logit is NaN or +inf, and some token is possible.
+
+    ``logits`` are float32 [rows, vocab].
+    """
     finite: np.ndarray = np.isfinite(logits.max(axis=-1))
     return finite
 
 
 def best(logits: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values float32 and ids int64, both [rows, width], of each row's ``width`` best tokens, best first.
+    """Return each row's ``width`` best tokens, best first: values float32 and ids int64, both [rows, width].
 
     ``logits`` is float32 [rows, vocab] without NaN and ``width`` at most vocab.
     """
@@ -48,7 +51,7 @@ def best(logits: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _keys(logits: np.ndarray) -> np.ndarray:
-    """int64 keys that ascend from a row's best token to its worst: the logit's order above, the id below."""
-    bits = (logits + np.float32(0)).view(np.int32)  # + 0 turns -0.0 into 0.0, which it equals
+    """Return int64 keys, ascending from a row's best token to its worst: logit in the high bits, id in the low."""
+    bits = (logits + np.float32(0)).view(np.int32)  # + 0 turns -0.0 into 0.0; the two are equal
     falling = bits ^ (~(bits >> 31) | np.int32(-(2**31)))  # a float's bits, mapped so that integers fall as it rises
     return (falling.astype(np.int64) << 32) | np.arange(logits.shape[1])
