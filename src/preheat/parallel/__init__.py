@@ -1,1 +1,1 @@
-"""Several ranks that share each layer: their processes, what they are told, and when one of them dies."""
+"""Several ranks that share each layer: their processes, messages, and the end when one dies."""

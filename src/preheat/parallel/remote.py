@@ -1,4 +1,4 @@
-"""How a rank that the leader did not start itself becomes one: it calls at the leader's door. No torch here."""
+"""Start of a rank that the leader did not start itself: it calls at the leader's door. No torch here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def be_rank(rank: int, leader: Address, key: bytes) -> None:
         return pickle.dumps((rank, doors[0].address))
 
     caller = call(leader, key, hello)
-    from preheat.parallel import worker  # torch takes its time, in which the leader goes on
+    from preheat.parallel import worker  # torch takes its time to import; the leader goes on meanwhile
 
     worker.run(rank, caller, doors[0])
 
 
 def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:
-    """What the leader gets of ``count`` ranks, by their numbers: a connection to each, and where its own door is.
+    """Return a connection to each of ``count`` ranks, and the address of its door, by rank.
+
     ``check`` raises if they will not come.
     """
     found: dict[int, tuple[Connection, Address]] = {}
