@@ -1,8 +1,9 @@
-"""The static buffers of a step: its integers lie where programs look for them.
+"""The static buffers of a step.
 
-A step is written into pinned host memory and copied in one piece. There are two host copies: while the device may still
-read one step's, the next is written into the other. :meth:`StepBuffers.turn` hands out a copy only once the device has
-finished all work launched for the step that used the copy last.
+Its integers lie where programs look for them. A step is written into pinned host memory and copied in one piece. There
+are two host copies: while the device may still read one step's, the next is written into the other.
+:meth:`StepBuffers.turn` hands out a copy only once the device has finished all work launched for the step that used the
+copy last.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 
 ROUND = 1024
-"""Unit in words of the sizes of copies to the device: few sizes occur, so their views are kept."""
+"""Unit in words of the sizes of copies to the device.
+
+So few sizes occur, and their views are kept.
+"""
 MAX_LISTS = 4
 """Lists of attention's work, at most."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the input of a program of ``tokens`` tokens, in words of 32 bits.
+    """Layout of the input of a program, in words of 32 bits.
 
-    First come the length of each list and the ``sampled`` tokens, at one place for all programs. The id, slot and
-    position of each token follow, then the lists of attention's work, of at most ``lists`` entries. Lists come last, so
-    that a step copies only the entries that it has.
+    The program has ``tokens`` tokens. First come the length of each list and the ``sampled`` tokens, at one place for
+    all programs. The id, slot and position of each token follow, then the lists of attention's work, of at most
+    ``lists`` entries. Lists come last, so that a step copies only the entries that it has.
     """
 
     sampled: int  # at most
@@ -55,9 +59,9 @@ class Layout:
         return self.lists_at[-1]
 
     def pieces(self, used: Sequence[int]) -> list[slice]:
-        """Return the parts that hold a step with ``used`` entries in its lists.
+        """Return the parts that hold a step.
 
-        The first part holds everything up to the end of the first list.
+        It has ``used`` entries in its lists. The first part holds everything up to the end of the first list.
         """
         first = self.lists_at[0] + 2 * used[0] if used else self.words
         found = [slice(0, first)]
@@ -107,7 +111,7 @@ class StepBuffers:
         return Layout(self.limits.max_sampled, tokens, lists)
 
     def _inputs(self, bucket: Bucket) -> StepInputs:
-        """Return the input of the programs of ``bucket``, as it lies on the device."""
+        """Return the input of the programs of ``bucket``, on the device."""
         layout, words = self.layout(bucket), self._device
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].view(3, layout.tokens)
         return StepInputs(
@@ -128,12 +132,12 @@ class StepBuffers:
         self.attention.clear()
 
     def turn(self) -> tuple[int, np.ndarray]:
-        """Return the next host copy that may be written: its number and its words, int32."""
+        """Return number and words (int32) of the next host copy for writing."""
         turn = (self._turn + 1) % HOST_COPIES
         return turn, self.take(turn)
 
     def take(self, turn: int) -> np.ndarray:
-        """Return the words of host copy ``turn``, int32, for a new step to be written.
+        """Return the words of host copy ``turn``, int32, for writing.
 
         Wait for the device first: the step that used the copy last has been read by then. All data that the host keeps
         in copies by turn (sampling settings, masks, block tables, images) is guarded by this wait, because a step's
@@ -149,19 +153,25 @@ class StepBuffers:
         return self._arrays[turn]
 
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
-        """Copy ``pieces`` of the host copy that was taken last to the device; return before the copies are done."""
+        """Copy ``pieces`` of the latest host copy to the device.
+
+        Return before the copies are done. The host copy must be the one taken last.
+        """
         assert turn == self._turn, "a step was packed before the one ahead of it was launched: its copy is not guarded"
         for piece in pieces:
             device, host = self._views(turn, piece.start, -(-piece.stop // ROUND) * ROUND)
             device.copy_(host, non_blocking=True)
 
     def _view(self, turn: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return views of the words on the device and in a host copy."""
+        """Return views of the words on device and host copy."""
         return self._device[start:stop], self._host[turn][start:stop]
 
 
 def _largest(limits: Limits, tokens: int) -> Iterator[Bucket]:
-    """Yield buckets of up to ``tokens`` tokens; one of them has the most words."""
+    """Yield buckets of up to ``tokens`` tokens.
+
+    One of them has the most words.
+    """
     yield Bucket.mixed(tokens, min(limits.max_num_seqs, tokens))
     for width in range(2, 2 + limits.num_speculative_tokens):
         yield Bucket.verify(min(limits.max_num_seqs, tokens // width), width)

@@ -1,4 +1,4 @@
-"""Packer and executor of an engine: one lays a step out, the other runs it."""
+"""Building packer and executor: one lays a step out, one runs it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Build = Callable[..., tuple[Packer, Executor]]
 
 
 def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows of a plan's linear layers, and of its head."""
+    """Return the row counts of a plan's linear layers, and its head's."""
     rows = sorted({item.bucket.tokens for item in plan.items if isinstance(item, ForwardItem)})
     return rows, [size for size in plan.sampler_sizes if size]
 
 
 def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
-    """Choose and prove the kernels of the model's linear layers at the plan's sizes.
+    """Choose and prove the kernels of the model's linear layers.
 
-    Proofs need memory for the largest layer, so this comes before the cache.
+    They are proved at the plan's sizes. Proofs need memory for the largest layer, so this comes before the cache.
     """
     rows, head_rows = linear_rows(plan)
     linears = [(linear, head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
@@ -43,7 +43,10 @@ def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
 
 
 def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | ExpertsLayer, list[int]]]:
-    """Yield the linear layers of a vision tower and its projector, with their numbers of rows."""
+    """Yield the linear layers of vision tower and projector.
+
+    Each comes with its numbers of rows.
+    """
     spec, weights = model.spec.vision, model.weights.vision
     if spec is None or weights is None:
         return
@@ -56,7 +59,10 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
 
 
 def _tower(settings: Settings, model: LoadedModel) -> Tower | None:
-    """Return the tower that makes embeddings of images or of given embeddings; None: there are none."""
+    """Return the tower of images, or of given embeddings.
+
+    None without either.
+    """
     if model.spec.vision is not None and model.weights.vision is not None:
         return VisionTower(model.spec.vision, model.weights.vision)
     return Given.of(model.spec.hidden_size, model.dtype) if settings.enable_prompt_embeds else None

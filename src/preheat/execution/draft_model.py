@@ -1,9 +1,10 @@
-"""A small model that drafts: it reads the target's tokens, and draws with the target's noise.
+"""A small model that drafts.
 
-It is a packer and an executor like the target's, over the same slots, with a cache of its own in the same block ids. A
-token is drawn with the parameters, the seed and the position that the target will draw it with. Noise is keyed by token
-(:mod:`preheat.ops.philox`), so draft and target draw the same token more often than two independent draws would: while
-their distributions are alike, the same token wins. The drafts do not change the tokens that the target draws.
+It reads the target's tokens, and draws with the target's noise. It is a packer and an executor like the target's, over
+the same slots, with a cache of its own in the same block ids. A token is drawn with the parameters, the seed and the
+position that the target will draw it with. Noise is keyed by token (:mod:`preheat.ops.philox`), so draft and target
+draw the same token more often than two independent draws would: while their distributions are alike, the same token
+wins. The drafts do not change the tokens that the target draws.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ NOTHING = np.empty(0, np.int32)
 
 
 class DraftModel:
-    """Drafts with one step for the first token of each row, and one step for each further token.
+    """A proposer that drafts with a model.
 
-    The first step also reads the new tokens of the row's sequence. A prompt longer than a step is read in several
-    steps, one for each call. Unless it ``waits``, a step is launched while the one before it runs: it reads the token
-    that the device drew last for the row.
+    It runs one step for the first token of each row, and one step for each further token. The first step also reads the
+    new tokens of the row's sequence. A prompt longer than a step is read in several steps, one for each call. Unless it
+    ``waits``, a step is launched while the one before it runs: it reads the token that the device drew last for the
+    row.
     """
 
     writes_cache = True
@@ -71,12 +73,12 @@ class DraftModel:
         """Do nothing: a slot that is taken again has another tenure."""
 
     def _readable(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
-        """Return the number of positions of each row with a known token, int32 [rows]."""
+        """Return the positions of each row with a known token, int32 [rows]."""
         readable: np.ndarray = slots.device_len[rows] - self._ahead
         return readable
 
     def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
-        """Forget cached tokens of other sequences, and of drafts that were not accepted."""
+        """Forget cached tokens of other sequences, and of rejected drafts."""
         fresh = rows[self._tenure[rows] != slots.tenure[rows]]
         self._tenure[fresh], self._computed[fresh], self._known[fresh] = slots.tenure[fresh], 0, 0
         for slot in rows[self._computed[rows] > self._known[rows]].tolist():
@@ -85,9 +87,9 @@ class DraftModel:
             self._computed[slot] = begin + int(same.cumprod().sum())
 
     def _read(self, slots: Slots, rows: list[int], drafts: dict[int, list[int]]) -> list[int]:
-        """Run a step over the new tokens of these rows, as many as fit.
+        """Run a step over the new tokens of these rows.
 
-        Return the rows that were read to the end; they have their first draft.
+        It reads as many as fit. Return the rows that were read to the end; they have their first draft.
         """
         budget = self._limits.max_num_batched_tokens
         extend: dict[int, int] = {}
@@ -110,7 +112,10 @@ class DraftModel:
         return done
 
     def _run(self, slots: Slots, schedule: Schedule, drafts: dict[int, list[int]]) -> None:
-        """Launch a step, and put a mark for the token that each row will draw into its slot."""
+        """Launch a step, and mark the tokens that it will draw.
+
+        A mark takes the place of the token in the row's slot.
+        """
         batch = self.packer.pack(schedule)
         self._in_flight.append((self.executor.launch(batch), schedule))
         self._ran.append(batch)
@@ -121,7 +126,10 @@ class DraftModel:
         self._finish(slots, drafts, leave=0 if waits else 1)
 
     def _finish(self, slots: Slots, drafts: dict[int, list[int]], leave: int = 0) -> None:
-        """Wait for all steps in flight but the last ``leave``, and write their tokens."""
+        """Wait for all steps in flight but ``leave``; write their tokens.
+
+        The last ``leave`` steps stay in flight.
+        """
         while len(self._in_flight) > leave:
             launched, schedule = self._in_flight.popleft()
             rows, ends = (each[schedule.samples].tolist() for each in (schedule.slots, schedule.ends))

@@ -1,8 +1,8 @@
-"""The encoder: images become embeddings, kept on the device for the steps that follow.
+"""The encoder: images become embeddings.
 
-Embeddings that a request gives for its prompt take the same way, in pieces: they only need to be copied. A program
-encodes a few images; its input lies in static buffers, as a step's does. :mod:`preheat.schedule.images` decides the
-place of each image.
+Embeddings are kept on the device for the steps that follow. Embeddings that a request gives for its prompt take the
+same way, in pieces: they only need to be copied. A program encodes a few images; its input lies in static buffers, as a
+step's does. :mod:`preheat.schedule.images` decides the place of each image.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Encoder:
         self._encode(program)
 
     def _write(self, row: Tensor, image: Image) -> None:
-        """Write the numbers of ``image``, rounded to the input's dtype, to the front of ``row``.
+        """Write the numbers of ``image`` to the front of ``row``.
 
-        A piece may be shorter than the row.
+        They are rounded to the input's dtype. A piece may be shorter than the row.
         """
         raw = self._raw[: len(image.pixels)]
         raw.numpy()[:] = np.frombuffer(image.pixels, np.uint8)

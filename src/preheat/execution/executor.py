@@ -110,14 +110,20 @@ class Executor:
 
     @property
     def states(self) -> Attended:
-        """Static buffers with the states of a step's tokens, for as many as a step may have."""
+        """Static buffers with the states of a step's tokens.
+
+        They have room for the largest step.
+        """
         return Attended(self._attended, self._residual)
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
-        """Have ``report`` called, in a thread, when another process of the engine dies; here there is none."""
+        """Have ``report`` called when another process of the engine dies.
+
+        It is called in a thread. Here there is no other process.
+        """
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
-        """Let ``watch`` see the logits of every step from now on; None: no reader."""
+        """Let ``watch`` see the logits of every step; None: no reader."""
         self._watch = watch
 
     def execute(self, batch: InputBatch) -> StepResult:
@@ -135,7 +141,10 @@ class Executor:
 
     @torch.inference_mode()
     def begin(self, batch: InputBatch) -> None:
-        """Start a step up to its logits; :meth:`complete` draws from them once the masks are written."""
+        """Start a step up to its logits.
+
+        :meth:`complete` draws from them once the masks are written.
+        """
         self._run(batch)
 
     @torch.inference_mode()
@@ -144,21 +153,24 @@ class Executor:
         return self._draw(batch)
 
     def masks(self, turn: int) -> np.ndarray:
-        """Return the masks of the step in host copy ``turn``, for writing: int32 [sampled tokens, words]."""
+        """Return the masks of host copy ``turn``, for writing.
+
+        They are int32 [sampled tokens, words].
+        """
         return self.sampler.masks(turn)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
-        """Run a step's tokens and return their states, valid until the next step.
+        """Run a step's tokens and return their states.
 
-        Keys and values are in the cache then.
+        The states are valid until the next step. Keys and values are in the cache then.
         """
         self._run(batch, eager=eager)
         return Attended(*(states[: batch.bucket.tokens] for states in self._states))
 
     @torch.inference_mode()
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
-        """Return the result of ``batch`` from the states ``attended`` of its T tokens."""
+        """Return the result of ``batch`` from the states of its tokens."""
         self._send(batch)
         self._states = Attended(self._attended, self._residual)
         for static, given in zip(self._states, attended, strict=True):
@@ -220,7 +232,7 @@ class Executor:
 
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:
-        """Start the copies that load adapters into their adapter slots, between two steps."""
+        """Start the copies that load adapters into slots, between two steps."""
         assert self.adapters is not None, "there are no places for adapters"
         for place, adapter in loads:
             self.adapters.load(place, adapter.packed)
@@ -246,15 +258,18 @@ class Executor:
 
     @torch.inference_mode()
     def fill_block(self, block: int, byte: int) -> None:
-        """Overwrite all bytes of a block: 0 gives zeros, and 255 numbers that are NaN."""
+        """Overwrite all bytes of a block.
+
+        0 gives zeros, and 255 numbers that are NaN.
+        """
         for cache in (self.cache, *self.other_caches):
             cache.data[:, block].view(torch.uint8).fill_(byte)
 
     @torch.inference_mode()
     def fill_values(self, layers: Sequence[int], block: int, place: int) -> None:
-        """Overwrite the cached values of the token at ``place`` of ``block`` in ``layers``, on this rank.
+        """Overwrite the cached values of a token in ``layers``.
 
-        The values are so great that every sum with them shows it.
+        The token is at ``place`` of ``block``, on this rank. The values are so great that every sum with them shows it.
         """
         great = min(torch.finfo(self.cache.data.dtype).max / 4, 1e30)
         for layer in layers:
@@ -301,7 +316,10 @@ class Executor:
 
     @torch.inference_mode()
     def capture(self, program: Program[Any]) -> None:
-        """Capture ``program`` as graphs, if there are none; its kernels must have run before."""
+        """Capture ``program`` as graphs, if there are none.
+
+        Its kernels must have run before.
+        """
         match program.kind:
             case "forward":
                 self._capture_forward(program)
@@ -331,7 +349,10 @@ class Executor:
         self.samples.run(program)
 
     def _send(self, batch: InputBatch) -> None:
-        """Send the input of the step's programs to the device; encode images that it lacks."""
+        """Send the input of the step's programs to the device.
+
+        Images that it lacks are encoded.
+        """
         self.buffers.send(batch.turn, batch.pieces)
         inputs = self.buffers.inputs(batch.bucket)
         self.attention.send(batch.turn, batch.work, inputs)
@@ -368,7 +389,10 @@ class Executor:
         return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 
     def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[Any]]:
-        """Return for each row one entry per successor, from the hidden state of the token before it."""
+        """Return each row's entries, one per successor.
+
+        An entry comes from the hidden state of the token before the successor.
+        """
         found: dict[int, list[Any]] = {}
         for part in batch.prompt_parts:
             size = len(part.before)
@@ -390,14 +414,18 @@ class Executor:
         return self._forward(part.program.size, part.layers)
 
     def _use(self, step: AdapterStep, adapted: bool) -> None:
-        """Tell linear layers the kind of their next rows; ``adapted``: some have adapters."""
+        """Tell linear layers the kind of their next rows.
+
+        ``adapted``: some rows have adapters.
+        """
         if self.adapters is not None:
             self.adapters.use(step if adapted else None)
 
     def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
-        """Run ``layers`` of a step, from its tokens or from the states that earlier layers left.
+        """Run ``layers`` of a step.
 
-        Return the states of the tokens; they are complete only after the part with the last layer.
+        They begin with its tokens, or with the states that earlier layers left. Return the states of the tokens; they
+        are complete only after the part with the last layer.
         """
         decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
         tokens = len(inputs.tokens)
@@ -447,9 +475,10 @@ class Executor:
 
 
 def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-    """Return the requested hidden states of each row, in the order of its tokens.
+    """Return the requested hidden states of each row.
 
-    ``before`` are the states before the sampled token, ``last`` the states of the sampled tokens.
+    They are in the order of its tokens. ``before`` are the states before the sampled token, ``last`` the states of the
+    sampled tokens.
     """
     for place, state in zip(batch.reporting.tolist(), last, strict=True):
         before.setdefault(int(batch.sampled_rows[place]), []).append(state)

@@ -1,8 +1,9 @@
-"""Features: the model's state at each token that a drafting head reads, kept beside keys and values.
+"""Features: the state of the model that a drafting head reads.
 
-The residual stream between some layers is copied as a step runs. One linear layer makes a feature of it, stored at the
-token's place in its block. So every token with keys and values has a feature: in all chunks of a prompt, and in blocks
-from the prefix cache. Nothing of the step itself is touched, so no logit can change.
+Each token's feature is kept beside its keys and values. The residual stream between some layers is copied as a step
+runs. One linear layer makes a feature of it, stored at the token's place in its block. So every token with keys and
+values has a feature: in all chunks of a prompt, and in blocks from the prefix cache. Nothing of the step itself is
+touched, so no logit can change.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from preheat.schedule.slots import Slots
 
 
 class Features:
-    """Keeps ``fc`` of the residual stream before each of ``layers``, side by side.
+    """Keeps ``fc`` of the residual stream before ``layers``.
 
-    Steps belong to the sequences in ``slots``; their residual stream has at most ``size`` [tokens, hidden].
+    The states before the layers are side by side. Steps belong to the sequences in ``slots``; their residual stream has
+    at most ``size`` [tokens, hidden].
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class Features:
         self._places = Places(tokens, backend)
 
     def place(self, turn: int, schedule: Schedule, tokens: int) -> None:
-        """Prepare for the next step, ``schedule``, in host copy ``turn``, padded to ``tokens``."""
+        """Prepare for the next step, ``schedule``.
+
+        It is in host copy ``turn``, padded to ``tokens``.
+        """
         self._places.send(turn, token_places(self._slots, schedule), tokens)
 
     def keep(self, layer: int, residual: Tensor) -> None:
@@ -53,7 +58,10 @@ class Features:
             self._states[: len(residual), columns].copy_(residual)
 
     def store(self, tokens: int) -> None:
-        """Write the features of the step's ``tokens``; padding goes to the pad block."""
+        """Write the features of the step's ``tokens``.
+
+        Padding goes to the pad block.
+        """
         self.cache.rows.index_copy_(0, self._places.rows[:tokens], self._fc(self._states[:tokens]))
 
 
@@ -68,9 +76,9 @@ class Places:
         self._host = [backend.host_copy(self.rows) for _ in range(HOST_COPIES)]
 
     def send(self, turn: int, found: np.ndarray, size: int) -> None:
-        """Send the next step's rows ``found``, int64 [n <= size], padded to ``size`` with the pad block.
+        """Send the next step's rows ``found``, int64 [n <= size].
 
-        Return before the device has them.
+        They are padded to ``size`` with the pad block. Return before the device has them.
         """
         host = self._host[turn]
         host.numpy()[: len(found)] = found

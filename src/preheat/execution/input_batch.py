@@ -1,8 +1,8 @@
-"""Packing: a Schedule and the slots' arrays become one InputBatch, padded to a bucket of the plan.
+"""Packing: a Schedule and the slots become one InputBatch.
 
-The step's integers are written where its programs read them. Host work is a few numpy gathers, whatever the number of
-rows. Results and words that the step shares with the one before it, or with the last step of its host copy, are neither
-computed nor written again.
+It is padded to a bucket of the plan. The step's integers are written where its programs read them. Host work is a few
+numpy gathers, whatever the number of rows. Results and words that the step shares with the one before it, or with the
+last step of its host copy, are neither computed nor written again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PromptPart:
 
 @dataclass(slots=True)
 class InputBatch:
-    """One step's input, in host copy ``turn`` of the buffers, padded to ``bucket``.
+    """One step's input, in host copy ``turn``, padded to ``bucket``.
 
     ``pieces`` are the used parts of the host copy, ``work`` is attention's. ``sampling`` says how to draw from the
     logits of ``sampled_rows`` (a row that samples k positions is there k times), padded to ``sampling_size``. The
@@ -79,11 +79,11 @@ class InputBatch:
 
 @dataclass(slots=True)
 class _Rows:
-    """Everything that depends only on the rows of a step; the steps of a persistent batch share it.
+    """Everything that depends only on the rows of a step.
 
-    ``ends`` int64 [rows] count the step's tokens up to each row's last; ``sampled_tokens`` are the indices of sampled
-    tokens. ``sampling`` belongs to the step with the first row at position ``begin``. The other fields are as in
-    :class:`InputBatch`.
+    The steps of a persistent batch share it. ``ends`` int64 [rows] count the step's tokens up to each row's last;
+    ``sampled_tokens`` are the indices of sampled tokens. ``sampling`` belongs to the step with the first row at
+    position ``begin``. The other fields are as in :class:`InputBatch`.
     """
 
     persistent_batch: int
@@ -101,9 +101,9 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Work:
-    """Attention's work for a step of ``rows`` in ``bucket``, and the used ``pieces`` of the buffers.
+    """Attention's work for a step of ``rows`` in ``bucket``.
 
-    Both are valid until the first row is beyond the position ``until``.
+    ``pieces`` are the used parts of the buffers. Both are valid until the first row is beyond the position ``until``.
     """
 
     rows: _Rows
@@ -135,7 +135,10 @@ class Packer:
         self._written: list[_Work | None] = [None] * HOST_COPIES
 
     def pack(self, schedule: Schedule) -> InputBatch:
-        """Pack every row's next ``extend`` tokens, with their positions and the blocks of their sequence."""
+        """Pack every row's next ``extend`` tokens.
+
+        They come with their positions and the blocks of their sequence.
+        """
         slots = self.slots
         bucket = self.plan.fit(step_size_of(schedule, slots, self.plan))
         layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
@@ -198,7 +201,10 @@ class Packer:
         return later
 
     def _work_of(self, schedule: Schedule, rows: _Rows, bucket: Bucket, layout: Layout) -> _Work:
-        """Return how the step is cut into work; where all rows decode it often stays the same for many steps."""
+        """Return how the step is cut into work.
+
+        Where all rows decode it often stays the same for many steps.
+        """
         kept, first = self._work, int(schedule.first[0])
         same = kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until
         if kept is not None and same and kept.work.table_writes in (-1, self.slots.table_writes):
@@ -211,7 +217,10 @@ class Packer:
         return _Work(rows, bucket, first + work.steady, work, pieces)
 
     def _write_rows(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
-        """Write the slot of each token, and the indices of sampled tokens; the rest is padding."""
+        """Write each token's slot, and the indices of sampled tokens.
+
+        The rest is padding.
+        """
         count, size = int(rows.ends[-1]), rows.sampling_size
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         slots[:count] = schedule.slots.repeat(schedule.extend)
@@ -247,7 +256,10 @@ class Packer:
         return read
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
-        """Return the prompt parts of prefilling rows; a token that ends the prompt has no successor."""
+        """Return the prompt parts of prefilling rows.
+
+        A token that ends the prompt has no successor.
+        """
         slots, found, most = self.slots, list[PromptPart](), self.plan.sampler_sizes[-1]
         for row in range(schedule.num_decode, schedule.rows):
             slot = schedule.slots[row]

@@ -1,4 +1,7 @@
-"""Caches in blocks: keys and values in one allocation, and features for a head."""
+"""Caches in blocks: keys and values, and features.
+
+Keys and values are one allocation; a head that drafts has features.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ class BlockCache:
         self._blocks = [layer.view(len(layer), -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 
     def swap(self, pairs: Tensor) -> None:
-        """Swap the contents of each of the ``pairs`` of blocks, int64 [n, 2], layer by layer.
+        """Swap the contents of pairs of blocks, layer by layer.
 
-        A pair may be given more than once, and a block with itself; else no block may occur twice. Meanwhile it takes
-        the memory of 2n blocks of one layer.
+        ``pairs`` is int64 [n, 2]. A pair may be given more than once, and a block with itself; else no block may occur
+        twice. Meanwhile it takes the memory of 2n blocks of one layer.
         """
         here, there = pairs.flatten(), pairs.flip(1).flatten()
         contents = self._blocks[0].new_empty(len(here), self._blocks[0].shape[1])

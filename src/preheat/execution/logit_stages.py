@@ -18,7 +18,10 @@ from preheat.ops.top_k_top_p import SamplingMetadata
 from preheat.schedule.slots import Slots
 
 Edit = tuple[int, float]
-"""A token id, and an addition to its logit; minus infinity bans it."""
+"""A token id, and an addition to its logit.
+
+Minus infinity bans the token.
+"""
 
 
 class LogitStage(Protocol):
@@ -27,14 +30,17 @@ class LogitStage(Protocol):
     name: str
 
     def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return bool [n]: whether each of the slots ``rows`` [n] has edits now or later.
+        """Return bool [n]: whether slots have edits now or later.
 
-        The slots are about to draw the tokens at ``position`` [n]. While any row has edits, the stages are asked at
-        every step. Once no row has any, they are asked again only after the step's rows change.
+        ``rows`` [n] are the slots. The slots are about to draw the tokens at ``position`` [n]. While any row has edits,
+        the stages are asked at every step. Once no row has any, they are asked again only after the step's rows change.
         """
 
     def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
-        """Return the edits for the token after the first ``length`` of a sequence that must reach ``min_length``."""
+        """Return the edits for the next token of a sequence.
+
+        The sequence has ``length`` tokens and must reach ``min_length``.
+        """
 
 
 class LogitBias:
@@ -69,11 +75,11 @@ STAGES: tuple[LogitStage, ...] = (LogitBias(), MinTokens())
 def sampling_input(
     slots: Slots, rows: np.ndarray, position: np.ndarray | None = None, stages: Sequence[LogitStage] = STAGES
 ) -> SamplingInput:
-    """Return the sampling input of the slots ``rows`` (integers [size]), in the order of the step's logits.
+    """Return the sampling input of the slots ``rows`` (integers [size]).
 
-    Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens,
-    always final. In a booked step lengths have already moved: drafts, and tokens drawn after them, are beyond these
-    lengths.
+    It has the order of the step's logits. Each row draws its sequence's token at ``position`` (integers [size]), by
+    default the one after all known tokens, always final. In a booked step lengths have already moved: drafts, and
+    tokens drawn after them, are beyond these lengths.
     """
     booked, position = position, slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
@@ -129,9 +135,10 @@ def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.
 
 
 def _final(slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return bool [n]: whether the token that a row draws cannot be taken back.
+    """Return bool [n]: whether a row's new token is final.
 
-    This holds for sequences without drafts in the step if their length already counts the drawn token.
+    A final token cannot be taken back. This holds for sequences without drafts in the step if their length already
+    counts the drawn token.
     """
     last = np.zeros(slots.num_slots, np.int64)
     np.maximum.at(last, rows, position)

@@ -1,8 +1,8 @@
-"""The host tier of the prefix cache: blocks evicted from the device, kept in the host's memory.
+"""The host tier of the prefix cache.
 
-A block's bytes are copied as they are, in every layer, under its block hash, and come back under the same one: equal
-hashes mean equal contents. Copies are made in the order of the steps around them. The least recently used block makes
-room for a new one.
+It keeps blocks evicted from the device in the host's memory. A block's bytes are copied as they are, in every layer,
+under its block hash, and come back under the same one: equal hashes mean equal contents. Copies are made in the order
+of the steps around them. The least recently used block makes room for a new one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostTier:
-    """A tier of as many blocks of ``caches`` as fit into ``size`` bytes.
+    """A host tier of ``caches`` in at most ``size`` bytes.
 
-    See :class:`preheat.schedule.blocks.Tier`. A block has its part in each of the ``caches``. Raises SettingsError if
-    the host lacks the memory, or if ``size`` is less than one block.
+    It keeps as many blocks as fit. See :class:`preheat.schedule.blocks.Tier`. A block has its part in each of the
+    ``caches``. Raises SettingsError if the host lacks the memory, or if ``size`` is less than one block.
     """
 
     def __init__(self, backend: Backend, caches: Sequence[BlockCache], size: int) -> None:
@@ -71,7 +71,10 @@ class HostTier:
         self._place_of[block_hash] = place
 
     def load(self, block: int, block_hash: bytes) -> bool:
-        """Copy the contents with this hash into ``block``; False if it must be computed instead."""
+        """Copy the contents with this hash into ``block``.
+
+        False if it must be computed instead.
+        """
         place = self._place_of.get(block_hash)
         if place is None:
             return False
@@ -98,9 +101,10 @@ class HostTier:
 
     @torch.inference_mode()
     def copy(self, transfer: Transfer, block: int, place: int) -> None:
-        """Copy ``block`` to a place of the tier, or back, after the steps before it and before later ones.
+        """Copy ``block`` to a place of the tier, or back.
 
-        Only copies read or write a place, so the host never waits for one.
+        The copy runs after the steps before it and before later ones. Only copies read or write a place, so the host
+        never waits for one.
         """
         self._used.add(transfer)
         for blocks, kept in zip(self._blocks, self._kept, strict=True):

@@ -1,4 +1,4 @@
-"""The sampler of an engine that pools: it reports hidden states of tokens."""
+"""The sampler of a pooling engine: it reports hidden states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Pooler:
     def read(
         self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return zeros [rows], and the fp32 hidden state [hidden] of each row at the indices ``reporting``."""
+        """Return zeros [rows], and the states of the ``reporting`` rows.
+
+        A state is fp32 [hidden]; ``reporting`` are indices.
+        """
         self._fetched[turn].wait()
         states = self._host[turn][torch.from_numpy(reporting)].float().numpy()
         return np.zeros(rows, np.int64), list(states)

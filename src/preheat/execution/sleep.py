@@ -1,4 +1,7 @@
-"""Memory of an engine that a sleep can give back, by the tags of vLLM's ``wake_up``."""
+"""Memory of an engine that a sleep can give back.
+
+The tags are the tags of vLLM's ``wake_up``.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 def sleepable(settings: Settings, backend: Backend, tag: str) -> AbstractContextManager[None]:
-    """Let memory allocated inside sleep under ``tag``, if ``settings`` ask for it and addresses must stay."""
+    """Make memory allocated inside able to sleep under ``tag``.
+
+    This applies if ``settings`` ask for sleep mode and addresses must stay.
+    """
     memory = backend.sleep_memory() if settings.enable_sleep_mode else None
     return nullcontext() if memory is None else memory.taking(tag)
 
 
 @contextmanager
 def sleepable_weights(settings: Settings, backend: Backend) -> Iterator[None]:
-    """Let weights allocated inside sleep, and pin host memory for them at the end, once.
+    """Make weights allocated inside able to sleep.
 
-    A sleep of level 1 copies the weights there.
+    Host memory is pinned for them at the end, once. A sleep of level 1 copies the weights there.
     """
     with sleepable(settings, backend, WEIGHTS):
         yield

@@ -1,8 +1,8 @@
-"""A process group of a trainer and engines for new weights; both ends are here.
+"""A process group of a trainer and engines for new weights.
 
-The ranks meet at a TCP store that the trainer, rank 0, serves. It broadcasts tensors one after the other, as bytes, in
-the order that it has announced. The group is separate from any other of the process, such as the group of a trainer's
-ranks. Nothing is pickled.
+Both ends are here. The ranks meet at a TCP store that the trainer, rank 0, serves. It broadcasts tensors one after the
+other, as bytes, in the order that it has announced. The group is separate from any other of the process, such as the
+group of a trainer's ranks. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ POLL_SECONDS = 2e-4
 
 
 class WeightGroup:
-    """Rank ``rank`` of ``world_size``; the ranks meet at ``address``, where the trainer listens.
+    """Member of the group: rank ``rank`` of ``world_size``.
 
-    Each rank waits for the others, and later for any tensor, ``timeout`` seconds at most. ``backend`` is gloo, through
-    the host's memory, or nccl, between GPUs; by default the usual one of ``device``. The device is the host unless
-    named. Raises RuntimeError if the ranks do not meet.
+    The ranks meet at ``address``, where the trainer listens. Each rank waits for the others, and later for any tensor,
+    ``timeout`` seconds at most. ``backend`` is gloo, through the host's memory, or nccl, between GPUs; by default the
+    usual one of ``device``. The device is the host unless named. Raises RuntimeError if the ranks do not meet.
     """
 
     def __init__(

@@ -20,11 +20,14 @@ from preheat.settings import Settings
 from preheat.utils.weight_transfer import Announced, TransferGroup, backend_of, transfer_config
 
 MOST_TIMES = 4
-"""Limit of announced bytes, as a multiple of the model's; a checkpoint may have wider numbers than the model."""
+"""Limit of announced bytes, as a multiple of the model's.
+
+A checkpoint may have wider numbers than the model.
+"""
 
 
 class Transfers:
-    """Tensors that have arrived for ``model``, and the process group that they come through."""
+    """Tensors that have arrived for ``model``, and their process group."""
 
     def __init__(self, settings: Settings, backend: Backend, model: LoadedModel) -> None:
         self._config = transfer_config(settings.weight_transfer_config)
@@ -34,7 +37,10 @@ class Transfers:
         self._gathered: dict[str, Tensor] | None = None
 
     def joining(self, group: TransferGroup) -> Callable[[], None]:
-        """Return a function that joins ``group``, in place of the one before. Raises InvalidRequest."""
+        """Return a function that joins ``group``.
+
+        It replaces the group before. Raises InvalidRequest.
+        """
         backend = backend_of(self._config)
         group.check()
         return partial(self._join, group, backend)

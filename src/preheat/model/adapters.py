@@ -1,4 +1,4 @@
-"""Adapter slots on the device: their layers, and the loading of an adapter into one."""
+"""Adapter slots on the device, and loading an adapter into one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from preheat.ops.values import TILE, Dtype
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
-"""An adapter on the host in the form of a slot: the packed matrices of each layer, None if unchanged."""
+"""An adapter on the host in the form of a slot.
+
+It has the packed matrices of each layer, None if the layer is unchanged.
+"""
 
 
 class Seat(NamedTuple):
@@ -49,9 +52,10 @@ class Seat(NamedTuple):
 
 
 class AdapterSeats:
-    """The adapter slots of all layers of a model, within the limits ``room``.
+    """The adapter slots of all layers of a model.
 
-    The loader adds each layer that has slots. ``rows`` hold the adapter slot of each row of a step.
+    Their limits are ``room``. The loader adds each layer that has slots. ``rows`` hold the adapter slot of each row of
+    a step.
     """
 
     def __init__(self, rows: AdapterRows, room: AdapterLimits) -> None:
@@ -70,7 +74,10 @@ class AdapterSeats:
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:
-        """Outputs and inputs of each module that an adapter may change, by its name in the checkpoint."""
+        """Outputs and inputs of each module that an adapter may change.
+
+        Keys are the names in the checkpoint.
+        """
         return {name: (seat.outputs, seat.inputs) for name, seat in self._seats.items()}
 
     def add_linear(self, spec: LinearSpec, layer: Layer) -> None:
@@ -81,7 +88,10 @@ class AdapterSeats:
         self._add(layer)
 
     def add_embedding(self, spec: EmbeddingSpec, layer: Embedding, dtype: torch.dtype) -> None:
-        """Add the slots of the table of embeddings of ``spec``, a table of ``dtype``."""
+        """Add the slots of the table of embeddings of ``spec``.
+
+        The table is of ``dtype``.
+        """
         scale = 1.0 if spec.scale is None else rounded(spec.scale, dtype)
         self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
         self._embedding = layer
@@ -106,9 +116,10 @@ class AdapterSeats:
         self._embedding.add(inputs.tokens, inputs.slots, last_token, out)
 
     def pack(self, factors: Mapping[str, LowRankPair]) -> Packed:
-        """Return an adapter's matrices by module in the form that :meth:`load` takes; any thread may call it.
+        """Return an adapter's matrices in the form that :meth:`load` takes.
 
-        Raises InvalidRequest for modules without a slot, or matrices that do not fit.
+        ``factors`` has them by module. Any thread may call it. Raises InvalidRequest for modules without a slot, or
+        matrices that do not fit.
         """
         self._check(factors)
         parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
@@ -155,9 +166,10 @@ class AdapterSeats:
 
 
 def _orders(spec: LinearSpec) -> list[Tensor | None]:
-    """Return each part's rows in the layer's order, only the rank's own rows on a shard.
+    """Return each part's rows in the layer's order.
 
-    None stands for the stored order. Raises SettingsError if rows of one module lie among the rows of another.
+    A shard has only the rank's own rows. None stands for the stored order. Raises SettingsError if rows of one module
+    lie among the rows of another.
     """
     if not spec.order:
         return [None] * len(spec.parts)
@@ -171,7 +183,10 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
 
 
 def check_tiles(settings: Settings) -> None:
-    """Raise SettingsError if dividing adapters among ranks would leave a rank without a tile."""
+    """Raise SettingsError if a rank would have no tile of adapters.
+
+    Only adapters divided among ranks can be too small.
+    """
     least = settings.tensor_parallel_size * TILE
     if settings.fully_sharded_loras and settings.max_lora_rank < least:
         raise SettingsError(
@@ -182,9 +197,9 @@ def check_tiles(settings: Settings) -> None:
 
 
 def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSeats | None:
-    """Return empty adapter slots as the settings ask, for a model of ``dtype``; None if adapters are off.
+    """Return empty adapter slots as the settings ask.
 
-    Raises SettingsError where adapters cannot be served.
+    The model is of ``dtype``. None if adapters are off. Raises SettingsError where adapters cannot be served.
     """
     if not settings.enable_lora:
         return None

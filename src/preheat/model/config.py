@@ -32,7 +32,10 @@ _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-"""Bounds of a config's numbers, so that a wrong number is an error and not a list of a billion layers."""
+"""Bounds of a config's numbers.
+
+A wrong number is an error, and no list of a billion layers.
+"""
 
 
 _LEFT_OUT = "; if the model does without it, set it to null with --hf-overrides"
@@ -50,7 +53,7 @@ class _Recorded(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the field ``name`` and record it as read; ``default`` where it is absent."""
+        """Return the field ``name``, ``default`` without it; record the reading."""
         self.read.add(name)
         return super().get(name, default)
 
@@ -75,7 +78,10 @@ class Config:
     def _again(
         self, values: Mapping[str, Any], names: Mapping[str, str] | None, defaults: Mapping[str, object]
     ) -> Config:
-        """Return another view of the same config; a field read through one view counts as read in both."""
+        """Return another view of the same config.
+
+        A field read through one view counts as read in both.
+        """
         other = Config(self.architecture, values, names, **defaults)
         other._fields.read = self._fields.read
         return other
@@ -85,7 +91,7 @@ class Config:
         return self._again(self._values, self._names, defaults)
 
     def updated(self, values: Mapping[str, Any]) -> Config:
-        """Return the same fields without defaults, with these ``values`` in place of their own."""
+        """Return the same fields without defaults, updated by ``values``."""
         return self._again({**self._values, **values}, self._names, {})
 
     def renamed(self, **names: str) -> Config:
@@ -126,7 +132,7 @@ class Config:
         return _positive(self._names.get(name, name), self._fields.get(name, default))
 
     def get(self, name: str) -> object:
-        """Return the field's value; None if it is absent and has no default."""
+        """Return the field's value; None without value and default."""
         return self._fields.get(name)
 
     def flag(self, name: str) -> bool:
@@ -150,7 +156,7 @@ class Config:
         return tuple(value)
 
     def refuse(self, name: str, *allowed: object) -> None:
-        """Raise ModelError unless the field is absent, false, or one of the ``allowed`` values."""
+        """Raise ModelError unless the field is absent, false or ``allowed``."""
         value = self._fields.get(name)
         if value and value not in allowed:
             only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
@@ -166,13 +172,13 @@ class Config:
         return self.mapping("quantization_config") if "quantization_config" in self._fields else None
 
     def require_unquantized(self) -> None:
-        """Raise ModelError if this part of a model is quantized by a config of its own."""
+        """Raise ModelError if this part has its own quantization config."""
         if (config := self.quantization()) is not None:
             method = config.get("quant_method", "unknown")
             raise ModelError(f"a part of a model that is quantized by itself ({method}) is not supported")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return the ids of a field that may be one id, a list or null."""
+        """Return the ids of a field: one id, a list or null."""
         value = self._fields.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(id) is not int for id in ids):
@@ -282,9 +288,10 @@ class Config:
 
 
 def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
-    """Return the dtype to compute in for ``--dtype asked``, and a sentence to log if it differs.
+    """Return the dtype for ``--dtype asked``, and a sentence to log.
 
-    ``auto`` is the checkpoint's dtype, except that float32 replaces bfloat16 where the device has no native bfloat16.
+    The sentence is None if the dtype is the expected one. ``auto`` is the checkpoint's dtype, except that float32
+    replaces bfloat16 where the device has no native bfloat16.
     """
     if asked not in ("auto", *_DTYPES):
         raise ModelError(f"dtype {asked!r} is not supported; use auto, bfloat16 or float32", param="dtype")

@@ -153,10 +153,10 @@ def _must_fit(what: str, own: int, other: int) -> None:
 
 
 def _layers(config: Config, count: int) -> tuple[int, ...]:
-    """Return the layers with inputs that the head reads, in a model of ``count`` layers.
+    """Return the layers with inputs that the head reads.
 
-    Ids at the top of a config are these layers (vLLM). Ids in ``eagle_config`` are one less: the residual stream is
-    read after these layers (SGLang, SpecForge).
+    The model has ``count`` layers. Ids at the top of a config are these layers (vLLM). Ids in ``eagle_config`` are one
+    less: the residual stream is read after these layers (SGLang, SpecForge).
     """
     of_outputs = config.mapping("eagle_config").get(LAYER_IDS) or ()
     layers = [*config.ids(LAYER_IDS)] or [each + 1 for each in of_outputs] or [2, count // 2, count - 3]
@@ -174,10 +174,10 @@ def is_head(settings: Settings) -> bool:
 
 
 def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedHead:
-    """Return the head that ``settings`` name as their model, in the dtype of ``target``.
+    """Return the head that ``settings`` name as their model.
 
-    The head shares the embeddings of ``target`` unless it has its own. Raises ModelError or SettingsError naming the
-    mistake.
+    It runs in the dtype of ``target``. The head shares the embeddings of ``target`` unless it has its own. Raises
+    ModelError or SettingsError naming the mistake.
     """
     dummy = settings.load_format == "dummy"
     folder = find_model(settings, with_weights=not dummy)

@@ -49,7 +49,10 @@ def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
 
 
 def find_tokenizer(settings: Settings) -> Path:
-    """Return the directory of the settings' tokenizer: the model's unless they name another."""
+    """Return the directory of the settings' tokenizer.
+
+    It is the model's unless the settings name another.
+    """
     if settings.tokenizer is None:
         return find_model(settings, with_weights=False)
     return find_checkpoint(
@@ -67,12 +70,13 @@ def find_checkpoint(
     token: str | None = None,
     what: str = "model",
 ) -> Path:
-    """Return the directory of ``model``: "bundled", a local directory, or a Hub id.
+    """Return the directory of ``model``.
 
-    A Hub model is downloaded unless it is cached. ``revision`` is a branch, tag or commit of a Hub repository;
-    ``token``, or HF_TOKEN, gives access to gated ones. Without ``with_weights`` only configuration and tokenizer are
-    fetched. ``download_dir`` replaces the Hub's own cache folder. ``what`` is the name of the option for errors; a
-    "model" must have a config.json. Raises ModelError if there is no such checkpoint.
+    ``model`` is "bundled", a local directory, or a Hub id. A Hub model is downloaded unless it is cached. ``revision``
+    is a branch, tag or commit of a Hub repository; ``token``, or HF_TOKEN, gives access to gated ones. Without
+    ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache folder.
+    ``what`` is the name of the option for errors; a "model" must have a config.json. Raises ModelError if there is no
+    such checkpoint.
     """
     if model == BUNDLED:
         return BUNDLED_PATH
@@ -100,7 +104,10 @@ def find_checkpoint(
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of a checkpoint; an absent one is empty. Raises ModelError if it is no JSON object."""
+    """Return a JSON file of a checkpoint; an absent one is empty.
+
+    Raises ModelError if it is no JSON object.
+    """
     return files.read_json(directory / name)
 
 
@@ -161,12 +168,18 @@ def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]
 
 
 def indexed_names(directory: Path, below: str | Path | None = None) -> set[str]:
-    """Return the tensor names in a sharded checkpoint's index; empty without an index."""
+    """Return the tensor names in a checkpoint's index.
+
+    Empty without an index.
+    """
     return set(_weight_map(directory, below) or ())
 
 
 def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | None:
-    """Return the file of each tensor, always in ``directory``; None without an index."""
+    """Return the file of each tensor, always in ``directory``.
+
+    None without an index.
+    """
     path = directory / INDEX
     found = files.read_json(path, below, most=files.TABLE_BYTES).get("weight_map")
     if found is None:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a tensor of ``shape``: ``rows`` [from, to), and ``columns`` [from, to), None for all."""
+    """A piece of a tensor of ``shape``.
+
+    It has ``rows`` [from, to), and ``columns`` [from, to), None for all.
+    """
 
     shape: Shape
     rows: tuple[int, int]
@@ -107,7 +110,7 @@ class Plain:
 
 
 def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
-    """Read a shard's rows and columns, each range of rows straight to its destination."""
+    """Read a shard's rows and columns straight to their destination."""
     at, inputs, outputs = 0, spec.stored_inputs or spec.inputs, dict(spec.parts)
     for name, rows in spec.pieces():
         place = slice(at, at + rows[1] - rows[0])
@@ -132,7 +135,10 @@ FORMATS: Mapping[str, LinearFormat] = {
 
 
 def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:
-    """Return name and shape of every tensor that a checkpoint of ``spec``, or of a part of one, must have."""
+    """Return name and shape of every tensor of a spec's checkpoint.
+
+    ``spec`` may be a part of a model's.
+    """
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec | ExpertsSpec):

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
     from preheat.model.loader import WeightLoader
 
 ROWS = 1024
-"""Rows of weights rounded at a time; the intermediate numbers take four bytes each."""
+"""Rows rounded at a time.
+
+Intermediate numbers take four bytes each.
+"""
 
 
 class Inc(Plain):
-    """A plain checkpoint with layers rounded while they are loaded; ``scales`` of inputs are by module."""
+    """A plain checkpoint with layers rounded while they are loaded.
+
+    ``scales`` are the scales of inputs, by module.
+    """
 
     def __init__(self, config: IncConfig, scales: Mapping[str, float]) -> None:
         self._config, self._scales = config, scales
@@ -53,7 +59,10 @@ class Inc(Plain):
         return loader.layer_of(spec, LayerWeights(weight, bias, inputs, most))
 
     def _weight_scale(self, weight: Tensor) -> float:
-        """Return the scale of a weight by INC's rule: from its greatest magnitude, or the candidate of least error."""
+        """Return the scale of a weight by INC's rule.
+
+        It comes from the greatest magnitude, or is the candidate of least error.
+        """
         config = self._config
         if not config.candidates:
             return config.weight_scale(max(rows.abs().max().item() for rows in torch.split(weight, ROWS)))

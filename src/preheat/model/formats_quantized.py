@@ -52,11 +52,17 @@ def taken(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 class QuantizedFormat(ABC):
-    """Base of the formats: a subclass names the tensors of a module, and reads them."""
+    """Base class of the quantized formats.
+
+    A subclass names the tensors of a module, and reads them.
+    """
 
     @abstractmethod
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
-        """Return the shape of every tensor of a module but the bias, by its name after the module's."""
+        """Return the shapes of a module's tensors, without the bias.
+
+        Keys follow the module's name in the tensor's name.
+        """
 
     @abstractmethod
     def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
@@ -78,10 +84,10 @@ class QuantizedFormat(ABC):
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """Return the layer of ``spec``, its parts read into the rows of one weight.
+        """Return the layer of ``spec``.
 
-        A shard reads all parts and drops the rows and columns of other ranks. So parts keep the scales that they have
-        on one rank.
+        Its parts are read into the rows of one weight. A shard reads all parts and drops the rows and columns of other
+        ranks. So parts keep the scales that they have on one rank.
         """
         weight = loader.empty_weight(_scheme(spec), spec.stored_outputs, spec.stored_inputs or spec.inputs)
         bias = loader.empty(spec.stored_outputs) if spec.bias else None
@@ -120,9 +126,9 @@ def _scheme(spec: LinearSpec | ExpertsSpec) -> Scheme:
 
 
 class OnlineFp8(QuantizedFormat):
-    """A plain module that is quantized when it is read, one at a time.
+    """A plain module that is quantized when it is read.
 
-    Each output has a scale, computed from the checkpoint's own numbers by
+    Modules are read one at a time. Each output has a scale, computed from the checkpoint's own numbers by
     :func:`preheat.ops.quantization.quantize_channels`.
     """
 
@@ -166,7 +172,10 @@ class Fp8(QuantizedFormat):
 
 
 class PackQuantized(QuantizedFormat):
-    """compressed-tensors' ``pack-quantized``: codes of an output side by side in words, lowest bits first."""
+    """compressed-tensors' ``pack-quantized``.
+
+    Codes of an output are side by side in words, lowest bits first.
+    """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         per_word, groups = 32 // _bits(scheme), scheme.groups(inputs)
@@ -187,7 +196,10 @@ class PackQuantized(QuantizedFormat):
 
 
 class Awq(QuantizedFormat):
-    """AutoAWQ's ``gemm``: an input's codes side by side, eight outputs a word, in the order of :data:`AWQ_ORDER`."""
+    """AutoAWQ's ``gemm``.
+
+    An input's codes are side by side, eight outputs a word, in the order of :data:`AWQ_ORDER`.
+    """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         groups = scheme.groups(inputs)
@@ -211,11 +223,12 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Gptq(QuantizedFormat):
-    """GPTQ: an output's codes below each other, several inputs a word; ``g_idx`` has the group of each input.
+    """The formats of GPTQ.
 
-    ``added`` is the number to add to stored zero points: 1 in files of version 1, 0 in version 2. None: the file is
-    symmetric, so each zero point is half of the range. Writers confuse the versions, but the numbers tell them apart. A
-    module with the same zero point everywhere, half of the range or one less, is symmetric too.
+    An output's codes are below each other, several inputs a word. ``g_idx`` has the group of each input. ``added`` is
+    the number to add to stored zero points: 1 in files of version 1, 0 in version 2. None: the file is symmetric, so
+    each zero point is half of the range. Writers confuse the versions, but the numbers tell them apart. A module with
+    the same zero point everywhere, half of the range or one less, is symmetric too.
     """
 
     def __init__(self, added: int | None) -> None:
@@ -276,7 +289,10 @@ class Gptq(QuantizedFormat):
 
 
 UNSAID = -1
-"""Group of an input that is unknown yet, or in dummy weights; groups are then consecutive."""
+"""Group of an input that is unknown yet, or in dummy weights.
+
+Groups are then consecutive.
+"""
 
 
 def _bits(scheme: Scheme) -> int:

@@ -1,8 +1,9 @@
-"""Configurations and measured ranges of Intel Neural Compressor (INC), and their scales. No torch.
+"""Configurations and ranges of Intel Neural Compressor (INC), and their scales.
 
-A configuration (``QUANT_CONFIG``) names the modules to round to FP8, the rule, and the files of ranges. There is a JSON
-file for each rank with the greatest magnitude of every module's inputs. Modules have the names that vLLM gives them,
-where projections that share a matrix are one module (``qkv_proj``); the checkpoint's names are understood too.
+No torch here. A configuration (``QUANT_CONFIG``) names the modules to round to FP8, the rule, and the files of ranges.
+There is a JSON file for each rank with the greatest magnitude of every module's inputs. Modules have the names that
+vLLM gives them, where projections that share a matrix are one module (``qkv_proj``); the checkpoint's names are
+understood too.
 
 Source: neural_compressor/torch/algorithms/fp8_quant of INC 3, and vllm-gaudi's calibration folder.
 """
@@ -36,9 +37,9 @@ Device = Literal["gaudi2", "gaudi3"]
 
 
 class Traits(NamedTuple):
-    """The FP8 of a device: its greatest number, and the scales of its hardware.
+    """The FP8 numbers and hardware scales of a device.
 
-    The scales are powers of ``base`` from ``least`` to ``most``.
+    ``full_scale`` is its greatest number. The scales are powers of ``base`` from ``least`` to ``most``.
     """
 
     full_scale: float
@@ -60,7 +61,10 @@ DEVICES: Mapping[Device, Traits] = {
     "gaudi2": Traits(240.0, 16, 2.0**-8, 2.0**4),
     "gaudi3": Traits(448.0, 2, 2.0**-55, 2.0**7),
 }
-"""FP8 of each device. Numbers here are e4m3 as on Gaudi 3; Gaudi 2 has the numbers up to 240 of them."""
+"""FP8 of each device.
+
+Numbers here are e4m3 as on Gaudi 3; Gaudi 2 has the numbers up to 240 of them.
+"""
 
 INPUT_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
 
@@ -74,7 +78,10 @@ WITHOUT_EFFECT = {
     "calibration_sample_interval", "local_rank", "global_rank", "world_size", "seperate_measure_files", "device_type",
     "measure_exclude", "use_stats_files", "verbose", "dump_stats_xlsx_path",
 }  # fmt: skip
-"""Keys without effect here: they steer INC on its devices, or measurements that are not needed."""
+"""Keys without effect here.
+
+They steer INC on its devices, or measurements that are not needed.
+"""
 
 LISTS = {"whitelist": "allowlist", "blacklist": "blocklist"}
 """Older names of the lists."""
@@ -84,13 +91,13 @@ TYPES = {
     "qkv": "QKVParallelLinear", "o": "RowParallelLinear", "gate_up": "MergedColumnParallelLinear",
     "down": "RowParallelLinear", "router": "ReplicatedLinear", "head": "ParallelLMHead",
 }  # fmt: skip
-"""vLLM's classes, by the last part of a linear layer's path in the spec."""
+"""vLLM's classes, by the last part of a layer's path."""
 CACHE_TYPE = "VLLMKVCache"
 
 
 @dataclass(frozen=True)
 class Names:
-    """Modules by regular expressions that occur in their names, or by their classes."""
+    """Modules by regular expressions in their names, or by classes."""
 
     names: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
@@ -99,7 +106,10 @@ class Names:
         return bool(self.names or self.types)
 
     def match(self, module: str, kind: str) -> bool:
-        """Whether a module of the class ``kind`` is meant; every linear layer is a "Linear" too."""
+        """Whether a module of the class ``kind`` is meant.
+
+        Every linear layer is a "Linear" too.
+        """
         kinds = {kind, "KVCache" if kind == CACHE_TYPE else "Linear"}
         return bool(kinds & set(self.types)) or any(re.search(name, module) for name in self.names)
 
@@ -131,16 +141,25 @@ class IncConfig:
         return allowed and not self.block.match(module, kind)
 
     def input_scale(self, maxabs: float) -> float:
-        """Return the scale of activations, or of cached keys or values, with magnitudes up to ``maxabs``."""
+        """Return the scale of inputs with magnitudes up to ``maxabs``.
+
+        Inputs are activations, or keys or values for the cache.
+        """
         return self._scale(maxabs, INPUT_BACKOFF)
 
     def weight_scale(self, maxabs: float) -> float:
-        """Return the scale of weights with magnitudes up to ``maxabs``, unless there are :meth:`candidates`."""
+        """Return the scale of weights with magnitudes up to ``maxabs``.
+
+        :meth:`candidates` are tried instead, if there are any.
+        """
         return self._scale(maxabs, WEIGHT_BACKOFF)
 
     @property
     def candidates(self) -> list[float]:
-        """Scales to try for weights, where the one of least error wins; empty: :meth:`weight_scale` decides."""
+        """Scales to try for weights.
+
+        The one of least error wins. Empty: :meth:`weight_scale` decides.
+        """
         if self.method == "maxabs_hw_opt_weight":
             return self.traits.hardware
         return [2.0**power for power in range(-10, 10)] if self.method == "maxabs_pow2_opt_weight" else []
@@ -233,9 +252,10 @@ def _flag(value: object) -> bool:
 
 
 def _device(values: Mapping[str, Any], stats: Path, path: Path) -> Device | None:
-    """Return the device in the file, or else in the folders of its ranges or in its own name.
+    """Return the device of a configuration.
 
-    Folders and names say g2 or g3, as vLLM's scripts for Gaudi write them.
+    The file states it, or the folders of its ranges or its own name do. Folders and names say g2 or g3, as vLLM's
+    scripts for Gaudi write them.
     """
     if given := values.get("device_for_scales"):
         name = str(given).lower()
@@ -249,16 +269,16 @@ def _device(values: Mapping[str, Any], stats: Path, path: Path) -> Device | None
 
 
 class Ranges(NamedTuple):
-    """Greatest magnitudes of a module's inputs, and of its weights, if it has any."""
+    """Greatest magnitudes of a module's inputs, and of any weights."""
 
     inputs: tuple[float, ...]
     weight: float | None = None
 
 
 def read_ranges(config: IncConfig) -> dict[str, Ranges]:
-    """Return the ranges of all modules by name, the greatest over all ranks.
+    """Return the ranges of all modules by name.
 
-    Raises SettingsError, naming the file, if one is missing or has no ranges.
+    They are the greatest over all ranks. Raises SettingsError, naming the file, if one is missing or has no ranges.
     """
     found: dict[str, Ranges] = {}
     for path in rank_files(config):
@@ -278,7 +298,10 @@ def read_ranges(config: IncConfig) -> dict[str, Ranges]:
 
 
 def rank_files(config: IncConfig) -> list[Path]:
-    """Return the files of ranges: one without a rank, or one per rank of the smallest world."""
+    """Return the files of ranges.
+
+    There is one without a rank, or one per rank of the smallest world.
+    """
     base = config.stats.with_name(f"{config.stats.name}_hooks_maxabs")
     whole = base.with_name(base.name + ".json")
     if os.path.lexists(whole):
@@ -333,9 +356,9 @@ def module_name(spec: LinearSpec) -> str:
 
 
 def linear_modules(spec: ModelSpec) -> Iterator[tuple[str, str, str, LinearSpec]]:
-    """Yield path in the spec, name, class and spec of every linear layer with its own weights.
+    """Yield every linear layer with its own weights.
 
-    An output head that is the table of embeddings has none.
+    Each comes as path in the spec, name, class and spec. An output head that is the table of embeddings has none.
     """
     for path, linear in spec.linears():
         if not (path == "head" and spec.tied):
@@ -343,14 +366,20 @@ def linear_modules(spec: ModelSpec) -> Iterator[tuple[str, str, str, LinearSpec]
 
 
 def cache_modules(attention: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the modules that store keys, and values, for the module ``attention``."""
+    """Return names of the modules that store keys, and values.
+
+    They belong to the module ``attention``.
+    """
     inside = ("attn.impl.", "attn.", "")
     keys, values = (tuple(f"{attention}.{where}{kind}_cache" for where in inside) for kind in "kv")
     return keys, values
 
 
 def check_experts(config: IncConfig, spec: ModelSpec) -> None:
-    """Raise SettingsError unless the experts of all layers are left out: they are not rounded here."""
+    """Raise SettingsError unless the experts are left out.
+
+    They are not rounded here, in any layer.
+    """
     for layer in spec.layers:
         if not isinstance(layer.mlp, MoeSpec):
             continue
@@ -361,7 +390,10 @@ def check_experts(config: IncConfig, spec: ModelSpec) -> None:
 
 
 def is_blocked(config: IncConfig, module: str, kind: str, linear: LinearSpec) -> bool:
-    """Whether a linear layer is left as it is. Raises SettingsError if the lists split one matrix."""
+    """Whether a linear layer is left as it is.
+
+    Raises SettingsError if the lists split one matrix.
+    """
     taken = {config.takes(name, kind) for name, _ in linear.parts}
     if not config.takes(module, kind):
         return True
@@ -372,7 +404,7 @@ def is_blocked(config: IncConfig, module: str, kind: str, linear: LinearSpec) ->
 
 
 def linear_scales(config: IncConfig, spec: ModelSpec, ranges: Mapping[str, Ranges]) -> dict[str, float]:
-    """Return the scale of the inputs of each rounded linear layer, by module.
+    """Return the input scale of each rounded linear layer, by module.
 
     Raises SettingsError for a layer without ranges, unless the configuration is lenient.
     """
@@ -430,7 +462,10 @@ def _cache_scale(config: IncConfig, names: tuple[str, ...], ranges: Mapping[str,
 
 
 def warn_of_device(config: IncConfig, platform: str) -> None:
-    """Log the device of the ranges, if known, because answers are not that device's."""
+    """Log the device of the ranges, if known.
+
+    Answers here are not that device's.
+    """
     if config.device is not None:
         device = {"gaudi2": "Gaudi 2", "gaudi3": "Gaudi 3"}[config.device]
         logger.warning(

@@ -1,7 +1,8 @@
-"""Dtype and scales of the KV cache, from the options and the checkpoint. No torch here.
+"""Dtype and scales of the KV cache.
 
-A scale is a constant of the model: from the checkpoint, or from a calibration (:mod:`preheat.model.inc`), or 1. A scale
-is never measured on the first requests, because then one boot could differ from another.
+They come from the options and the checkpoint. No torch here. A scale is a constant of the model: from the checkpoint,
+or from a calibration (:mod:`preheat.model.inc`), or 1. A scale is never measured on the first requests, because then
+one boot could differ from another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FP8: Mapping[str, KVDtype] = {
     "fp8_inc": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
-"""Values of ``--kv-cache-dtype`` for a cache of eight bits, and the dtype stored."""
+"""Dtype stored for each 8-bit value of ``--kv-cache-dtype``."""
 
 SAME = {"float16": "bfloat16"}
 """Dtypes that run as another dtype."""
@@ -43,9 +44,10 @@ Scales of queries and weights (q_scale, prob_scale) are for kernels that multipl
 
 
 def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
-    """Return ``spec`` with the cache dtype of ``--kv-cache-dtype``, for a model that runs in ``dtype``.
+    """Return ``spec`` with the cache dtype of ``--kv-cache-dtype``.
 
-    Scales are 1. Raises SettingsError for a dtype that is neither of eight bits nor the model's.
+    The model runs in ``dtype``. Scales are 1. Raises SettingsError for a dtype that is neither of eight bits nor the
+    model's.
     """
     if asked in FP8:
         return _with_kv(spec, lambda layer: replace(layer.kv, dtype=FP8[asked]))
@@ -72,14 +74,18 @@ def _with_kv(spec: ModelSpec, kv: Callable[[LayerSpec], object]) -> ModelSpec:
 
 
 def attention_module(spec: AttentionSpec) -> str:
-    """Return the checkpoint's module of a layer's attention, the parent of its projections."""
+    """Return the checkpoint's module of attention.
+
+    It is the parent of the layer's projections.
+    """
     return spec.qkv.parts[0][0].rpartition(".")[0]
 
 
 def names(spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the possible names of the scales of a layer's keys, and of its values.
+    """Return possible names of the scales of keys, and of values.
 
-    The first name that the checkpoint has counts. The last name is the older single scale for both.
+    They belong to one layer. The first name that the checkpoint has counts. The last name is the older single scale for
+    both.
     """
     module = attention_module(spec)
     found = []
@@ -99,9 +105,10 @@ def names(spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> list[Scales] | None:
-    """Return the scales of all layers from the ``stored`` tensors; None if there are none.
+    """Return the stored scales of all layers; None without any.
 
-    Raises ModelError, naming the tensor, if only some layers have scales, or if a tensor is no scale.
+    ``stored`` are the names of the checkpoint's tensors. Raises ModelError, naming the tensor, if only some layers have
+    scales, or if a tensor is no scale.
     """
     layers, missing = [], []
     for layer in spec.layers:
@@ -116,7 +123,7 @@ def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[
 
 
 def resolve_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> ModelSpec:
-    """Return ``spec`` with the checkpoint's scales, if its cache is of eight bits.
+    """Return ``spec`` with the checkpoint's scales, for an 8-bit cache.
 
     Without stored scales they are 1, with a warning. Raises SettingsError for a dtype that cannot have scales.
     """
@@ -140,9 +147,9 @@ def resolve_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str
 
 
 def identity(spec: ModelSpec) -> dict[str, str] | None:
-    """Return an identity of the cache's dtype and scales; None for the model's own dtype.
+    """Return an identity of the cache's dtype and scales.
 
-    Contents of caches with different identities must not mix.
+    None for the model's own dtype. Contents of caches with different identities must not mix.
     """
     if spec.kv_dtype == "auto":
         return None

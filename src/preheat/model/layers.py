@@ -21,7 +21,10 @@ Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights of attention; ``qk_norm`` is the norm of each query and key head, if there is one."""
+    """The weights of attention.
+
+    ``qk_norm`` is the norm of each query and key head, if there is one.
+    """
 
     qkv: Linear
     o: Linear
@@ -54,9 +57,9 @@ class DenseMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert that all tokens visit, with its gate and the backend's operation to add its output.
+    """An expert that all tokens visit, with its gate.
 
-    ``gate`` is [1, hidden].
+    ``add`` is the backend's operation to add its output. ``gate`` is [1, hidden].
     """
 
     block: DenseMlp
@@ -64,7 +67,10 @@ class SharedExpert:
     add: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, routed: Tensor) -> Tensor:
-        """Return ``routed``, the other experts' output for ``x``, plus this expert's gated output."""
+        """Return ``routed`` plus this expert's gated output for ``x``.
+
+        ``routed`` is the other experts' output.
+        """
         return self.add(routed, x, self.gate, self.block(x))
 
 
@@ -84,7 +90,10 @@ class MoeMlp:
 
     @property
     def fused_input(self) -> FusedInput | None:
-        """Fused input of the experts; the router and a shared expert read the same input."""
+        """Fused input of the experts.
+
+        The router and a shared expert read the same input.
+        """
         return fused(self.experts, self.router, *(() if self.shared is None else (self.shared,)))
 
     def linears(self) -> Linears:
@@ -114,7 +123,10 @@ class DecoderLayer:
         return out if self.attention_out_norm is None else self.attention_out_norm(out)
 
     def mlp_output(self, normed: Tensor) -> Tensor:
-        """Return the addition of the feed-forward block to the residual, from its ``normed`` input."""
+        """Return the feed-forward block's addition to the residual.
+
+        ``normed`` is its input.
+        """
         out = self.mlp(normed)
         return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
 
@@ -144,14 +156,20 @@ class GatheredHead:
 
 
 class HiddenStates:
-    """The output head of a model without one: hidden states [rows, hidden] as they are."""
+    """The head of a model without one: unchanged hidden states.
+
+    Hidden states are [rows, hidden].
+    """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
 
 
 class HeadElsewhere:
-    """The output head of a stage that is not the last one: another rank has it."""
+    """The output head of a stage that is not the last one.
+
+    Another rank has the head.
+    """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         raise AssertionError("another stage has the head")
@@ -173,7 +191,10 @@ class Weights:
     vision: VisionWeights | None = None
 
     def linears(self) -> Linears:
-        """All linear layers and experts of the decoder, with their paths in the spec; last a head, if any."""
+        """All linear layers and experts of the decoder, by path.
+
+        A head comes last, if any.
+        """
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
         if not isinstance(self.head, HiddenStates | HeadElsewhere):
@@ -181,7 +202,10 @@ class Weights:
 
 
 def fused(*readers: object) -> FusedInput | None:
-    """Return the fused input that all of ``readers`` accept from a norm; None: they read a tensor."""
+    """Return the fused input that all ``readers`` accept from a norm.
+
+    None: they read a tensor.
+    """
     found = [getattr(reader, "fused_input", None) for reader in readers]
     wanted = [each for each in found if each is not None]
     if not wanted or not all(wanted[0].same(each) for each in wanted):
@@ -191,9 +215,10 @@ def fused(*readers: object) -> FusedInput | None:
 
 
 def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | None = None) -> Tensor:
-    """Return the ``norm`` of ``x``, in the form of the fused input ``how`` if there is one.
+    """Return the ``norm`` of ``x``.
 
-    ``x`` is first added to ``residual`` in place, if there is a residual.
+    It has the form of the fused input ``how`` if there is one. ``x`` is first added to ``residual`` in place, if there
+    is a residual.
     """
     if how is not None:
         return cast(Tensor, how.norm(norm, x, residual))

@@ -1,7 +1,7 @@
-"""Loading a model: its spec, then its weights, from a checkpoint's files or random.
+"""Loading a model: its spec, then its weights.
 
-Tensors are read one at a time straight to their place on the device. So there is never a second copy of the model,
-neither on the device nor on the host.
+Weights come from a checkpoint's files, or are random. Tensors are read one at a time straight to their place on the
+device. So there is never a second copy of the model, neither on the device nor on the host.
 """
 
 from __future__ import annotations
@@ -162,12 +162,18 @@ def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec
 
 
 def _numerics(sizes: Mapping[str, int], scales: Sequence[str]) -> dict[str, object]:
-    """Return the bytes and scales that decide bits of a quantized checkpoint; empty for another."""
+    """Return the bytes and scales that decide a quantized checkpoint's bits.
+
+    Empty for another checkpoint.
+    """
     return {"weights": {"bytes": dict(sizes), "scales": list(scales)}} if len(sizes) > 1 else {}
 
 
 def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:
-    """Raise ModelError if weights of ``needed`` bytes do not fit into ``free``, before any allocation."""
+    """Raise ModelError if ``needed`` bytes do not fit into ``free``.
+
+    Called before any allocation.
+    """
     if needed > free:
         raise ModelError(
             f"the weights take {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB of memory are free: free some, or "
@@ -243,7 +249,10 @@ class FromHost:
         return call
 
     def place(self, value: Any) -> Any:
-        """Return a tensor, or the tensors of a layer, on the device; any other value as it is."""
+        """Return a tensor, or a layer's tensors, on the device.
+
+        Any other value stays as it is.
+        """
         if isinstance(value, LayerWeights | ExpertsWeights):
             return type(value)(*map(self.place, value))
         if isinstance(value, QuantizedWeight):
@@ -256,10 +265,11 @@ class FromHost:
 
 
 class WeightLoader:
-    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``.
+    """Maker of the parts of a model from their specs.
 
-    With ``from_host``, a function that copies, tensors are filled on the host and then copied to the backend. With a
-    ``collective`` the specs are a shard's. ``seats`` make adapter slots in linear layers.
+    The parts are on the backend's device, filled by ``source``. With ``from_host``, a function that copies, tensors are
+    filled on the host and then copied to the backend. With a ``collective`` the specs are a shard's. ``seats`` make
+    adapter slots in linear layers.
     """
 
     def __init__(
@@ -325,7 +335,10 @@ class WeightLoader:
         )  # fmt: skip
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
-        """Return the output head; where ranks share it, a head that gathers all logits."""
+        """Return the output head.
+
+        Where ranks share it, it gathers all logits.
+        """
         if spec.head is None:
             return HiddenStates()
         if "head" in spec.elsewhere:
@@ -375,7 +388,10 @@ class WeightLoader:
         return MoeMlp(self.linear(spec.router), experts, shared)
 
     def experts(self, spec: MoeSpec, weights: ExpertsWeights) -> ExpertsLayer:
-        """Return the routed experts of ``spec``, with adapter slots if there are kernels for them."""
+        """Return the routed experts of ``spec``.
+
+        They have adapter slots if there are kernels for them.
+        """
         value = experts_of(spec, self._dtype_name, self._room)
         if self._seats is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
             self._seats.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
@@ -400,7 +416,10 @@ class WeightLoader:
         return self.backend.norm(weight, spec.eps, spec.kind, bias)
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
-        """Return one norm for all query and key heads, queries first; None without one."""
+        """Return one norm for all query and key heads.
+
+        Queries come first. None without a norm.
+        """
         if spec.qk_norm is None:
             return None
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
@@ -431,7 +450,7 @@ class WeightLoader:
         return empty_weight(scheme, *shape, dtype=self.dtype, device=self._device)
 
     def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialized tensor in the model's dtype, on the device of loading."""
+        """Return an uninitialized tensor of the model's dtype, for loading."""
         return torch.empty(shape, dtype=self.dtype, device=self._device)
 
 

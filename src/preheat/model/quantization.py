@@ -1,7 +1,8 @@
-"""Reading a checkpoint's quantization config into the tree of specs. No torch here.
+"""Reading a checkpoint's quantization config into the specs.
 
-Each method has a line in :data:`METHODS` and a function from its config to the storage of each module. Families know
-nothing of quantization: their finished trees are walked, and each linear layer gets a format and a scheme.
+No torch here. Each method has a line in :data:`METHODS` and a function from its config to the storage of each module.
+Families know nothing of quantization: their finished trees are walked, and each linear layer gets a format and a
+scheme.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ LINEAR = "Linear"
 """The class of linear layers; compressed-tensors names all of them by it."""
 
 Module = tuple[str, ...]
-"""Names of a module: the spec's own, and its names in other layouts of the checkpoint."""
+"""Names of a module in the spec and in other layouts."""
 
 Says = Callable[[Module], Stored | None]
-"""Rule for the storage of a module, by its names; None for a module that is not quantized."""
+"""Storage rule of modules by their names; None: not quantized."""
 
 
 Named = Callable[[str], Stored | None]
-"""Rule for the storage of a module, by its name in the spec."""
+"""Storage rule of modules by their names in the spec."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _said(says: Says, renames: tuple[Rename, ...], module: str) -> Stored | None
 
 
 def names_of(module: str, renames: tuple[Rename, ...]) -> Module:
-    """Return ``module``, and the names of other layouts that ``renames`` turn into it."""
+    """Return ``module``, and its names in other layouts by ``renames``."""
     rests = (module, module.partition(".")[2])
     others = dict.fromkeys(start + rest for start in _starts(renames) for rest in rests)
     return module, *(other for other in others if other != module and renamed(other, renames) == module)
@@ -241,7 +242,10 @@ def _check_sizes(module: str, stored: Stored, outputs: int, inputs: int) -> None
 
 
 class _Fields:
-    """Fields of a config; its methods raise ModelError that names method and field."""
+    """Fields of a config.
+
+    Methods raise ModelError that names method and field.
+    """
 
     def __init__(self, method: str, values: Mapping[str, Any]) -> None:
         self.method, self.values, self.read = method, values, set[str]()
@@ -272,7 +276,7 @@ class _Fields:
         return tuple(value)
 
     def nested_names(self, name: str) -> tuple[str, ...]:
-        """Return the names in a list of names, or in a list of lists of names."""
+        """Return the names in a list, or in a list of lists."""
         value = self.get(name, [])
         lists = (
             [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[value]]
@@ -320,10 +324,10 @@ def _except(ignored: Sequence[str], stored: Stored) -> Says:
 
 
 def _matched(module: Module, names: Iterable[str]) -> bool:
-    """Whether one of ``names`` means the linear layer ``module``, and no module around it.
+    """Whether one of ``names`` means the linear layer ``module``.
 
-    A name is the whole name, the class, or a regular expression that matches from the beginning. This is the rule of
-    ``compressed_tensors.match_named_modules``.
+    A name of a module around it does not. A name is the whole name, the class, or a regular expression that matches
+    from the beginning. This is the rule of ``compressed_tensors.match_named_modules``.
     """
     return any(
         any(re.match(name[3:], own) for own in module) if name.startswith("re:") else name in (*module, LINEAR)
@@ -332,9 +336,9 @@ def _matched(module: Module, names: Iterable[str]) -> bool:
 
 
 def fp8(config: _Fields) -> Quantization:
-    """Read Hugging Face's and vLLM's own method: scales of a tensor, or of blocks of 128 x 128.
+    """Read the method of Hugging Face and vLLM.
 
-    DeepSeek and Qwen3 use blocks.
+    Scales belong to a tensor, or to blocks of 128 x 128. DeepSeek and Qwen3 use blocks.
     """
     how = config.one_of("activation_scheme", ["dynamic", "static"], "dynamic")
     config.one_of("fmt", ["e4m3"], "e4m3")
@@ -442,9 +446,9 @@ def compressed_tensors(config: _Fields) -> Quantization:
 
 
 def _check_cache(config: _Fields) -> None:
-    """Raise ModelError unless ``kv_cache_scheme`` is absent or one static scale for each layer.
+    """Raise ModelError for a ``kv_cache_scheme`` that cannot be read.
 
-    :mod:`preheat.model.kv_scales` reads such scales.
+    It must be absent or one static scale for each layer. :mod:`preheat.model.kv_scales` reads such scales.
     """
     if config.get("kv_cache_scheme") is None:
         return

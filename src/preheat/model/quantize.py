@@ -18,14 +18,20 @@ from preheat.settings import Settings
 
 
 class Quantized(NamedTuple):
-    """The formats named in a spec, and the digests of rounding that decide bits, as plain data."""
+    """The formats of a spec, and digests of rounding.
+
+    Bits depend on the digests. Digests are plain data.
+    """
 
     formats: Mapping[str, LinearFormat]
     numerics: Mapping[str, object]
 
 
 def quantize(settings: Settings, spec: ModelSpec, facts: Facts) -> tuple[ModelSpec, Quantized]:
-    """Return ``spec`` with the formats and scales that the settings ask for, on a backend with these ``facts``."""
+    """Return ``spec`` with the settings' formats and scales.
+
+    The backend has these ``facts``.
+    """
     if settings.quantization != "inc" or settings.quant_config is None:
         return spec, Quantized(FORMATS, {})
     config = inc.read_config(settings.quant_config)

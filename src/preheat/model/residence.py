@@ -1,8 +1,8 @@
-"""Tensors that give their memory back and take it again, while programs and views keep them.
+"""Tensors that give their memory back and take it again.
 
-A tensor in torch's memory loses its storage, and later gets one of the same size: views of it see the new one. A tensor
-laid out by a library is replaced by an empty one, and filled when it is replaced again. Addresses change, so no
-captured graph may contain them.
+Programs and views keep them meanwhile. A tensor in torch's memory loses its storage, and later gets one of the same
+size: views of it see the new one. A tensor laid out by a library is replaced by an empty one, and filled when it is
+replaced again. Addresses change, so no captured graph may contain them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from preheat.utils.memory import trim
 
 
 class Dropped:
-    """The memory of ``tensors``, given back to the system; their numbers are lost."""
+    """The memory of ``tensors``, given back to the system.
+
+    Their numbers are lost.
+    """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -69,7 +69,10 @@ def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Lead from kept frequencies to frequencies slowed by ``factor``, by a linear ramp over the dimensions."""
+    """Blend kept frequencies with frequencies slowed by ``factor``.
+
+    The weights are a linear ramp over the dimensions.
+    """
 
     def dimension(rotations: float) -> float:
         """Return the dimension that turns ``rotations`` times within the original length."""

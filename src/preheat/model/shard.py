@@ -1,9 +1,9 @@
-"""The shard of one of several ranks: a spec of the same form as the model's. No torch here.
+"""The shard of a rank: a spec of the model's form.
 
-Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the rows of the
-output head. Layers that produce them (queries, keys and values; gate and up; the head) are split by rows, layers that
-read them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than ranks. All
-other parts, the table of embeddings and the norms too, are on every rank.
+No torch here. Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the
+rows of the output head. Layers that produce them (queries, keys and values; gate and up; the head) are split by rows,
+layers that read them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than
+ranks. All other parts, the table of embeddings and the norms too, are on every rank.
 
 A layer is cut in the same way on one rank as on many, so that bits do not depend on the number of ranks. Rows are cut
 into tiles, one product each, and columns into K splits (:mod:`preheat.ops.matmul`).
@@ -33,7 +33,7 @@ Range = tuple[int, int]
 
 
 def sums_leaves(settings: Settings) -> bool:
-    """Whether layers are cut and summed as on several ranks, even on one."""
+    """Whether layers are summed as on several ranks, even on one."""
     return settings.tensor_parallel_size > 1 or bool(settings.tp_invariant)
 
 
@@ -47,7 +47,10 @@ def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
 
 
 def head_tile(vocab_size: int, world: int) -> int:
-    """Return the rows of the head's tiles; the last tile may be smaller."""
+    """Return the rows of the head's tiles.
+
+    The last tile may be smaller.
+    """
     return -(-vocab_size // k_splits_of(world))
 
 
@@ -106,7 +109,10 @@ class _Cut:
         return replace(spec, experts=experts, shared=shared)
 
     def head(self, spec: LinearSpec) -> LinearSpec:
-        """Cut the head into tiles of equal size but for the last; a rank has consecutive tiles."""
+        """Cut the head into tiles of equal size but for the last.
+
+        A rank has consecutive tiles.
+        """
         tile = head_tile(spec.outputs, self.world)
         ends = [min(at * tile, spec.outputs) for at in range(self.leaves + 1)]
         first, last = self.rank * self._own, (self.rank + 1) * self._own
@@ -121,7 +127,7 @@ class _Cut:
         return self.leaves // self.world
 
     def _rows(self, spec: LinearSpec, blocks: list[tuple[int, int, Range, int]]) -> LinearSpec:
-        """Keep a range of rows in each of the ``blocks``, cut into tiles.
+        """Keep a range of rows in each block, cut into tiles.
 
         A block is its first row, its size, the kept range within it, and the number of tiles of the whole block.
         """
@@ -143,7 +149,7 @@ class _Cut:
         )  # fmt: skip
 
     def _require_whole_groups(self, spec: LinearSpec | ExpertsSpec, what: str, inputs: int) -> None:
-        """Raise ModelError where a K split ends within inputs that share a scale.
+        """Raise ModelError where a K split ends inside a scale's inputs.
 
         Inputs grouped by ``g_idx`` may be cut anywhere.
         """
@@ -158,7 +164,10 @@ class _Cut:
             )
 
     def _mine(self, what: str, size: int) -> Range:
-        """Return the rank's part of ``size``. Raises ModelError unless ``size`` makes whole K splits."""
+        """Return the rank's part of ``size``.
+
+        Raises ModelError unless ``size`` makes whole K splits.
+        """
         self._divide(what, size, self.leaves)
         part = size // self.world
         return self.rank * part, (self.rank + 1) * part

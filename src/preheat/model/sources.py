@@ -1,4 +1,4 @@
-"""Sources of a model's tensors: a checkpoint's safetensors files, or a random generator."""
+"""Sources of a model's tensors: safetensors files, or a random generator."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ from preheat.utils.files import regular_file
 from preheat.utils.text import some
 
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
-"""Endings of the names of tensors with scales, zero points and groups of quantized weights."""
+"""Endings of the names of scales, zero points and group indices."""
 
 
 class TensorSource(Protocol):
     """Provides tensors by name."""
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Write tensor ``name``, or a ``piece`` of it, into ``out``, converted to the dtype of ``out``.
+        """Write tensor ``name``, or a ``piece`` of it, into ``out``.
 
-        ``out`` has the shape of the tensor or of the piece. Only the piece is read.
+        Numbers are converted to the dtype of ``out``. ``out`` has the shape of the tensor or of the piece. Only the
+        piece is read.
         """
 
 
 def _sum(out: Tensor) -> Tensor | None:
-    """Return a number that is not finite if a number of ``out`` is not; None for integers."""
+    """Return a sum that shows any NaN or infinity in ``out``.
+
+    None for integers.
+    """
     if out.is_floating_point() and out.itemsize > 1:
         return out.sum(dtype=torch.float32)
     if not out.is_floating_point():
@@ -51,7 +55,10 @@ Part = tuple[int | slice, ...]
 
 
 class _Place(NamedTuple):
-    """A ``part`` of the tensor ``stored`` in a safetensors ``file``; an empty part is the whole tensor."""
+    """A ``part`` of the tensor ``stored`` in a safetensors ``file``.
+
+    An empty part is the whole tensor.
+    """
 
     file: Any
     stored: str
@@ -65,7 +72,7 @@ class _Place(NamedTuple):
 
 
 def _within(part: Part, piece: Piece) -> Part:
-    """Return the part of a stored tensor that is ``piece`` of its ``part``."""
+    """Return the part of a stored tensor for ``piece`` of ``part``."""
     stacked = tuple(place for place in part if isinstance(place, int))
     first = next((place.start for place in part if isinstance(place, slice)), 0)
     rows, *columns = piece.index
@@ -73,7 +80,10 @@ def _within(part: Part, piece: Piece) -> Part:
 
 
 def _parts(stored: str, shape: Shape, renames: Sequence[Rename]) -> Iterator[tuple[str, Shape, Part]]:
-    """Yield name, shape and part of each tensor that the checkpoint stores as ``stored``."""
+    """Yield name, shape and part of each tensor inside ``stored``.
+
+    ``stored`` is a name in the checkpoint.
+    """
     for rename in renames:
         if match := re.fullmatch(rename.stored, stored):
             break
@@ -132,11 +142,14 @@ class StoredTensors:
             self._sums[name] = total, out.dtype
 
     def read(self, name: str, piece: Piece) -> Tensor:
-        """Return a ``piece`` of tensor ``name`` as it is stored, on the host."""
+        """Return a ``piece`` of tensor ``name`` as stored, on the host."""
         return self._places[name].read(piece)
 
     def place(self, name: str) -> tuple[str, Part]:
-        """Return the name of the stored tensor with tensor ``name``, and the part in it; an empty part is all of it."""
+        """Return the stored tensor with tensor ``name``, and the part.
+
+        An empty part is all of it.
+        """
         return self._places[name].stored, self._places[name].part
 
     def read_stored(self, name: str) -> Tensor:
@@ -146,16 +159,19 @@ class StoredTensors:
 
     @property
     def scales_digest(self) -> str | None:
-        """Digest of all scales and zero points read so far; None if there were none."""
+        """Digest of all scales and zero points read so far.
+
+        None if there were none.
+        """
         if not self._scales:
             return None
         return sha256(repr(sorted(self._scales.items())).encode()).hexdigest()[:32]
 
     def check_finite(self) -> None:
-        """Raise ModelError, naming the tensor, if a tensor that was read holds a NaN or an infinity.
+        """Raise ModelError if a tensor that was read is not finite.
 
-        Every answer would be nonsense. The sums were made where the tensors lie, so that loading does not wait for
-        them.
+        The error names the tensor with a NaN or an infinity. Every answer would be nonsense. The sums were made where
+        the tensors lie, so that loading does not wait for them.
         """
         if not self._sums:
             return
@@ -173,7 +189,10 @@ class StoredTensors:
 
 
 class SafetensorsFiles(StoredTensors):
-    """The tensors of a checkpoint in ``directory``; its files lie ``below`` that folder if there is one."""
+    """The tensors of a checkpoint in ``directory``.
+
+    Its files lie ``below`` that folder if there is one.
+    """
 
     def __init__(
         self,
@@ -189,7 +208,10 @@ class SafetensorsFiles(StoredTensors):
 
 
 def open_tensors(path: Path) -> Any:
-    """Open the safetensors file ``path``. Raises ModelError for a file that is none."""
+    """Open the safetensors file ``path``.
+
+    Raises ModelError for a file that is none.
+    """
     try:
         return safe_open(regular_file(path), framework="pt")
     except OSError as error:
@@ -219,9 +241,10 @@ class _Slice(NamedTuple):
 
 
 class DummyTensors:
-    """Random weights that behave like a model's: normal with std 1/sqrt(inputs), norms around 1.
+    """Random weights that behave like a model's.
 
-    A tensor depends only on its name, shape, dtype, the seed and the kind of device, not on the order of loading.
+    They are normal with std 1/sqrt(inputs), norms around 1. A tensor depends only on its name, shape, dtype, the seed
+    and the kind of device, not on the order of loading.
     """
 
     def __init__(self, seed: int) -> None:
@@ -229,7 +252,10 @@ class DummyTensors:
         self._whole: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Fill ``out`` at random. A piece is cut from the whole tensor, so it is the same on any number of ranks."""
+        """Fill ``out`` at random.
+
+        A piece is cut from the whole tensor, so it is the same on any number of ranks.
+        """
         if piece is not None and piece.shape != tuple(out.shape):
             if self._whole is None or self._whole[0] != name:
                 self._whole = name, out.new_empty(piece.shape)
@@ -254,7 +280,7 @@ DUMMY_CODES = 16.0
 
 
 def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
-    """Fill with integers of all sizes, zero points in the middle, and one scale for all."""
+    """Fill ``out`` with random codes, middle zero points or equal scales."""
     if out.is_floating_point():
         out.fill_(2.0**-10)
     elif name.endswith(("zeros", "zero_point")):
@@ -266,7 +292,10 @@ def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
-    """Raise ModelError unless ``shapes`` are the tensors of ``spec``, apart from harmless tensors."""
+    """Raise ModelError unless ``shapes`` are the tensors of ``spec``.
+
+    Harmless tensors may be there too.
+    """
     check_shapes(spec.architecture, expected_tensors(spec, formats), shapes, lambda name: is_harmless(name, spec))
 
 
@@ -297,9 +326,9 @@ def check_shapes(
 
 
 BUFFERS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
-"""Tensors of old exporters with numbers that the config has too, in any family.
+"""Harmless tensors of old exporters, in any family.
 
-A family has more of them in ``ModelSpec.ignored``.
+The config has their numbers too. A family has more of them in ``ModelSpec.ignored``.
 """
 
 

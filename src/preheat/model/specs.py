@@ -1,7 +1,8 @@
-"""A model's parts as a tree of specs: ModelSpec, LayerSpec, AttentionSpec, LinearSpec and others.
+"""A model's parts as a tree of specs.
 
-A family (:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names.
-Loader, cost model and tuner walk it. No torch here: planning needs the sizes long before the weights.
+The tree has a ModelSpec, LayerSpec, AttentionSpec, DenseSpec, MoeSpec, LinearSpec, NormSpec and others. A family
+(:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names. Loader, cost
+model and tuner walk it. No torch here: planning needs the sizes long before the weights.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class LinearSpec:
         return self.columns is not None or self.outputs != self.stored_outputs
 
     def pieces(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the sources of the layer's rows, from top to bottom: a module, and its rows [from, to)."""
+        """Yield the sources of the layer's rows, from top to bottom.
+
+        A source is a module, and its rows [from, to).
+        """
         for start, end in self.order or ((0, self.stored_outputs),):
             first = 0
             for name, outputs in self.parts:
@@ -75,7 +79,10 @@ class LinearSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether the layer ends with SwiGLU; kernels may compute it with the product."""
+        """Whether the layer ends with SwiGLU.
+
+        Kernels may compute it with the product.
+        """
         return self.activation == "silu_and_mul"
 
     @property
@@ -89,7 +96,10 @@ class LinearSpec:
         return self.weights + self.bias * self.outputs
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of W on a device, in the model's dtype unless it is quantized."""
+        """Return the bytes of W on a device.
+
+        W is in the model's dtype unless it is quantized.
+        """
         return self.scheme.bytes(self.outputs, self.inputs) if self.scheme else self.weights * itemsize
 
 
@@ -113,7 +123,7 @@ class NormSpec:
 
 
 TIED_HEAD = "lm_head"
-"""Module name of a tied output head; a checkpoint has no tensor for it."""
+"""Module name of a tied output head, absent in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +149,13 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding: base ``theta`` and the scaling of frequencies for longer contexts.
+    """Rotary position embedding.
 
-    ``original_length`` is the context length before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to
-    kind llama3, the fields up to ``truncate`` to yarn (``attention_factor`` None: derived from ``factor``). Kind
-    longrope divides each pair's frequency by its ``short_factor``, or by its ``long_factor`` if sequences may be longer
-    than ``original_length``. ``partial``: the part of a head's dimensions that turns.
+    ``theta`` is its base. Its frequencies are scaled for longer contexts. ``original_length`` is the context length
+    before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to kind llama3, the fields up to ``truncate`` to
+    yarn (``attention_factor`` None: derived from ``factor``). Kind longrope divides each pair's frequency by its
+    ``short_factor``, or by its ``long_factor`` if sequences may be longer than ``original_length``. ``partial``: the
+    part of a head's dimensions that turns.
     """
 
     kind: RopeKind
@@ -172,10 +183,10 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Entry of a token in a layer's KV cache: a key and a value of ``head_dim`` numbers for each head.
+    """Entry of a token in a layer's KV cache.
 
-    Both are divided by ``scales`` (key, value) and stored in ``dtype``; auto is the model's dtype. See
-    :mod:`preheat.ops.float8`.
+    It is a key and a value of ``head_dim`` numbers for each head. Both are divided by ``scales`` (key, value) and
+    stored in ``dtype``; auto is the model's dtype. See :mod:`preheat.ops.float8`.
     """
 
     num_kv_heads: int
@@ -189,7 +200,10 @@ class KVSpec:
         return 2 * self.num_kv_heads * self.head_dim
 
     def bytes(self, itemsize: int) -> int:
-        """Return the bytes per token, for a model whose dtype has ``itemsize`` bytes."""
+        """Return the bytes per token.
+
+        The model's dtype has ``itemsize`` bytes.
+        """
         return self.values * (itemsize if self.dtype == "auto" else 1)
 
 
@@ -290,9 +304,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class GateSpec:
-    """One row of ``size`` weights; its product with a token says how far a gate opens.
+    """One row of ``size`` weights for a gate.
 
-    ``name`` is the checkpoint's module.
+    Its product with a token says how far the gate opens. ``name`` is the checkpoint's module.
     """
 
     name: str
@@ -309,7 +323,10 @@ class GateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSpec:
-    """An expert that all tokens visit, and the ``gate`` for its share in each token."""
+    """An expert that all tokens visit, and its ``gate``.
+
+    The gate sets its share in each token.
+    """
 
     block: DenseSpec
     gate: GateSpec
@@ -332,7 +349,10 @@ class MoeSpec:
 
     @property
     def activations(self) -> int:
-        """Intermediate numbers per token: inputs or outputs of the chosen experts, and their inner numbers."""
+        """Intermediate numbers per token.
+
+        These are inputs or outputs of the chosen experts, and their inner numbers.
+        """
         chosen = self.top_k * (self.experts.hidden + self.experts.inner) + self.router.outputs
         return chosen + (self.shared.block.activations + self.experts.hidden if self.shared else 0)
 
@@ -390,7 +410,10 @@ class VectorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLayerSpec:
-    """A layer of a vision tower: like a decoder layer, but every position attends to every other."""
+    """A layer of a vision tower.
+
+    It is like a decoder layer, but every position attends to every other.
+    """
 
     input_norm: NormSpec
     qkv: LinearSpec
@@ -401,11 +424,12 @@ class VisionLayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSpec:
-    """An encoder of square images of ``image_size`` pixels to embeddings of a prompt.
+    """An encoder of square images to embeddings of a prompt.
 
-    It has the needed ``layers`` of a vision tower, and a ``projector``. A tower's first position is ``cls``, the others
-    are patches, from left to right, then down. ``keeps_cls``: the prompt has the ``cls`` position too. ``image_token``
-    stands for an image in a prompt, and for each of its positions.
+    An image has ``image_size`` pixels a side. The encoder has the needed ``layers`` of a vision tower, and a
+    ``projector``. A tower's first position is ``cls``, the others are patches, from left to right, then down.
+    ``keeps_cls``: the prompt has the ``cls`` position too. ``image_token`` stands for an image in a prompt, and for
+    each of its positions.
     """
 
     image_size: int
@@ -450,7 +474,10 @@ class VisionSpec:
 
     @property
     def activations(self) -> int:
-        """The most intermediate numbers of an image: the states of its positions, and one layer's scores."""
+        """The most intermediate numbers of an image.
+
+        These are the states of its positions, and one layer's scores.
+        """
         wide = max(self.layers[0].qkv.outputs, self.layers[0].mlp.activations, self.projector.activations)
         return self.num_positions * (2 * self.patches.outputs + wide + 2 * self.num_heads * self.num_positions)
 
@@ -471,7 +498,10 @@ class LayerSpec:
 
     @property
     def step_params(self) -> int:
-        """Weights that a step reads besides experts; biases and norms of heads are too few to count."""
+        """Weights that a step reads besides experts.
+
+        Biases and norms of heads are too few to count.
+        """
         linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return linears + self.input_norm.size + self.post_norm.size
 
@@ -496,7 +526,10 @@ class LayerSpec:
 
     @property
     def activations(self) -> int:
-        """The most intermediate numbers per token at any time, besides residual and normed input."""
+        """The most intermediate numbers per token at any time.
+
+        Residual and normed input are not counted.
+        """
         return max(self.attention.activations, self.mlp.activations)
 
     @property
@@ -581,7 +614,10 @@ class ModelSpec:
         return sum(leaf.params for path, leaf in leaves(self) if not (self.tied and path == "head"))
 
     def weight_bytes(self, itemsize: int) -> dict[Scheme | None, int]:
-        """Return the bytes of all weights on a device by scheme; None stands for plain weights."""
+        """Return the bytes of all weights on a device by scheme.
+
+        None stands for plain weights.
+        """
         found: dict[Scheme | None, int] = {None: 0}
         for path, leaf in leaves(self):
             if self.tied and path == "head":
@@ -602,7 +638,10 @@ class ModelSpec:
         return sum(leaf.weights if isinstance(leaf, LinearSpec) else leaf.params for leaf in found)
 
     def linears(self) -> Iterator[tuple[str, LinearSpec]]:
-        """Yield every linear layer of the decoder with its path, such as "layers.0.attention.qkv"; "head" is last."""
+        """Yield every linear layer of the decoder with its path.
+
+        A path is such as "layers.0.attention.qkv"; "head" is last.
+        """
         linears = ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return ((path, linear) for path, linear in linears if not path.startswith("vision."))
 
@@ -637,9 +676,10 @@ class ModelSpec:
 
 
 def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
-    """Return ``spec`` with hidden states as output, for texts of at most ``max_length`` tokens.
+    """Return ``spec`` with hidden states as output.
 
-    A model that reads less keeps its own length. The checkpoint's output head is not loaded.
+    Texts have at most ``max_length`` tokens. A model that reads less keeps its own length. The checkpoint's output head
+    is not loaded.
     """
     parts = () if spec.head is None else ((TIED_HEAD, 0),) if spec.tied else spec.head.parts
     stored = tuple(rf"{re.escape(name)}\..*" for name, _ in parts)
@@ -648,7 +688,10 @@ def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
 
 
 def base_model(spec: ModelSpec) -> ModelSpec:
-    """Return ``spec`` for the checkpoint of a model class without an output head: names lack the first part."""
+    """Return ``spec`` for the checkpoint of a headless model class.
+
+    Its names lack the first part.
+    """
     prefix = spec.embedding.name.partition(".")[0] + "."
     rename = Rename(rf"(?!{re.escape(prefix)})(.+)", (rf"{prefix}\1",))
     return replace(without_head(spec), renames=(*spec.renames, rename))
@@ -659,7 +702,7 @@ Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpe
 
 
 def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Yield every leaf below ``node`` with its path, in the order of the fields."""
+    """Yield every leaf below ``node`` with its path, in field order."""
     if isinstance(node, Leaf):
         yield path, node
         return
@@ -674,7 +717,10 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") -> N:
-    """Return ``node`` with ``change(path, leaf)`` in place of every leaf; paths as in :func:`leaves`."""
+    """Return ``node`` with every leaf replaced by ``change(path, leaf)``.
+
+    Paths are as in :func:`leaves`.
+    """
     found: Any = node
     if isinstance(node, Leaf):
         found = change(path, node)

@@ -1,4 +1,4 @@
-"""Output heads stored in a checkpoint although the config ties them to the embeddings."""
+"""Output heads stored although the config ties them to the embeddings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def with_stored_head(spec: ModelSpec, stored: StoredTensors, dtype: torch.dtype)
 
 
 def same_rows(stored: StoredTensors, one: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two stored tables hold the same numbers in ``dtype``; reads a few rows at a time."""
+    """Whether two stored tables hold the same numbers in ``dtype``.
+
+    Only a few rows are read at a time.
+    """
     shape = stored.shapes[one]
     if shape != stored.shapes[other]:
         return False

@@ -1,4 +1,7 @@
-"""Traits of a model, and features it lacks: see :mod:`preheat.combinations`. No torch here."""
+"""Traits of a model, and features it lacks.
+
+See :mod:`preheat.combinations`. No torch here.
+"""
 
 from __future__ import annotations
 

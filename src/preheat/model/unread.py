@@ -1,9 +1,10 @@
-"""Fields of a checkpoint that change numbers: an unread one must have a neutral value.
+"""Fields of a checkpoint that change numbers.
 
-A table names such fields, as far as they are known from any model or method, with the values that change nothing. A
-field that a family or a method reads is not looked up: its reader computes it or refuses it. So each field is read,
-harmless or refused by name, and a new family has all refusals without a line of its own. Fields that only add tensors
-need no line, because a tensor that is never read is an error of its own. No torch here.
+An unread field must have a neutral value. A table names such fields, as far as they are known from any model or method,
+with the values that change nothing. A field that a family or a method reads is not looked up: its reader computes it or
+refuses it. So each field is read, harmless or refused by name, and a new family has all refusals without a line of its
+own. Fields that only add tensors need no line, because a tensor that is never read is an error of its own. No torch
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 from preheat.errors import ModelError
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""Values that change nothing, by field; for a list or an object, the values of each item."""
+"""Values that change nothing, by field.
+
+For a list or an object they are the values of each item.
+"""
 
 
 def _each(allowed: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]]:
@@ -102,9 +106,10 @@ GENERATION: Neutral = {
 def refuse_unread(
     where: str, values: Mapping[str, Any], neutral: Neutral, read: Collection[str] = (), hint: str = ""
 ) -> None:
-    """Raise ModelError for an unread field of ``values`` with a value that is not ``neutral``.
+    """Raise ModelError for an unread field that is not ``neutral``.
 
-    ``read`` are the names of read fields. The message names ``where`` the field stands and ends with the ``hint``.
+    ``values`` are all fields. ``read`` are the names of read fields. The message names ``where`` the field stands and
+    ends with the ``hint``.
     """
     for name in sorted((neutral.keys() & values.keys()) - set(read)):
         if not all(item in (None, "", *neutral[name]) for item in _items(values[name])):

@@ -1,8 +1,9 @@
-"""New weights for a loaded model, in place: programs know the addresses of its tensors.
+"""New weights for a loaded model, in place.
 
-The model's parts with new tensors are loaded a second time, by the loader and in the formats of the boot. Then old and
-new numbers are swapped. Before the swap nothing is written, and a second swap undoes the first. The update takes the
-memory of the new parts once more while it lasts; an update of a few layers at a time takes less.
+Programs know the addresses of its tensors. The model's parts with new tensors are loaded a second time, by the loader
+and in the formats of the boot. Then old and new numbers are swapped. Before the swap nothing is written, and a second
+swap undoes the first. The update takes the memory of the new parts once more while it lasts; an update of a few layers
+at a time takes less.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Part:
         return dict(expected_tensors(self.spec, formats))
 
     def may_be_partial(self, formats: Mapping[str, LinearFormat]) -> bool:
-        """Whether rows without a new tensor can be taken from the loaded part.
+        """Whether rows without a new tensor can keep the loaded numbers.
 
         The loaded part must have its rows as they are stored.
         """
@@ -55,7 +56,10 @@ class Part:
 
 
 def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
-    """Yield the parts of the weights ``model`` of ``spec``; tied embeddings and head are one part."""
+    """Yield the parts of the weights ``model`` of ``spec``.
+
+    Tied embeddings and head are one part.
+    """
     if spec.tied:
         yield Part(spec.embedding, (model.embedding, model.head), lambda loader: _tied(spec, loader))
     else:
@@ -98,7 +102,10 @@ def _norm(spec: NormSpec, loaded: object) -> Part:
 
 
 def _mlp(spec: MlpSpec, loaded: Any) -> Iterator[Part]:
-    """Yield the parts of a feed-forward block; experts and their router are loaded as one."""
+    """Yield the parts of a feed-forward block.
+
+    Experts and their router are loaded as one.
+    """
     if isinstance(spec, DenseSpec):
         yield _linear(spec.gate_up, loaded.gate_up)
         yield _linear(spec.down, loaded.down)
@@ -155,7 +162,10 @@ class Update:
 
 
 class Patched:
-    """``source``, with the loaded rows of a plain linear ``part`` in place of missing tensors."""
+    """``source``, completed by the loaded rows of a linear ``part``.
+
+    The part is plain; loaded rows take the place of missing tensors.
+    """
 
     def __init__(self, source: StoredTensors, part: Part) -> None:
         assert isinstance(part.spec, LinearSpec)
@@ -203,9 +213,9 @@ def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, 
 
 
 def _check_head(model: LoadedModel, source: StoredTensors) -> None:
-    """Raise ModelError for a head that differs from the table of embeddings in a model that ties them.
+    """Raise ModelError for a head that a tied model would ignore.
 
-    The head would never be read.
+    The head differs from the table of embeddings, so the model would never read it.
     """
     if not model.spec.tied or HEAD not in source.shapes:
         return
@@ -235,10 +245,11 @@ def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None
 
 
 def tensors_of(node: object) -> Iterator[Tensor]:
-    """Yield the tensors below ``node``, a part of a loaded model, that an update replaces and a sleep drops.
+    """Yield the tensors below ``node``, a part of a loaded model.
 
-    A layer names its own tensors (:class:`preheat.backends.base.HasWeights`). The order of tensors depends only on the
-    values of layers, and on the classes of the other parts.
+    An update replaces these tensors, and a sleep drops them. A layer names its own tensors
+    (:class:`preheat.backends.base.HasWeights`). The order of tensors depends only on the values of layers, and on the
+    classes of the other parts.
     """
     for part in _parts_of(node):
         if isinstance(part, Tensor):
@@ -248,7 +259,10 @@ def tensors_of(node: object) -> Iterator[Tensor]:
 
 
 def reset_state(node: object) -> None:
-    """Reset the state of all layers below ``node``, after their memory was lost."""
+    """Reset the state of all layers below ``node``.
+
+    Their memory was lost before.
+    """
     for part in _parts_of(node):
         for tensor in () if isinstance(part, Tensor) else part.state():
             tensor.zero_()
@@ -270,7 +284,10 @@ def _parts_of(node: object) -> Iterator[Tensor | HasWeights]:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a library has laid out ``tensor``: it has no storage of ours, and is replaced as a whole."""
+    """Whether a library has laid out ``tensor``.
+
+    Such a tensor has no storage of ours, and is replaced as a whole.
+    """
     return tensor.layout is not torch.strided
 
 

@@ -1,4 +1,7 @@
-"""Values of a model's layers, made of its spec before weights are read. No torch."""
+"""Values of a model's layers, made before weights are read.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from preheat.ops.values import (
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Limits of adapters: ``slots`` adapters of at most ``rank``, with matrices of ``dtype``.
+    """Limits of adapters.
 
-    ``divided``: in layers that ranks divide by outputs, the first matrices are divided among the ranks, too.
+    There are ``slots`` adapters of at most ``rank``, with matrices of ``dtype``. ``divided``: in layers that ranks
+    divide by outputs, the first matrices are divided among the ranks, too.
     """
 
     slots: int
@@ -38,7 +42,10 @@ class AdapterLimits:
 
 
 def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Matmul:
-    """Return the value of the layer of ``spec``, whole or a shard, in a model of ``dtype``."""
+    """Return the value of the layer of ``spec``, whole or a shard.
+
+    The model is of ``dtype``.
+    """
     found = Matmul(
         outputs=spec.outputs,
         inputs=spec.inputs,
@@ -63,7 +70,10 @@ def part_outputs(spec: LinearSpec) -> tuple[int, ...]:
 
 
 def embedding_of(spec: EmbeddingSpec, dtype: Dtype, room: AdapterLimits) -> Matmul:
-    """Return the value of a table of embeddings with an adapter term, looked up by token ids."""
+    """Return the value of a table of embeddings with adapters.
+
+    Its term is looked up by token ids.
+    """
     term = LowRank((spec.size,), room.slots, room.rank, room.dtype, source="tokens")
     return Matmul(outputs=spec.size, inputs=spec.vocab_size, weight=WeightFormat(dtype), terms=(term,))
 
@@ -74,7 +84,7 @@ def patches_of(spec: PatchSpec, dtype: Dtype) -> Matmul:
 
 
 def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Experts:
-    """Return the value of the routed experts of ``spec``, whole or a shard."""
+    """Return the value of routed experts, whole or a shard."""
     own = spec.experts
     routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
     order = _order(own.inner, own.leaves, own.kept, own.stored_inner)
@@ -103,9 +113,10 @@ def _expert(spec: ExpertsSpec, size: tuple[int, int], top_k: int, dtype: Dtype) 
 
 
 def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) -> SumOrder:
-    """Return the order of a layer of ``inputs``, the ``columns`` of ``stored`` inputs.
+    """Return the order of a layer's sum.
 
-    ``own`` is the number of K splits on the rank; 0: the layer is not split.
+    The layer has ``inputs`` inputs, the ``columns`` of ``stored`` ones. ``own`` is the number of K splits on the rank;
+    0: the layer is not split.
     """
     if not own or columns is None:
         return SumOrder()
@@ -115,9 +126,9 @@ def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) 
 
 
 def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Iterator[tuple[str, Value]]:
-    """Yield the value of every linear layer and all routed experts, with its path in the spec.
+    """Yield all linear layers and routed experts as values, by path.
 
-    Layers of a vision tower have no adapter slots.
+    Paths are the spec's. Layers of a vision tower have no adapter slots.
     """
     blocks = {f"layers.{number}.mlp.experts": layer.mlp for number, layer in enumerate(spec.layers)}
     for path, leaf in leaves(spec):
@@ -132,7 +143,10 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
 
 
 def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], Support]) -> None:
-    """Raise ModelError, naming layer, device and reason, for a layer that the device cannot run."""
+    """Raise ModelError for a layer that the device cannot run.
+
+    It names the layer, the device and the reason.
+    """
     for path, value in values_of(spec, dtype):
         if isinstance(found := supports(value), Refused):
             raise ModelError(f"{path}: {found.reason}")

@@ -48,7 +48,7 @@ class VisionWeights:
     projector: DenseMlp
 
     def layer_linears(self) -> Linears:
-        """Yield the linear layers that see every position of the tower, with their paths in the spec."""
+        """Yield the linear layers that see every position, by path."""
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
 

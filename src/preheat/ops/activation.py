@@ -64,7 +64,10 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 @opaque("(Tensor x, float limit) -> Tensor", lambda x, _: torch.empty_like(x))
 def clip(x: Tensor, limit: float) -> Tensor:
-    """Return ``x`` kept between -``limit`` and ``limit``; the limit is rounded to the dtype."""
+    """Return ``x`` kept between -``limit`` and ``limit``.
+
+    The limit is rounded to the dtype.
+    """
     return x.clamp(-limit, limit)
 
 

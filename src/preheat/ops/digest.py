@@ -1,4 +1,6 @@
-"""Digests: one number for each row of logits, to compare rows without keeping them.
+"""Digests: one number for each row of logits.
+
+Rows are compared by their digests without being kept.
 
 Definition. The sum over a row's 32-bit words of word times key, mod 2**64. The j-th key is SplitMix64's output for
 state ``(j + 1) * 0x9E3779B97F4A7C15``, made odd. A sum of integers has no order, so every device gives the same number.

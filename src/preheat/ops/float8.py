@@ -1,4 +1,6 @@
-"""Rounding to numbers of eight bits, for the KV cache and for quantized linear layers.
+"""Rounding to numbers of eight bits.
+
+It is for the KV cache and for quantized linear layers.
 
 Contract. ``x`` is widened to fp32 and divided by the scale, an fp32 number. The quotient is kept between the greatest
 numbers of the dtype (448 for e4m3, 57,344 for e5m2) and rounded to the nearest, ties to even; NaN stays NaN. Each
@@ -27,5 +29,8 @@ def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype, most: float | None = 
 
 
 def simulate(x: Tensor, scale: Tensor, most: float) -> Tensor:
-    """Return ``x`` rounded to e4m3, times the scale in fp32, in the dtype of ``x``."""
+    """Return ``x`` rounded to e4m3, back in its own dtype.
+
+    The rounded numbers are multiplied by the scale in fp32.
+    """
     return (round_to(x, scale, torch.float8_e4m3fn, most).float() * scale).to(x.dtype)

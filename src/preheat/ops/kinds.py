@@ -18,7 +18,7 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 """Kinds of norm, see :mod:`preheat.ops.norm`."""
 
 Code = Literal["fp8", "int4", "int8"]
-"""Storage of a quantized weight: float8 e4m3fn, or integers of 4 or 8 bits."""
+"""Storage of a quantized weight: float8 e4m3fn, int4 or int8."""
 
 Scales = Literal["tensor", "channel", "group", "block"]
 """Sharing of the scales of a weight [outputs, inputs] in a checkpoint.
@@ -51,7 +51,7 @@ class Scheme:
 
     @property
     def kind(self) -> str:
-        """Bits of weights and of activations; a backend needs kernels for each kind."""
+        """Bits of weights and activations; each kind needs its own kernels."""
         return f"w{4 if self.code == 'int4' else 8}a{8 if self.activations else 16}"
 
     @property
@@ -66,9 +66,9 @@ class Scheme:
         return -(-inputs // self.group) if self.group else 1
 
     def bytes(self, outputs: int, inputs: int) -> int:
-        """Return the bytes of a weight's codes, scales and zero points on a device.
+        """Return the bytes of a weight on a device.
 
-        A device holds scales for each output, in float32.
+        These are its codes, scales and zero points. A device holds scales for each output, in float32.
         """
         codes = outputs * inputs // 2 if self.code == "int4" else outputs * inputs
         return codes + outputs * self.groups(inputs) * (4 + 4 * self.zeros) + 4 * inputs * self.indexed

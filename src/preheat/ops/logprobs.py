@@ -34,9 +34,10 @@ def token_logprobs(
 
 
 def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[TokenLogprobs]:
-    """Set the log-probability to NaN in entries of rows that are not ``finite``, and return ``entries``.
+    """Set log-probabilities to NaN in rows that are not ``finite``.
 
-    The entries belong to prompt tokens; ``finite`` is bool [rows]. A request with a NaN entry ends with an error.
+    Return ``entries``. The entries belong to prompt tokens; ``finite`` is bool [rows]. A request with a NaN entry ends
+    with an error.
     """
     for place in (~finite).nonzero()[0].tolist():
         entries[place].logprob = math.nan
@@ -75,5 +76,5 @@ def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _possible(logprobs: np.ndarray) -> np.ndarray:
-    """Replace NaN by -inf: log_softmax gives NaN in a row without a possible token."""
+    """Replace NaN, from a row without a possible token, by -inf."""
     return np.where(np.isnan(logprobs), -np.inf, logprobs)

@@ -1,4 +1,4 @@
-"""Linear layers and routed experts: the contract of a value, and its reference in plain torch.
+"""Linear layers and routed experts: contract, and reference in plain torch.
 
 Contract of a :class:`~preheat.ops.values.Matmul`. Every output is one dot product over the inputs, accumulated in fp32
 in an order that depends on the value alone, plus the bias, rounded once to the dtype. Then come the terms, then the
@@ -73,14 +73,17 @@ from preheat.ops.values import PART, TILE, Experts, Finish, Matmul, SumOrder
 Weight = Tensor | QuantizedWeight
 
 NOTHING = -0.0
-"""A number that changes no number when added to it, not even -0.0; its product with a weight has this property too."""
+"""A number that changes no number when added, not even -0.0.
+
+Its product with a weight has this property too.
+"""
 
 
 class LowRankPair(NamedTuple):
-    """An adapter's matrices of one module, on the host and in the adapters' dtype.
+    """An adapter's matrices of one module.
 
-    ``a`` is [rank, inputs] and ``b`` [outputs, rank]. ``scale`` multiplies the product with ``a``, in fp32. The inputs
-    of a table of embeddings are its rows.
+    They are on the host and in the adapters' dtype. ``a`` is [rank, inputs] and ``b`` [outputs, rank]. ``scale``
+    multiplies the product with ``a``, in fp32. The inputs of a table of embeddings are its rows.
     """
 
     a: Tensor
@@ -131,12 +134,18 @@ def _in_parts(x: Tensor, weight: Tensor, size: int) -> Tensor:
 
 
 def delta(x: Tensor, pair: LowRankPair, k_splits: int = 1) -> Tensor:
-    """Return the term of rows ``x`` [rows, inputs] of one adapter: fp32 [rows, outputs], a new tensor."""
+    """Return the term of rows of one adapter: fp32 [rows, outputs].
+
+    ``x`` is [rows, inputs]; the term is a new tensor.
+    """
     return expand(shrink(x, pair, k_splits), pair, x.dtype)
 
 
 def shrink(x: Tensor, pair: LowRankPair, k_splits: int = 1) -> Tensor:
-    """Return ``x`` times the first matrix, padded to whole tiles of ranks: fp32 [rows, ranks], not scaled."""
+    """Return ``x`` times the first matrix: fp32 [rows, ranks], not scaled.
+
+    The matrix is padded to whole tiles of ranks.
+    """
     a = F.pad(pair.a.float(), (0, 0, 0, -len(pair.a) % TILE))
     return product(x, a, SumOrder(k_splits, (0, k_splits), PART, (TILE,) * (len(a) // TILE)))
 
@@ -215,11 +224,11 @@ def add_terms(y: Tensor, x: Tensor, value: Matmul, rows: Tensor, pairs: dict[int
 def experts(
     value: Experts, x: Tensor, logits: Tensor, weights: tuple[Weight, Weight], adapters: Sequence[Adapted] = ()
 ) -> Tensor:
-    """Return the output of the experts of ``value``, [tokens, hidden], on a rank with all K splits.
+    """Return the output of the experts of ``value``, [tokens, hidden].
 
-    ``x`` [tokens, hidden] are the tokens and ``logits`` [tokens, experts] the router's. ``weights`` are gates above ups
-    [experts, 2 * inner, hidden], and downs [experts, hidden, inner]. Parts 3 * e and the next two of an adapter are
-    gate, up and down of expert e.
+    The rank must have all K splits. ``x`` [tokens, hidden] are the tokens and ``logits`` [tokens, experts] the
+    router's. ``weights`` are gates above ups [experts, 2 * inner, hidden], and downs [experts, hidden, inner]. An
+    adapter's parts 3e, 3e + 1 and 3e + 2 are gate, up and down of expert e.
     """
     chosen, shares = route(logits, value.routing)
     owner = {token: each for each in adapters for token in each.rows.tolist()}

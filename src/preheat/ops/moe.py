@@ -1,4 +1,4 @@
-"""Routed experts: for each token the weighted sum of a few of many small blocks.
+"""Routed experts: each token's weighted sum of a few small blocks.
 
 Contract. The router's logits are in the model's dtype. Their softmax over all experts is taken in fp32; the ``top_k``
 most likely experts are chosen, of equals the lowest number, and take the slots 0, 1, ... in this order. Their
@@ -65,7 +65,7 @@ def routed(
 def routed_splits(
     x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return the weighted sum over a token's experts, [tokens, hidden], for each result of the experts.
+    """Return each result's weighted sum over a token's experts, [tokens, hidden].
 
     Like :func:`routed`, for experts with several results. ``expert(number, slots)`` returns the results of one expert,
     [n, hidden] each, fp32 for splits. ``slots``, int64 [n] below tokens * top_k, are the (token, slot) pairs that chose

@@ -44,7 +44,10 @@ class RMSNorm:
     kind: NormKind = "rms"
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """Take ``weight`` [size], or [heads, size] for one norm per head, in the dtype of the rows."""
+        """Take ``weight`` [size], or [heads, size] for one norm per head.
+
+        Its dtype is the rows'.
+        """
         self.weight, self.eps = weight, eps
         # Scalars are kept as tensors: torch takes longer to wrap a Python number than to run these operations.
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
@@ -55,7 +58,7 @@ class RMSNorm:
         return _norm(x, self.weight, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place and return the norm of the sum."""
+        """Add ``x`` to ``residual`` in place; return the norm of the sum."""
         return _add_norm(x, residual, self.weight, self._share, self._eps)
 
 
@@ -81,7 +84,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, share: Tensor, e
 
 @opaque("(Tensor x, Tensor(a!) residual) -> Tensor", lambda x, *_: torch.empty_like(x))
 def _add_to(x: Tensor, residual: Tensor) -> Tensor:
-    """Add ``x`` to ``residual`` in place and return a copy of the sum."""
+    """Add ``x`` to ``residual`` in place; return a copy of the sum."""
     return residual.add_(x).clone()
 
 
@@ -118,7 +121,7 @@ class LayerNorm(RMSNorm):
 
 
 def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
-    """Return a norm of this ``kind``; only kind "layer" may have a ``bias``."""
+    """Return a norm of ``kind``; only "layer" may have a ``bias``."""
     if kind == "layer":
         return LayerNorm(weight, eps, bias)
     assert bias is None, f"a norm of kind {kind} has no bias"

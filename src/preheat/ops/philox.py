@@ -1,4 +1,6 @@
-"""Noise that depends on its key alone: Philox4x32-10 and the Gumbel variates made of it.
+"""Noise that depends on its key alone, by Philox4x32-10.
+
+Gumbel variates are made of its random bits.
 
 Contract: the 32 random bits of a token are word ``token_id % 4`` of Philox4x32-10 with the request's 64-bit seed as key
 (low word first) and ``(token_id // 4, output position, choice, 0)`` as counter. Nothing else enters, so the noise of
@@ -14,7 +16,10 @@ from __future__ import annotations
 import numpy as np
 
 MAX_SPREAD = 19.5
-"""Above the largest difference of two Gumbel variates: a token this far behind the best one never wins."""
+"""More than the largest difference of two Gumbel variates.
+
+A token this far behind the best one never wins.
+"""
 
 _ROUNDS = 10
 _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -53,7 +58,10 @@ def gumbel_rows(seed: np.ndarray, position: np.ndarray, choice: np.ndarray, voca
 
 
 def gumbel_at(seed: np.ndarray, position: np.ndarray, choice: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return noise float32 [n] of token ``ids[i]`` under the i-th seed, position and choice, as in a whole row."""
+    """Return noise float32 [n] of token ``ids[i]`` under the i-th key.
+
+    A key is seed, position and choice. The noise is the same as in a whole row.
+    """
     words = _words(ids.astype(np.uint64) >> np.uint64(2), seed, position, choice)
     return _gumbel(np.choose(ids & 3, words).astype(np.uint32))
 

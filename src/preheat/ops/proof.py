@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 def signed_pairs(x: Tensor, sign: float) -> Tensor:
-    """Make the columns of ``x`` [..., n] pairs, in place: a number and ``sign`` times the same number.
+    """Make the columns of ``x`` [..., n] opposite or equal pairs, in place.
 
-    The columns of a pair are far apart. A product of rows with sign 1 and rows with sign -1 is exactly zero.
+    A pair is a number and ``sign`` times the same number. The columns of a pair are far apart. A product of rows with
+    sign 1 and rows with sign -1 is exactly zero.
     """
     half = x.shape[-1] // 2
     order = torch.randperm(half * 2, generator=torch.Generator().manual_seed(1))

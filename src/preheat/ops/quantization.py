@@ -38,7 +38,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 LEAST_SCALE = 1.0 / (E4M3_MAX * 512.0)
 PROMOTED = 128
-"""Inputs of one sum of products that is promoted to the fp32 accumulator."""
+"""Inputs of one sum before its promotion to the fp32 accumulator."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,11 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
     def cut(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> QuantizedWeight:
-        """Return the ranges ``rows`` [from, to), in this order, of the inputs ``columns`` [from, to).
+        """Return some rows and inputs as a new weight.
 
-        All tensors but ``static`` are new; None takes all inputs. A range of inputs must end where a group ends, unless
-        ``index`` names the group of each input.
+        The rows are the ranges ``rows`` [from, to), in this order, the inputs ``columns`` [from, to). All tensors but
+        ``static`` are new; None takes all inputs. A range of inputs must end where a group ends, unless ``index`` names
+        the group of each input.
         """
 
         def taken(tensor: Tensor, inputs: slice) -> Tensor:
@@ -140,7 +141,10 @@ def empty_weight(scheme: Scheme, *shape: int, dtype: torch.dtype, device: torch.
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """Return the numbers of ``weight``, rounded to the model's dtype: a new tensor of its shape."""
+    """Return the numbers of ``weight``: a new tensor of its shape.
+
+    They are rounded to the model's dtype.
+    """
     wide, scales, zeros = weight.codes.float(), weight.scales, weight.zeros
     if scales.shape[-1] > 1:
         groups = _groups(weight)
@@ -179,9 +183,9 @@ def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None =
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:
-    """Return e4m3fn codes of ``x`` [rows, inputs], with one scale a row or one for each 128 inputs.
+    """Return e4m3fn codes of ``x`` [rows, inputs].
 
-    ``scales`` are [rows, 1] or [rows, groups].
+    There is one scale for each row, or one for each 128 inputs of a row. ``scales`` are [rows, 1] or [rows, groups].
     """
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(PROMOTED, 1)[:, : x.shape[1]]
@@ -195,7 +199,10 @@ def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None = Non
 
 
 def quantize_channels(weight: Tensor, out: QuantizedWeight) -> None:
-    """Quantize ``weight`` [outputs, inputs] to ``out``, one scale for each output, as a token's row is quantized."""
+    """Quantize ``weight`` [outputs, inputs] into ``out``.
+
+    Each output has one scale, as a token's row has.
+    """
     codes, scales = quantize_rows(weight, "token")
     out.codes.copy_(codes)
     out.scales.copy_(scales)

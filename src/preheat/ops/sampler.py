@@ -30,10 +30,11 @@ _GROUP = 4  # tokens that share one Philox block of noise
 
 
 class TokenCounts:
-    """How often each slot's output has each token, and whether prompt or output have it at all.
+    """Counts of tokens in the sequences of slots.
 
-    Only slots with penalties are kept; memory stays zero until touched. Counts follow the tokens of the slot's
-    sequence. So the counts are right after preemption and resumption, and after another sequence has taken the slot.
+    ``output`` counts a token in the slot's output; ``seen`` says whether prompt or output have it at all. Only slots
+    with penalties are kept; memory stays zero until touched. Counts follow the tokens of the slot's sequence. So the
+    counts are right after preemption and resumption, and after another sequence has taken the slot.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -61,7 +62,7 @@ class TokenCounts:
         self._owner[slots], self._length[slots] = _NO_OWNER, 0
 
     def follow(self, rows: Penalties) -> None:
-        """Bring the counts of these rows up to date with their known tokens.
+        """Bring the counts of these rows up to date.
 
         New tokens are added; counts of another owner are replaced. All rows of one slot must know the same tokens.
         """
@@ -95,7 +96,10 @@ class TokenCounts:
 
 
 class HostSampler:
-    """A sampler for the sequences in ``num_slots`` slots; its only state is the token counts of penalties."""
+    """A sampler for the sequences in ``num_slots`` slots.
+
+    Its only state is the token counts of penalties.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool = False) -> None:
         self.counts = TokenCounts(num_slots, vocab_size)
@@ -134,7 +138,10 @@ class HostSampler:
         return torch.from_numpy(tokens)
 
     def _penalise(self, logits: np.ndarray, rows: Penalties) -> None:
-        """Apply repetition_penalty to each seen token, then frequency and presence penalties to output tokens."""
+        """Apply the repetition, frequency and presence penalties.
+
+        Repetition applies to every seen token, frequency and presence to output tokens.
+        """
         self.counts.follow(rows)
         i, ids, count = self.counts.of_rows(rows)
         value, repetition = logits[rows.rows[i], ids], rows.repetition[i]
@@ -144,7 +151,10 @@ class HostSampler:
         logits[rows.rows[i], ids] = value
 
     def _draw(self, logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) -> np.ndarray:
-        """Return the tokens of the random rows, in the order of ``how``; ``peak`` [rows] are the maxima of all rows."""
+        """Return the tokens of the random rows, in the order of ``how``.
+
+        ``peak`` [rows] are the maxima of all rows.
+        """
         vocab = logits.shape[1]
         tokens = np.empty(len(how), np.int64)
         ordered = how.ordered(vocab)
@@ -161,7 +171,10 @@ class HostSampler:
 
 
 def _edit(logits: np.ndarray, edits: Edits) -> None:
-    """Apply the edits with an id inside the vocabulary; a checkpoint's end-of-sequence id may lie outside."""
+    """Apply the edits with an id inside the vocabulary.
+
+    A checkpoint's end-of-sequence id may lie outside.
+    """
     inside = (edits.ids >= 0) & (edits.ids < logits.shape[1])
     logits[edits.rows[inside], edits.ids[inside]] += edits.change[inside]
 
@@ -201,7 +214,10 @@ def _race_by_value(logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) 
 
 
 def _race(found: KeptTokens, how: SamplingMetadata, vocab: int) -> np.ndarray:
-    """Return each row's winner, int64 [rows]: the kept token of greatest noise minus deficit, ties to the lowest id."""
+    """Return each row's winning token, int64 [rows].
+
+    It is the kept token of greatest noise minus deficit; ties go to the lowest id.
+    """
     rows, ids = found.rows, found.ids
     if len(ids) * _GROUP < len(how) * vocab:
         score = gumbel_at(how.seed[rows], how.position[rows], how.choice[rows], ids)

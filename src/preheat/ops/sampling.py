@@ -1,6 +1,6 @@
-"""Input of the sampler for the rows of one step; no torch here.
+"""Input of the sampler for the rows of one step.
 
-It holds only as much as the most demanding row needs.
+No torch here. It holds only as much as the most demanding row needs.
 
 Order of the stages: penalties, masks, edits (logit_bias, then bans), temperature, min_p, top_k, top_p, then Gumbel-max.
 """
@@ -76,7 +76,10 @@ class Edits:
 
 
 def words_of(vocab_size: int) -> int:
-    """Return the number of int32 words of a row's mask; bit i % 32 of word i // 32 allows token i."""
+    """Return the number of int32 words of a row's mask.
+
+    Bit i % 32 of word i // 32 allows token i.
+    """
     return -(-vocab_size // 32)
 
 
@@ -87,12 +90,12 @@ def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class SamplingInput:
-    """Sampling input of one step: ``size`` rows, each with one line of logits.
+    """Sampling input of one step.
 
-    A part that no row needs is None. ``told`` maps a row to tokens. The row's answer has the log-probabilities of these
-    tokens in place of the most likely tokens'. ``edits_follow``: the same rows may have other edits at the next step.
-    ``masked`` are the indices of rows with a grammar. Their masks (:mod:`preheat.grammar.state`) come separately,
-    because they may not be known yet.
+    It has ``size`` rows, each with one line of logits. A part that no row needs is None. ``told`` maps a row to tokens.
+    The row's answer has the log-probabilities of these tokens in place of the most likely tokens'. ``edits_follow``:
+    the same rows may have other edits at the next step. ``masked`` are the indices of rows with a grammar. Their masks
+    (:mod:`preheat.grammar.state`) come separately, because they may not be known yet.
     """
 
     size: int
@@ -115,7 +118,10 @@ class SamplingInput:
         return [told.get(row, []) for row in rows.tolist()]
 
     def later(self, steps: int) -> Self | None:
-        """Return the input for the same rows ``steps`` later; None where more than positions may change."""
+        """Return the input for the same rows ``steps`` later.
+
+        None where more than positions may change.
+        """
         if not steps:
             return self
         if self.penalties or self.edits_follow:

@@ -1,4 +1,6 @@
-"""The filters min_p, top_k and top_p, applied to a row in this order.
+"""The filters min_p, top_k and top_p.
+
+They are applied to a row in this order.
 
 Contract: the tokens kept in a row depend on that row alone. A token is judged by its *deficit* ``(best - logit) /
 temperature`` in float32; its probability, up to the row's constant, is ``exp(-deficit)``. Probability mass is counted
@@ -17,7 +19,10 @@ import numpy as np
 from preheat.ops.order import best
 
 WINDOW = 128
-"""Tokens of a row that are sorted at first; widened until it holds all kept tokens. Changes no bits."""
+"""Tokens of a row that are sorted at first.
+
+The window is widened until it holds all kept tokens. Changes no bits.
+"""
 
 _WIDEN = 8
 
@@ -26,10 +31,11 @@ _MASS = np.float32(2**34)  # times 2**18 tokens still fits the 53 bits of a floa
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """The rows of a step that draw at random, and their settings; all arrays are [n].
+    """Settings of the rows of a step that draw at random.
 
-    ``rows`` are the rows' indices in the step. ``temperature`` is above 0. A filter is off at ``top_k`` 0, ``top_p`` 1
-    or ``min_p`` 0. ``seed``, ``position`` (of the token to draw, in the output) and ``choice`` key the noise.
+    All arrays are [n]. ``rows`` are the rows' indices in the step. ``temperature`` is above 0. A filter is off at
+    ``top_k`` 0, ``top_p`` 1 or ``min_p`` 0. ``seed``, ``position`` (of the token to draw, in the output) and ``choice``
+    key the noise.
     """
 
     rows: np.ndarray  # int64
@@ -56,7 +62,10 @@ class SamplingMetadata:
         )  # fmt: skip
 
     def ordered(self, vocab: int) -> np.ndarray:
-        """Return bool [n]: whether a row has an effective top_k or top_p, so that its tokens must be in order."""
+        """Return bool [n]: rows with an effective top_k or top_p.
+
+        Such rows need their tokens in order.
+        """
         ordered: np.ndarray = (self.top_p < 1) | self.cut_by_k(vocab)
         return ordered
 
@@ -68,9 +77,9 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class KeptTokens:
-    """Tokens still possible, by ascending row: ``ids[i]`` of row ``rows[i]`` and its deficit.
+    """Tokens still possible: ``ids[i]`` of row ``rows[i]`` and its deficit.
 
-    Each row has at least one token.
+    Rows ascend. Each row has at least one token.
     """
 
     rows: np.ndarray  # int64 [n]
@@ -101,11 +110,11 @@ def furthest(min_p: np.ndarray) -> np.ndarray:
 def keep_ordered(
     logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, duplicates: bool
 ) -> Iterator[tuple[np.ndarray, KeptTokens]]:
-    """Yield the kept tokens of rows with top_k or top_p, in groups of rows.
+    """Yield the kept tokens of rows with top_k or top_p.
 
-    A group is its rows, int64 [m], and their kept tokens, with rows numbered 0 to m - 1; each row is in one group.
-    ``logits`` are float32 [rows, vocab], ``peak`` [rows] its maxima, ``how`` one entry a row. ``top_k`` keeps exactly k
-    tokens; with ``duplicates`` also every token equal to the k-th.
+    Rows come in groups. A group is its rows, int64 [m], and their kept tokens, with rows numbered 0 to m - 1; each row
+    is in one group. ``logits`` are float32 [rows, vocab], ``peak`` [rows] its maxima, ``how`` one entry a row.
+    ``top_k`` keeps exactly k tokens; with ``duplicates`` also every token equal to the k-th.
     """
     pending, width = np.arange(len(logits)), min(WINDOW, logits.shape[1])
     while len(pending):
@@ -119,9 +128,10 @@ def keep_ordered(
 def _keep_first(
     logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, width: int, duplicates: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Judge each row's first ``width`` tokens in order: keep, id and deficit, each [rows, width].
+    """Judge each row's first ``width`` tokens in order.
 
-    The last result, [rows], says whether the row is settled: no token outside the window can be kept.
+    Return keep, id and deficit, each [rows, width]. The last result, [rows], says whether the row is settled: no token
+    outside the window can be kept.
     """
     vocab = logits.shape[1]
     values, ids = best(logits, width)

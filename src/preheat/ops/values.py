@@ -49,7 +49,10 @@ ALL = Groups()
 
 
 class WeightFormat(NamedTuple):
-    """Storage of a matrix: numbers of the model's ``dtype``, or codes with scales as ``scheme`` says."""
+    """Storage of a matrix.
+
+    It has numbers of the model's ``dtype``, or codes with scales as ``scheme`` says.
+    """
 
     dtype: Dtype
     scheme: Scheme | None = None
@@ -84,7 +87,7 @@ class SumOrder(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether the inputs are cut into K splits, so that ranks may share them."""
+        """Whether the inputs are cut, so that ranks may share them."""
         return self.k_splits > 1
 
 
@@ -130,11 +133,10 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A linear layer of ``inputs`` and ``outputs``, or the part of it that one rank has.
+    """A linear layer, or the part of it that one rank has.
 
-    ``weight``: the storage of its matrices. ``input``: how rows are read. ``groups``: the matrix that a row
-    meets. ``order``: the order of the sum of products. ``terms``: the terms of adapters. ``finish``: the steps
-    after the sum.
+    ``weight``: the storage of its matrices. ``input``: how rows are read. ``groups``: the matrix that a row meets.
+    ``order``: the order of the sum of products. ``terms``: the terms of adapters. ``finish``: the steps after the sum.
     """
 
     outputs: int
@@ -147,9 +149,10 @@ class Matmul:
     finish: Finish = NOTHING_MORE
 
     def pair(self, term: LowRank, part: int) -> tuple[Matmul, Matmul]:
-        """Return the two matrices of ``term`` for one part, as layers with a matrix for each adapter slot.
+        """Return the two matrices of ``term`` for one part.
 
-        The first layer sums its inputs in the K splits of this layer. The second layer sums tiles of ranks.
+        They are layers with a matrix for each adapter slot. The first layer sums its inputs in the K splits of this
+        layer. The second layer sums tiles of ranks.
         """
         stored = WeightFormat(pair_dtype(self.weight.dtype, term.dtype))
         groups = self.groups._replace(slots=term.slots)
@@ -161,7 +164,10 @@ class Matmul:
 
 
 def pair_dtype(model: Dtype, adapters: Dtype) -> Dtype:
-    """Return the dtype for products with adapter matrices: bfloat16 if model and adapters have it, else fp32."""
+    """Return the dtype for products with adapter matrices.
+
+    It is bfloat16 if model and adapters have it, else fp32.
+    """
     return "bfloat16" if model == adapters == "bfloat16" else "float32"
 
 
@@ -179,7 +185,7 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Routed experts, with a matrix for each expert in ``gate_up`` and in ``down``.
+    """Routed experts: ``gate_up`` and ``down`` have a matrix per expert.
 
     The activation of ``gate_up`` is SwiGLU. ``routing`` says how a token's experts are chosen and weighted.
     """
@@ -197,7 +203,10 @@ class Ok(NamedTuple):
 
 
 class WithoutTerms(NamedTuple):
-    """The backend runs the value without its terms: adapters on this layer are not served, for ``reason``."""
+    """The backend runs the value without its terms.
+
+    Adapters on this layer are not served, for ``reason``.
+    """
 
     reason: str
 

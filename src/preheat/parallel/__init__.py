@@ -1,1 +1,1 @@
-"""Several ranks that share each layer: their processes, messages, and the end when one dies."""
+"""Ranks that share layers: their processes, messages and deaths."""

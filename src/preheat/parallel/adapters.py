@@ -24,7 +24,10 @@ from preheat.parallel.ranks import Ranks
 from preheat.schedule.adapters import Adapter
 
 Source = int | RandomSource
-"""Name of an adapter among ranks: the number of its reading, or the rule of a random one."""
+"""Name of an adapter among ranks.
+
+It is the number of its reading, or the rule of a random one.
+"""
 
 
 class SharedReads:

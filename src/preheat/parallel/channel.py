@@ -1,9 +1,10 @@
-"""Messages from the leader to all other ranks, in one order for all of them.
+"""Messages from the leader to all other ranks.
 
-On one node they go through a ring in shared memory. Its slots have a sequence number and a fixed size; a longer message
-takes several in a row. A slot is written only when every rank has read its last content, so a rank that is behind slows
-the leader down and no message is lost. A waiting process looks often at first and less often later, so an idle engine
-costs next to nothing. Ranks on several nodes receive the same bytes, each through its own connection. No torch here.
+All ranks receive them in one order. On one node they go through a ring in shared memory. Its slots have a sequence
+number and a fixed size; a longer message takes several in a row. A slot is written only when every rank has read its
+last content, so a rank that is behind slows the leader down and no message is lost. A waiting process looks often at
+first and less often later, so an idle engine costs next to nothing. Ranks on several nodes receive the same bytes, each
+through its own connection. No torch here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 class Sender(Protocol):
-    """The leader's end. Any thread may send; messages of one thread arrive in its order."""
+    """The leader's end.
+
+    Any thread may send; messages of one thread arrive in its order.
+    """
 
     def send(self, message: Any) -> None:
         """Send ``message``; wait for ranks that are too far behind.
@@ -62,7 +66,10 @@ class Receiver(Protocol):
 
 
 class _Ring:
-    """The ring of ``world`` ranks; ``read`` int64 [ranks] is the last message that each has read."""
+    """The ring of ``world`` ranks.
+
+    ``read`` int64 [ranks] is the last message that each has read.
+    """
 
     def __init__(self, folder: Path, world: int) -> None:
         slots = SLOTS * (_HEADER + SLOT_BYTES)
@@ -98,7 +105,10 @@ class RingSender(_Ring):
 
 
 class RingReceiver(_Ring):
-    """The :class:`Receiver` of ``rank``. The end of an engine kills its waiting ranks."""
+    """The :class:`Receiver` of ``rank``.
+
+    The end of an engine kills its waiting ranks.
+    """
 
     def __init__(self, folder: Path, world: int, rank: int) -> None:
         super().__init__(folder, world)
@@ -122,7 +132,10 @@ class RingReceiver(_Ring):
 
 
 class LineSender:
-    """A :class:`Sender` through connections to all ranks; a full buffer of one rank blocks it."""
+    """A :class:`Sender` through connections to all ranks.
+
+    A full buffer of one rank blocks it.
+    """
 
     def __init__(self, lines: Sequence[Connection]) -> None:
         self._lines, self._turn = lines, threading.Lock()
@@ -135,7 +148,10 @@ class LineSender:
 
 
 class LineReceiver:
-    """A :class:`Receiver` through a connection. Raises EOFError or OSError where the connection has ended."""
+    """A :class:`Receiver` through a connection.
+
+    Raises EOFError or OSError where the connection has ended.
+    """
 
     def __init__(self, line: Connection) -> None:
         self._line = line

@@ -1,4 +1,4 @@
-"""The common part of the executors of all ranks, the leader's and the others'."""
+"""The common part of the leader's and the other ranks' executors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from preheat.plan.programs import Program
 
 
 class SharedExecutor(Executor):
-    """An executor of a rank that shares layers or is a stage of a pipeline.
+    """An executor of one of several ranks.
 
-    Rank 0 draws. Where the device goes on before the host knows the tokens, ``draws`` gives each slot's latest token to
-    all ranks, as a part of the sampling program. Without ``draws`` the host sends the tokens with the next step.
+    The ranks share layers, or are stages of a pipeline. Rank 0 draws. Where the device goes on before the host knows
+    the tokens, ``draws`` gives each slot's latest token to all ranks, as a part of the sampling program. Without
+    ``draws`` the host sends the tokens with the next step.
 
     With a ``pipe`` it is the executor of a stage. Its input is the output of the stage before, and its output the input
     of the next stage, for all tokens: the norm of the residual stream, and the stream.

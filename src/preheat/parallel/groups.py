@@ -1,4 +1,7 @@
-"""Roles of ranks: the stage of the pipeline, the part of its layers, and the links to other ranks."""
+"""Roles of ranks.
+
+A rank has a stage of the pipeline, a part of its layers, and links to other ranks.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,10 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of a rank: its ``stage``, and the ``collective`` of ranks that share its layers.
+    """Groups of a rank.
 
-    Without a ``collective`` the rank has whole layers, and sums are whole.
+    ``stage`` is its stage, ``collective`` the ranks that share its layers. Without a ``collective`` the rank has whole
+    layers, and sums are whole.
     """
 
     stage: int

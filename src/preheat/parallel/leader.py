@@ -37,7 +37,10 @@ from preheat.settings import Settings
 
 @dataclass(slots=True)
 class CheckedStep(LaunchedStep):
-    """A step of several ranks: ``check`` raises if one of them died meanwhile, and there is no result."""
+    """A step of several ranks.
+
+    If one of them died meanwhile, ``check`` raises, and there is no result.
+    """
 
     check: Callable[[], None]
 
@@ -48,10 +51,10 @@ class CheckedStep(LaunchedStep):
 
 
 class ParallelExecutor(SharedExecutor):
-    """Rank 0's executor of a model shared by ``ranks``; ``slots`` have the block tables.
+    """Rank 0's executor of a model shared by ``ranks``.
 
-    If a call that the ranks have begun together raises an error, all ranks end: some may be inside an exchange that
-    never completes.
+    ``slots`` has the block tables. If a call that the ranks have begun together raises an error, all ranks end: some
+    may be inside an exchange that never completes.
     """
 
     def __init__(self, ranks: Ranks, slots: Slots, *args: Any, **more: Any) -> None:
@@ -122,7 +125,10 @@ class ParallelExecutor(SharedExecutor):
             super().capture(program)
 
     def agree(self, plan: Plan) -> None:
-        """Raise PreheatError unless all ranks have the same plan, and equal bits of all logits so far."""
+        """Raise PreheatError unless all ranks agree.
+
+        They must have the same plan, and equal bits of all logits so far.
+        """
         mine = agreed(plan, self.backend, self._seen)
         for rank, theirs in enumerate(self.ranks.call("agree"), 1):
             if different := [name for name, value in mine.items() if theirs[name] != value]:
@@ -130,7 +136,7 @@ class ParallelExecutor(SharedExecutor):
                 raise PreheatError(f"The ranks do not agree, so no request is taken: {said}")
 
     def cold_sources(self) -> Mapping[str, Counted]:
-        """Return the sources of cold events of the other ranks, from now on."""
+        """Return sources of the other ranks' cold events from now on."""
         self.ranks.call("watch")
 
         def source(name: str, heard: Heard) -> Counted:
@@ -188,7 +194,7 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
 
 
 class LogitDigest:
-    """A digest of all logits that a rank computed in the check at boot."""
+    """A digest of all logits of a rank's check at boot."""
 
     def __init__(self) -> None:
         self._bits = hashlib.blake2b(digest_size=16)

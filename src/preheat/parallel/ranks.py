@@ -1,8 +1,9 @@
-"""The other ranks as the leader sees them: their start, their orders and their end.
+"""The other ranks as the leader sees them.
 
-A rank is a process that runs :mod:`preheat.parallel.worker`. Through its connection to the leader it receives the
-settings, and reports. It ends when the connection ends, so it never outlives the leader. A thread of the leader watches
-the processes and their heartbeats. When one rank dies, the leader ends all. No torch here.
+The leader starts them, sends them orders, and ends them. A rank is a process that runs :mod:`preheat.parallel.worker`.
+Through its connection to the leader it receives the settings, and reports. It ends when the connection ends, so it
+never outlives the leader. A thread of the leader watches the processes and their heartbeats. When one rank dies, the
+leader ends all. No torch here.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ class Orders:
 
 
 class Ranks:
-    """The ranks 1 and up of ``settings``, started by ``launcher``; ``cache`` is the folder of stores."""
+    """The ranks 1 and up of ``settings``, started by ``launcher``.
+
+    ``cache`` is the folder of stores.
+    """
 
     def __init__(self, settings: Settings, cache: Path | None, launcher: Launcher) -> None:
         self.world = world_size(settings)
@@ -294,7 +298,10 @@ class _Watch:
                 self.end(why)
 
     def _why(self, rank: int, process: RankProcess, heard: Heard) -> str | None:
-        """Return why a rank is dead; None if it is alive, or if the reason is not known yet."""
+        """Return why a rank is dead.
+
+        None if it is alive, or if the reason is not known yet.
+        """
         now = time.monotonic()
         if (code := process.poll()) is not None:
             heard.listen()

@@ -1,7 +1,7 @@
-"""Ranks that are Ray actors, first on the engine's node, then on others.
+"""Ranks that are Ray actors.
 
-A placement group reserves the resources of each rank, the engine's own included. An actor does the work of a rank's
-process.
+They fill the engine's node first, then others. A placement group reserves the resources of each rank, the engine's own
+included. An actor does the work of a rank's process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Start of a rank that the leader did not start itself: it calls at the leader's door. No torch here."""
+"""Start of a rank that calls at the leader's door.
+
+The leader did not start its process itself. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from preheat.parallel.wire import Address, Door, call
 
 
 def be_rank(rank: int, leader: Address, key: bytes) -> None:
-    """Be ``rank`` until this process ends. Raises OSError if the ``leader`` cannot be reached."""
+    """Be ``rank`` until this process ends.
+
+    Raises OSError if the ``leader`` cannot be reached.
+    """
     doors = []
 
     def hello(host: str) -> bytes:
@@ -24,7 +30,7 @@ def be_rank(rank: int, leader: Address, key: bytes) -> None:
 
 
 def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:
-    """Return a connection to each of ``count`` ranks, and the address of its door, by rank.
+    """Return connection and door address of ``count`` ranks, by rank.
 
     ``check`` raises if they will not come.
     """

@@ -1,7 +1,7 @@
-"""Reports of a rank to the leader, through the connection that every rank has.
+"""Reports of a rank to the leader.
 
-A rank reports heartbeats, answers, cold events, the outcome of reading an adapter, and the reason of a failure. No
-torch here.
+They go through the connection that every rank has. A rank reports heartbeats, answers, cold events, the outcome of
+reading an adapter, and the reason of a failure. No torch here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reporter:
         self._tell("beat")
 
     def answer(self, answer: object) -> None:
-        """Report the result of a call, or the WireError that it ended with."""
+        """Report the result of a call, or its WireError."""
         self._tell("answer", answer)
 
     def adapter(self, number: int, answer: object) -> None:
@@ -72,7 +72,10 @@ class Heard:
         }
 
     def listen(self) -> None:
-        """Take all arrived reports; set ``open`` to False once no more can come."""
+        """Take all arrived reports.
+
+        ``open`` becomes False once no more can come.
+        """
         try:
             while self.open and self.line.poll():
                 kind, said = pickle.loads(self.line.recv_bytes())

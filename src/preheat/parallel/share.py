@@ -1,4 +1,7 @@
-"""Sharing of a model with other ranks at boot; only this module knows whether there are any."""
+"""Sharing of a model with other ranks at boot.
+
+Only this module knows whether there are any.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ class Share:
 
     @classmethod
     def open(cls, settings: Settings, backend: Backend) -> Share:
-        """Start the other ranks, if there are any; they load their shards while this one does."""
+        """Start the other ranks, if there are any.
+
+        They load their shards while this one does.
+        """
         world = world_size(settings)
         if not has_groups(settings):
             return cls(None, None, build)
@@ -57,7 +63,10 @@ class Share:
         return SharedReads(self.ranks, read) if self.ranks else read
 
     def loaded(self) -> list[int]:
-        """Wait until all ranks have loaded their shards; return the free bytes of each other rank."""
+        """Wait until all ranks have loaded their shards.
+
+        Return the free bytes of each other rank.
+        """
         return self.ranks.answers() if self.ranks else []
 
     @property
@@ -71,17 +80,23 @@ class Share:
             self.ranks.close()
 
     def agree(self, executor: Executor, plan: Plan) -> None:
-        """Raise PreheatError if the ranks differ in a value that they must have in common."""
+        """Raise PreheatError if the ranks do not agree.
+
+        They must have the values of :func:`preheat.parallel.leader.agreed` in common.
+        """
         if isinstance(executor, ParallelExecutor):
             executor.agree(plan)
 
     def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
-        """Return the sources of cold events of the other ranks, from now on."""
+        """Return sources of the other ranks' cold events from now on."""
         return executor.cold_sources() if isinstance(executor, ParallelExecutor) else {}
 
 
 def for_replica(settings: Settings, facts: Facts) -> Settings:
-    """Return ``settings`` with the threads of one of several replicas or models on a host."""
+    """Return ``settings`` with the threads of one replica or model.
+
+    The replicas or models share a host's cores.
+    """
     beside = max(settings.data_parallel_size, len(settings.models))
     if beside <= 1:
         return settings
@@ -113,7 +128,10 @@ def for_ranks(settings: Settings, facts: Facts) -> Settings:
 
 
 def contract_parts(settings: Settings) -> dict[str, object]:
-    """Return the parts of a proof with the order of sums in shared layers, and the number of ranks."""
+    """Return the parts of a proof about ranks.
+
+    These are the order of sums in shared layers, and the number of ranks and stages.
+    """
     world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     sums = {"sums": f"{k_splits_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
     return {**sums, **({"stages": stages} if stages > 1 else {})}

@@ -1,4 +1,4 @@
-"""Sites of an engine's ranks: the memory of one node, or several nodes with connections.
+"""Sites of an engine's ranks: one node's memory, or a network.
 
 The leader makes the site and sends it to every rank. Only the site decides how the leader's messages travel and how
 ranks meet.
@@ -34,7 +34,10 @@ class Site(Protocol):
         """Return the receiver of ``rank``; ``line`` is its connection to the leader."""
 
     def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Meeting:
-        """Return the meeting of all ranks, seen from ``rank``. Every rank calls this once."""
+        """Return the meeting of all ranks, seen from ``rank``.
+
+        Every rank calls this once.
+        """
 
     def close(self) -> None:
         """Remove all remains after the engine has ended."""
@@ -81,7 +84,10 @@ class Network:
         return LineReceiver(line)
 
     def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
-        """Connect with each other rank; the higher rank calls. Raises OSError where that fails."""
+        """Connect with each other rank; the higher rank calls.
+
+        Raises OSError where that fails.
+        """
         assert door is not None
         peers: list[Connection | None] = [None] * self.world
         for lower in range(rank):

@@ -1,7 +1,7 @@
-"""The message of a step from the leader to the other ranks, and the batch made from it.
+"""The message of a step, and the batch made from it.
 
-The leader alone schedules and packs. It sends the step's integers as they lie in its buffers, the rows, and the block
-tables that have changed. Each rank's attention cuts the same work from them.
+The leader sends it to the other ranks. The leader alone schedules and packs. It sends the step's integers as they lie
+in its buffers, the rows, and the block tables that have changed. Each rank's attention cuts the same work from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class StepMessage:
 
 
 class StepWriter:
-    """Makes messages of batches in ``buffers``; ``tables`` have the block tables of their sequences."""
+    """Makes messages of batches in ``buffers``.
+
+    ``tables`` has the block tables of their sequences.
+    """
 
     def __init__(self, buffers: StepBuffers, tables: Slots) -> None:
         self._buffers, self._tables = buffers, tables

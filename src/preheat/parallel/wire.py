@@ -1,7 +1,7 @@
-"""TCP connections between processes on several nodes that know the engine's key. No torch here.
+"""TCP connections between an engine's processes on several nodes.
 
-Messages of a connection may be pickled, so a caller is heard only after it has proved that it knows the key. Nothing is
-encrypted.
+Both ends know the engine's key. No torch here. Messages of a connection may be pickled, so a caller is heard only after
+it has proved that it knows the key. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def call(address: Address, key: bytes, hello: Callable[[str], bytes]) -> Connect
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection for both ends, whatever they wait for; it can still be closed."""
+    """End a connection for both ends.
+
+    This works whatever they wait for. It can still be closed.
+    """
     with contextlib.suppress(OSError), _socket(connection) as end:
         end.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,7 @@
-"""A rank's process: it loads its shard, then obeys the leader's messages one by one."""
+"""A rank's process.
+
+It loads its shard, then obeys the leader's messages one by one.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank. The leader calls its public methods; a result that is not None is answered."""
+    """One rank's side of the leader's calls.
+
+    The leader calls the public methods; a result that is not None is answered.
+    """
 
     def __init__(self, orders: Orders, meeting: Meeting, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
@@ -68,7 +74,10 @@ class Worker:
     def build(
         self, limits: Limits, options: PlanOptions, checks: tuple[str, ...], mode: Mode, num_blocks: int | None
     ) -> bool:
-        """Make an executor, in place of the last one. The rank makes its own plan."""
+        """Make an executor, in place of the last one.
+
+        The rank makes its own plan.
+        """
         self._executor = None
         self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
         if (rows := linear_rows(self._plan)) != self._settled:
@@ -186,7 +195,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing: a rank need not ask whether the engine is over, because its process ends then."""
+    """Do nothing.
+
+    A rank need not ask whether the engine is over, because its process ends then.
+    """
 
 
 def _fail(reporter: Reporter, error: BaseException) -> None:

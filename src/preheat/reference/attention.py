@@ -21,17 +21,26 @@ from preheat.model.decoder import Decoder
 from preheat.reference.operations import DifferentiableNorm, exact
 
 MULTIPLE = 64
-"""Rows are padded to a multiple of this, so that bits are proven for few numbers of rows."""
+"""Rows are padded to a multiple of this.
+
+So few numbers of rows have to be proven to have the engine's bits.
+"""
 
 
 def padded(count: int) -> int:
-    """Return the number of rows after padding ``count`` rows; at least one multiple."""
+    """Return ``count`` rounded up to the padded number of rows.
+
+    It is at least one multiple.
+    """
     return max(-(-count // MULTIPLE), 1) * MULTIPLE
 
 
 @dataclass
 class _Tables:
-    """Block tables of sequences that follow one another; block 0 is the pad block."""
+    """Block tables of sequences that follow one another.
+
+    Block 0 is the pad block.
+    """
 
     block_size: int
     block_table: np.ndarray
@@ -91,7 +100,10 @@ class WholeSequences:
         return StepInputs(nothing, nothing, self.positions, (), nothing, len(self.ends), width=0)
 
     def _plain(self, layer: AttentionLayer, qkv: Tensor, weight: Tensor | None) -> Tensor:
-        """Return attention by formula: norm, rotation, softmax of the scaled products, in fp32."""
+        """Return attention by formula.
+
+        It is norm, rotation, softmax of the scaled products, in fp32.
+        """
         heads, groups = layer.num_heads, layer.num_kv_heads
         turned, value = qkv[:, : heads + groups], qkv[:, heads + groups :]
         if isinstance(layer.qk_norm, DifferentiableNorm) and weight is not None:
@@ -110,7 +122,10 @@ class WholeSequences:
 
 
 def _bias(layer: AttentionLayer, length: int, device: torch.device) -> Tensor:
-    """Return fp32 [1 or heads, queries, keys]: -inf where a query does not see a key, else ALiBi's bias or 0."""
+    """Return the bias of scores, fp32 [1 or heads, queries, keys].
+
+    It is -inf where a query does not see a key, else ALiBi's bias or 0.
+    """
     at = torch.arange(length, device=device)
     distance = at - at[:, None]
     hidden = distance > 0

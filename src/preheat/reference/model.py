@@ -129,7 +129,10 @@ class ReferenceModel(nn.Module):
     def batch_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *, temperature: float = 1.0
     ) -> list[Tensor]:
-        """Return :meth:`logprobs` of several ``sequences`` in one pass, with the bits of each sequence alone."""
+        """Return :meth:`logprobs` of several ``sequences`` in one pass.
+
+        Each sequence has the bits of a pass of its own.
+        """
         starts = [1] * len(sequences) if starts is None else starts
         for ids, start in zip(sequences, starts, strict=True):
             if not 1 <= start <= len(ids):
@@ -145,9 +148,10 @@ class ReferenceModel(nn.Module):
         return list(torch.split(found, [len(span) for span in spans]))
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: the parameters, rounded to :attr:`dtype`, and the other files of the source.
+        """Write a checkpoint of the parameters, rounded to :attr:`dtype`.
 
-        Give the engine that serves it the same dtype. Raises ValueError for a folder that holds a sharded checkpoint.
+        The other files come from the source. Give the engine that serves it the same dtype. Raises ValueError for a
+        folder that holds a sharded checkpoint.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -160,9 +164,9 @@ class ReferenceModel(nn.Module):
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Copy the parameter, or the part of it called ``name``, to ``out`` with its gradient.
+        """Copy the parameter, or the part ``name``, to ``out``.
 
-        This makes the module a source of tensors.
+        Its gradient follows. This makes the module a source of tensors.
         """
         assert piece is None, "a whole model is never read in pieces"
         stored, part = self._places[name]
@@ -198,7 +202,10 @@ class ReferenceModel(nn.Module):
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Give ``root`` a ``parameter`` with a dotted name: each part before a dot is a module."""
+    """Give ``root`` a ``parameter`` with a dotted name.
+
+    Each part before a dot is a module.
+    """
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:

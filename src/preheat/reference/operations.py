@@ -1,9 +1,9 @@
-"""The engine's operations with gradients: forward the engine's own bits, backward plain formulas.
+"""The engine's operations with gradients.
 
-The engine's operations cut sums, pad rows and write in place; autograd cannot follow them. So each operation is one
-function to autograd. Its value is the engine's. Its gradient is the gradient of a plain formula for the same operation,
-computed again from the inputs in the backward pass, as gradient checkpointing does. A gradient is as exact as
-autograd's of the formula, but its bits are no contract.
+Forward they are the engine's own, bit for bit, backward plain formulas. The engine's operations cut sums, pad rows and
+write in place; autograd cannot follow them. So each operation is one function to autograd. Its value is the engine's.
+Its gradient is the gradient of a plain formula for the same operation, computed again from the inputs in the backward
+pass, as gradient checkpointing does. A gradient is as exact as autograd's of the formula, but its bits are no contract.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class DifferentiableNorm:
         return exact(lambda x, *_: self._engine(x), self.plain, x.clone(), self.weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place, rounded, and return the norm of the sum."""
+        """Add ``x`` to ``residual`` in place; return the norm of the sum.
+
+        The sum is rounded.
+        """
         return self(residual.add_(x))
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Model families: for each architecture a function from a config to a ModelSpec.
+"""Model families: functions from a config to a ModelSpec.
 
 A file holds a group of near-identical families. A new family is a file here and a line in :data:`FAMILIES`. No torch
 here.
@@ -39,9 +39,10 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
 
 
 def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> ModelSpec:
-    """Return the spec of a parsed ``config.json``; ``quantization`` is the method of ``--quantization``.
+    """Return the spec of a parsed ``config.json``.
 
-    Raises ModelError naming the field that is missing or not supported.
+    ``quantization`` is the method of ``--quantization``. Raises ModelError naming the field that is missing or not
+    supported.
     """
     for name in _names(values):
         if (family := _family(name)) is not None:
@@ -67,7 +68,10 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 
 
 def _family(name: str) -> str | None:
-    """Return the family of the architecture ``name``, also of a model without its output head."""
+    """Return the family of the architecture ``name``.
+
+    The name may be of a model without its output head.
+    """
     found = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
     return found if found in FAMILIES else None
 
@@ -81,6 +85,9 @@ def _unsupported(values: Mapping[str, Any]) -> ModelError:
 
 
 def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:
-    """Return the spec to load by these settings: as :func:`read_spec`, without an unused encoder."""
+    """Return the spec to load by these settings.
+
+    It is the spec of :func:`read_spec`, without an unused encoder.
+    """
     spec = read_spec(values, settings.quantization)
     return replace(spec, vision=None) if settings.language_model_only else spec

@@ -1,4 +1,4 @@
-"""The parts that families share, from one attention block to a whole model.
+"""Common parts of families, from one attention block to a whole model.
 
 A family that differs in one part builds that part itself and takes the others from here.
 """
@@ -119,10 +119,10 @@ def attention(
 
 
 def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, int], ...]:
-    """Return the order of the rows of queries and keys, if only a part of each head turns.
+    """Return the row order of queries and keys.
 
-    See :meth:`RopeSpec.turned`. Scores are the same in any order that queries and keys share. Raises ModelError where
-    ``rope`` does not fit.
+    It matters if only a part of each head turns. See :meth:`RopeSpec.turned`. Scores are the same in any order that
+    queries and keys share. Raises ModelError where ``rope`` does not fit.
     """
     dim, turned = kv.head_dim, rope.turned(kv.head_dim)
     if dim % 2 or turned % 2 or not 0 < turned <= dim:
@@ -159,7 +159,7 @@ def dense(
 def ungated(
     up: str, down: str, *, hidden: int, inner: int, activation: Activation, bias: bool,
 ) -> DenseSpec:  # fmt: skip
-    """Return the feed-forward block without a gate, of the modules ``up`` and ``down``."""
+    """Return the ungated feed-forward block of the modules ``up`` and ``down``."""
     return DenseSpec(
         gate_up=LinearSpec(parts=((up, inner),), inputs=hidden, bias=bias, activation=activation),
         down=LinearSpec(parts=((down, hidden),), inputs=inner, bias=bias),

@@ -52,7 +52,10 @@ def gemma3(config: Config) -> ModelSpec:
 
 
 def _local_rope(config: Config) -> RopeSpec:
-    """Return the rope of layers with a window; it is never scaled. Older configs state only its base."""
+    """Return the rope of layers with a window.
+
+    It is never scaled. Older configs state only its base.
+    """
     params = config.get("rope_parameters")
     if isinstance(params, Mapping) and _LOCAL in params:
         return config.rope(_LOCAL, theta=10000.0)

@@ -50,7 +50,10 @@ RENAMES = (
     Rename(r"language_model\.lm_head\.(.+)", (r"lm_head.\1",)),
     Rename(r"(?:language_model\.model|model\.language_model)\.(.+)", (r"model.\1",)),
 )
-"""Names on the Hub, also written by transformers 5, and names of the modules of transformers 5."""
+"""Renames for the names on the Hub and of transformers' modules.
+
+transformers 5 writes the Hub's names too.
+"""
 
 ACTIVATIONS: Mapping[str, Activation] = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -101,7 +104,10 @@ def _part(config: Config, name: str, defaults: Mapping[str, Any]) -> Config:
 
 
 def _text(config: Config) -> Config:
-    """Return the decoder's config; fields shared with the whole model may stand in either config."""
+    """Return the decoder's config.
+
+    Fields shared with the whole model may stand in either config.
+    """
     text = _part(config, "text_config", TEXT)
     shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     given = {name: config.get(name) for name in shared if config.has(name)}

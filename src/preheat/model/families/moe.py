@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama-like models with experts in their feed-forward blocks."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama-like models with experts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def experts(
     config: Config, router: str, modules: tuple[str, str, str], *,
     count: int, inner: int, top_k: int, renormalize: bool, round_weights: bool,
 ) -> MoeSpec:  # fmt: skip
-    """Return experts with the modules gate, up and down, chosen by the module ``router``."""
+    """Return experts of the modules gate, up and down.
+
+    The module ``router`` chooses them.
+    """
     config.require_silu()
     if top_k > count:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are only {count} experts")

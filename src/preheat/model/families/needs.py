@@ -1,4 +1,7 @@
-"""Needs of architectures that no family here supports, for the error that refuses one."""
+"""Needs of architectures that are not supported.
+
+The error that refuses an architecture states its need.
+"""
 
 from __future__ import annotations
 
