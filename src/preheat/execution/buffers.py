@@ -139,9 +139,9 @@ class StepBuffers:
     def take(self, turn: int) -> np.ndarray:
         """Return the words of host copy ``turn``, int32, for writing.
 
-        Wait for the device first: the step that used the copy last has been read by then. All data that the host keeps
-        in copies by turn (sampling settings, masks, block tables, images) is guarded by this wait, because a step's
-        work is launched between one call and the next.
+        Wait for the device first: the step that used the copy last has been read by then. This wait guards all data
+        that the host keeps in copies by turn (sampling settings, masks, block tables, images). A step's work is
+        launched between one call and the next.
         """
         self._launched[self._turn].record()
         self._launched[turn].wait()

@@ -2,8 +2,8 @@
 
 It reads the target's tokens, and draws with the target's noise. It is a packer and an executor like the target's, over
 the same slots, with a cache of its own in the same block ids. A token is drawn with the parameters, the seed and the
-position that the target will draw it with. Noise is keyed by token (:mod:`preheat.ops.philox`), so draft and target
-draw the same token more often than two independent draws would: while their distributions are alike, the same token
+position that the target will draw it with. Noise is keyed by token (:mod:`preheat.ops.philox`). So draft and target
+draw the same token more often than two independent draws would. While their distributions are alike, the same token
 wins. The drafts do not change the tokens that the target draws.
 """
 

@@ -1,7 +1,7 @@
 """A head of EAGLE-3 that drafts.
 
 It is a draft model of one layer over features of the target. See :mod:`preheat.model.eagle`. At position i the head
-reads the token at i + 1 and the feature at i, and draws the next token, with the target's noise for the position i + 2.
+reads the token at i + 1 and the feature at i. It draws the next token, with the target's noise for the position i + 2.
 Its keys and values are at i, in the target's blocks, as the feature is. After the last position that the target has
 computed, the head goes on with features of its own. The output at one position is stored as the feature of the next;
 the target overwrites it before the head reads the position again. So drafting the first token and drafting the next

@@ -28,8 +28,8 @@ from preheat.schedule.slots import NO_LOGPROBS, Slots
 class PromptPart:
     """Consecutive tokens of a prompt with logprobs wanted.
 
-    ``before`` int32 [rows] are the step's tokens just before them, padded with 0 to a number of rows that logits are
-    computed for. ``successors`` int32 [n] are the tokens with logprobs.
+    ``before`` int32 [rows] are the indices of the step's tokens just before them, padded with 0 to a number of rows
+    that logits are computed for. ``successors`` int32 [n] are the tokens with logprobs.
     """
 
     row: int

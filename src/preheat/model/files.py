@@ -114,8 +114,8 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return ``config.json`` with the fields of ``overrides`` (``--hf-overrides``).
 
-    :func:`preheat.model.families.read_spec` takes the result. Without a ``quantization_config``, the quantization
-    recorded in another file of the directory takes its place.
+    :func:`preheat.model.families.read_spec` takes the result. Without a ``quantization_config``, a
+    ``compression_config`` takes its place, or the quantization recorded in another file of the directory.
     """
     found = read_json(directory, "config.json")
     if found.get("quantization_config") is None:

@@ -175,8 +175,8 @@ class RopeSpec:
     def turned(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that turn.
 
-        In a checkpoint they are the first dimensions of the head. A layer has the first half of them at the beginning
-        of the head and the second half in its middle, so that partners are half a head apart.
+        In a checkpoint they are the first dimensions of the head. A layer has their first half at the beginning of the
+        head, and their second half in its middle. So partners are half a head apart.
         """
         return int(head_dim * self.partial)
 

@@ -2,8 +2,8 @@
 
 It is a range of layers, as a spec. No torch here. The first stage has the embeddings, the last one the final norm and
 the output head. A stage's final norm is the input norm of the next stage's first layer. So a stage hands on the same
-state that one engine computes between these layers: the norm of the residual stream, and the stream itself, both in the
-model's dtype.
+state that one engine computes between these layers. The state is the norm of the residual stream, and the stream
+itself, both in the model's dtype.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class Update:
     """The tensors of ``source`` for the weights of ``model``, loaded beside them.
 
     ``whole``: the old weights are gone, so no tensor may be missing. Raises ModelError, naming the tensors, for a
-    tensor that the model does not have, of another shape, or with a number that is not finite, and for a part that
-    needs more tensors. Nothing is written then.
+    tensor that the model does not have or that has another shape. It is also raised for a number that is not finite,
+    and for a part that needs more tensors. Nothing is written then.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ B^T`` is added, in fp32:
 3. The layer's own output is rounded to the dtype first, as without adapters; its sum with the term is rounded once.
    Then comes the layer's activation.
 
-A layer with K splits has its first matrices split alike: each split is cut into parts from its first input on, and the
+A layer with K splits has its first matrices split alike. Each split is cut into parts from its first input on, and the
 splits are added in the tree. So a rank has the columns of ``A`` that belong to its inputs, and sends its sums beside
 the layer's own; the scale is applied to the root. ``B`` is whole there. Layers that are divided by outputs have ``A``
 whole and the rows of ``B`` of their outputs.
@@ -43,15 +43,16 @@ times the expert's split; splits are then added in the tree and rounded once. Sl
 An expert's three matrices are adapted like layers of their own, for the rows that visit it. The terms of gate and up
 read the expert's input and come before the activation. The term of down reads the activation's result, rounded to the
 dtype, and comes before the row is weighted. Where down is split there is no row of one expert to add to. There a
-token's term of each expert is added in the tree by itself, scaled and expanded, multiplied by the expert's weight in
-fp32, rounded, and the products are added in slot order in fp32. The token's own sum is rounded first, as without
+token's term of each expert is added in the tree by itself, scaled and expanded. It is multiplied by the expert's weight
+in fp32 and rounded. The products are added in slot order in fp32. The token's own sum is rounded first, as without
 adapters, and its sum with the sum of the terms is rounded once.
 
 Beside quantized layers and experts nothing changes: adapters read activations before they are quantized, and the sum is
 with the layer's own output. A layer quantizes adapted rows from the sums.
 
-So a row's bits depend on the row and on its adapter alone. They do not depend on the other rows of the step, the number
-of rows of the adapter, its adapter slot, the greatest rank that fits, or the number of ranks that share the layers.
+So a row's bits depend on the row and on its adapter alone. They depend neither on the other rows of the step, nor on
+the adapter's slot or number of rows. They depend neither on the greatest rank that fits, nor on the number of ranks
+that share the layers.
 """
 
 from __future__ import annotations

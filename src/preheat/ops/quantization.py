@@ -9,7 +9,7 @@ layer is the plain one with this weight: all bits equal the bits of the dequanti
 each input and does not change the order of the sum.
 
 Contract of float8 activations (W8A8). For each token, in fp32: the scale is the greatest magnitude in its row, or in
-each 128 numbers of it, divided by 448, and at least 1 / (448 * 512), so that a row of zeros has one; a static scale
+each 128 numbers of it, divided by 448. It is at least 1 / (448 * 512), so that a row of zeros has one. A static scale
 comes from the checkpoint. A code is x divided by the scale (IEEE division, no product with a reciprocal), kept within
 -448 and 448, rounded to the nearest e4m3fn, ties to even. So a code depends on its row alone. A scale for the whole
 batch would make a code depend on the other rows of the step.

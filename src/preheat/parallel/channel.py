@@ -2,7 +2,7 @@
 
 All ranks receive them in one order. On one node they go through a ring in shared memory. Its slots have a sequence
 number and a fixed size; a longer message takes several in a row. A slot is written only when every rank has read its
-last content, so a rank that is behind slows the leader down and no message is lost. A waiting process looks often at
+last content. So a rank that is behind slows the leader down, and no message is lost. A waiting process looks often at
 first and less often later, so an idle engine costs next to nothing. Ranks on several nodes receive the same bytes, each
 through its own connection. No torch here.
 """

@@ -23,7 +23,7 @@ class SharedExecutor(Executor):
     ``draws`` the host sends the tokens with the next step.
 
     With a ``pipe`` it is the executor of a stage. Its input is the output of the stage before, and its output the input
-    of the next stage, for all tokens: the norm of the residual stream, and the stream.
+    of the next stage. The output has the norm of the residual stream, and the stream, for all tokens.
     """
 
     def __init__(self, draws: Collective | None, pipe: Pipe | None, *args: Any, **more: Any) -> None:

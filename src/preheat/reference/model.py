@@ -86,7 +86,7 @@ class ReferenceModel(nn.Module):
     """The model. Call it for logits; :meth:`logprobs` trains policies.
 
     Parameters have the checkpoint's names and shapes: ``state_dict()`` is a checkpoint. They may be of any floating
-    dtype (``model.float()`` makes master weights): each forward pass rounds them to the dtype that it computes in, as
+    dtype (``model.float()`` makes master weights). Each forward pass rounds them to the dtype that it computes in, as
     loading them into the engine does.
     """
 
