@@ -76,9 +76,9 @@ class EagleExecutor(Executor):
         return joined
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
-        """Run the head, and store its state as the next feature.
+        """Return hidden states, and store the features of the next positions.
 
-        It is the residual stream before the final norm, stored for the next position.
+        A feature is the residual stream before the final norm.
         """
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
