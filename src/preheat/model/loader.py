@@ -1,7 +1,7 @@
-"""Loading a model: its spec, then its weights, from a checkpoint's files or random.
+"""Loading a model: its spec, then its weights.
 
-Tensors are read one at a time straight into their place on the device, so there is never a second copy of the model,
-neither there nor on the host.
+Weights come from a checkpoint's files, or are random. Tensors are read one at a time straight to their place on the
+device. So there is never a second copy of the model, neither on the device nor on the host.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ Copy = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache; ``numerics``, plain
-    data, are types and scales of cache and linear layers that bits depend on, where they are not the model's own.
-    ``adapters`` are the places for adapters in its layers, if there are to be any.
-    ``formats`` are those that linear layers were loaded by.
+    """A checkpoint loaded in ``dtype``.
+
+    ``bytes_per_block`` is the size of a block of the KV cache. ``numerics``, plain data, are dtypes and scales of cache
+    and linear layers that decide bits, where they are not the model's own. ``adapters`` are the adapter slots of its
+    layers; None without. ``formats`` are the formats used for its linear layers.
     """
 
     folder: Path
@@ -105,8 +106,9 @@ class LoadedModel:
 def load_model(
     settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0
 ) -> LoadedModel:
-    """The model that the settings name, on the backend's device: a ``stage`` of it where they ask for several, and
-    with a ``collective`` its rank's shard.
+    """Load the settings' model on the backend's device.
+
+    ``stage`` is the stage to load of a pipeline. With a ``collective`` only its rank's shard is loaded.
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     config = read_config(folder, settings.hf_overrides)
@@ -144,7 +146,7 @@ def load_model(
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
-    """``spec`` with the scales of the KV cache that the checkpoint has."""
+    """Return ``spec`` with the checkpoint's scales of the KV cache."""
     if settings.load_format == "dummy":
         return resolve_scales(spec, (), lambda _: 1.0)
     files = SafetensorsFiles(folder, _plain_copy, spec.renames)
@@ -160,12 +162,18 @@ def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec
 
 
 def _numerics(sizes: Mapping[str, int], scales: Sequence[str]) -> dict[str, object]:
-    """What bits depend on in a quantized checkpoint; nothing in another."""
+    """Return the bytes and scales that decide a quantized checkpoint's bits.
+
+    Empty for another checkpoint.
+    """
     return {"weights": {"bytes": dict(sizes), "scales": list(scales)}} if len(sizes) > 1 else {}
 
 
 def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:
-    """Raise ModelError, before anything is allocated, if weights of ``needed`` bytes do not fit into ``free``."""
+    """Raise ModelError if ``needed`` bytes do not fit into ``free``.
+
+    Called before any allocation.
+    """
     if needed > free:
         raise ModelError(
             f"the weights take {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB of memory are free: free some, or "
@@ -188,12 +196,13 @@ def load_weights(
     seats: AdapterSeats | None = None,
     stage: tuple[int, int] = (0, 1),
 ) -> Weights:
-    """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
-    dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``. ``on_host``: each is read and
-    prepared on the host, and goes to the device as it will stay there. To ``scales`` a digest of the checkpoint's
-    scales is added, if it has any. With a ``collective`` they are the shard's of its rank, and only these are read.
-    Linear layers get places for adapters from ``seats``. Of a pipeline they are those of ``stage``, its number and how
-    many there are.
+    """Return the weights of ``spec`` in ``dtype`` on the backend's device.
+
+    They are read from ``directory``, or with ``load_format`` dummy drawn at random from ``seed``. Linear layers may be
+    stored in any of the ``formats``. ``on_host``: each layer is read and prepared on the host, and then copied to the
+    device in its final form. If the checkpoint has scales, a digest of them is appended to ``scales``. With a
+    ``collective`` only its rank's shard is read and returned. Linear layers get adapter slots from ``seats``. ``stage``
+    is the number of a pipeline's stage and the number of stages.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
@@ -221,8 +230,9 @@ def load_weights(
 
 
 class FromHost:
-    """A ``backend`` as a loader on the host sees it: tensors go to the device as it gets them, by ``upload(source,
-    out)``.
+    """A ``backend`` for a loader that fills tensors on the host.
+
+    Tensors in arguments are copied to the device by ``upload(source, out)``.
     """
 
     def __init__(self, backend: Backend, upload: Copy) -> None:
@@ -239,7 +249,10 @@ class FromHost:
         return call
 
     def place(self, value: Any) -> Any:
-        """A tensor, or the tensors of a layer, on the device; anything else as it is."""
+        """Return a tensor, or a layer's tensors, on the device.
+
+        Any other value stays as it is.
+        """
         if isinstance(value, LayerWeights | ExpertsWeights):
             return type(value)(*map(self.place, value))
         if isinstance(value, QuantizedWeight):
@@ -252,9 +265,11 @@ class FromHost:
 
 
 class WeightLoader:
-    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``. With ``from_host``,
-    which copies, tensors are filled on the host, and the backend gets them from there. With a ``collective`` they are
-    those of a shard. ``seats`` make places for adapters in linear layers.
+    """Maker of the parts of a model from their specs.
+
+    The parts are on the backend's device, filled by ``source``. With ``from_host``, a function that copies, tensors are
+    filled on the host and then copied to the backend. With a ``collective`` the specs are a shard's. ``seats`` make
+    adapter slots in linear layers.
     """
 
     def __init__(
@@ -291,13 +306,13 @@ class WeightLoader:
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
 
     def _without_seats(self) -> WeightLoader:
-        """The same, for layers without places for adapters."""
+        """Return a loader for layers without adapter slots."""
         other = copy(self)
         other._seats = other._room = None
         return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
-        """A table of embeddings."""
+        """Return a table of embeddings."""
         return self._place(self.tensor(f"{spec.name}.weight", *spec.shape))
 
     def vision(self, spec: VisionSpec) -> VisionWeights:
@@ -320,7 +335,10 @@ class WeightLoader:
         )  # fmt: skip
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
-        """The output head; where ranks share it, what all of them give."""
+        """Return the output head.
+
+        Where ranks share it, it gathers all logits.
+        """
         if spec.head is None:
             return HiddenStates()
         if "head" in spec.elsewhere:
@@ -340,7 +358,7 @@ class WeightLoader:
         return GatheredHead(head, width, spec.vocab_size, self._collective)
 
     def layer_of(self, spec: LinearSpec, weights: LayerWeights) -> Linear:
-        """The layer of ``spec``, or of a shard, with these weights."""
+        """Return the layer of ``spec``, whole or a shard, with these weights."""
         value = matmul_of(spec, self._dtype_name, self._room)
         if weights.rounding is not None:
             value = replace(value, input="rounded")
@@ -370,7 +388,10 @@ class WeightLoader:
         return MoeMlp(self.linear(spec.router), experts, shared)
 
     def experts(self, spec: MoeSpec, weights: ExpertsWeights) -> ExpertsLayer:
-        """The routed experts of ``spec``, with room for adapters if there are kernels for them."""
+        """Return the routed experts of ``spec``.
+
+        They have adapter slots if there are kernels for them.
+        """
         value = experts_of(spec, self._dtype_name, self._room)
         if self._seats is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
             self._seats.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
@@ -395,7 +416,10 @@ class WeightLoader:
         return self.backend.norm(weight, spec.eps, spec.kind, bias)
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
-        """One norm for all query and key heads, queries first."""
+        """Return one norm for all query and key heads.
+
+        Queries come first. None without a norm.
+        """
         if spec.qk_norm is None:
             return None
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
@@ -403,17 +427,17 @@ class WeightLoader:
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The checkpoint's tensor ``name``."""
+        """Return the checkpoint's tensor ``name``."""
         out = self.empty(*shape)
         self.source.fill(name, out)
         return out
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """The checkpoint's tensor ``name`` in float32, to be looked at and let go."""
+        """Return the checkpoint's tensor ``name`` in float32, for temporary use."""
         return self._read(name, shape, torch.float32)
 
     def read_words(self, name: str, *shape: int) -> Tensor:
-        """The same, of int32."""
+        """Return the checkpoint's tensor ``name`` in int32, for temporary use."""
         return self._read(name, shape, torch.int32)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -422,11 +446,11 @@ class WeightLoader:
         return out
 
     def empty_weight(self, scheme: Scheme, *shape: int) -> QuantizedWeight:
-        """Room on the device for a quantized weight."""
+        """Return an uninitialized quantized weight, on the device of loading."""
         return empty_weight(scheme, *shape, dtype=self.dtype, device=self._device)
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialized tensor in the model's dtype, where tensors are filled."""
+        """Return an uninitialized tensor of the model's dtype, for loading."""
         return torch.empty(shape, dtype=self.dtype, device=self._device)
 
 

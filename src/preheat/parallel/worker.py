@@ -1,4 +1,7 @@
-"""A rank's process: it loads its shard, then does what the leader tells it, message by message."""
+"""A rank's process.
+
+It loads its shard, then obeys the leader's messages one by one.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank. Its public methods are what the leader may call; what they return is answered, unless it is None."""
+    """One rank's side of the leader's calls.
+
+    The leader calls the public methods; a result that is not None is answered.
+    """
 
     def __init__(self, orders: Orders, meeting: Meeting, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
@@ -62,13 +68,16 @@ class Worker:
 
     @property
     def memory(self) -> int:
-        """Bytes that are free on this rank's device."""
+        """Free bytes on this rank's device."""
         return self._backend.free_memory()
 
     def build(
         self, limits: Limits, options: PlanOptions, checks: tuple[str, ...], mode: Mode, num_blocks: int | None
     ) -> bool:
-        """Make an executor, in place of the last one. The plan is this rank's own."""
+        """Make an executor, in place of the last one.
+
+        The rank makes its own plan.
+        """
         self._executor = None
         self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
         if (rows := linear_rows(self._plan)) != self._settled:
@@ -137,7 +146,7 @@ class Worker:
         return agreed(self._plan, self._backend, self._seen)
 
     def watch(self) -> bool:
-        """From now on what is cold is told."""
+        """Report cold events from now on."""
         self._cold = ColdSources(self._backend)
         return True
 
@@ -152,7 +161,7 @@ class Worker:
 
 
 def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
-    """Do what the leader says, until the process is ended."""
+    """Obey the leader, until the process is ended."""
     while True:
         name, args = receiver.receive()
         answer = getattr(worker, name)(*args)
@@ -161,8 +170,9 @@ def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
 
 
 def run(rank: int, line: Connection, door: Door | None) -> None:
-    """Be ``rank`` until this process ends: with a ``line`` to the leader, and a ``door`` if the ranks are on several
-    nodes.
+    """Be ``rank`` until this process ends.
+
+    ``line`` leads to the leader. There is a ``door`` if the ranks are on several nodes.
     """
     orders: Orders = pickle.loads(line.recv_bytes())
     set_up_logging(orders.settings)
@@ -185,7 +195,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
 
 
 def _nothing() -> None:
-    """A rank need not ask whether the engine is over: its process ends then."""
+    """Do nothing.
+
+    A rank need not ask whether the engine is over, because its process ends then.
+    """
 
 
 def _fail(reporter: Reporter, error: BaseException) -> None:

@@ -1,4 +1,7 @@
-"""What architectures that are not supported need and no family here has: for the error that refuses one."""
+"""Needs of architectures that are not supported.
+
+The error that refuses an architecture states its need.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,10 @@ NEEDS: Mapping[str, str] = {
     "Phi4MM": _SOUND, "Qwen2Audio": _SOUND, "Qwen2_5Omni": _SOUND, "Qwen3Omni": _SOUND, "Ultravox": _SOUND,
     "Voxtral": _SOUND,
 }  # fmt: skip
-"""By the beginning of the architecture's name; the longest one counts."""
+"""Needs by the beginning of the architecture's name; the longest beginning counts."""
 
 
 def need_of(name: str) -> str:
-    """What the architecture ``name`` needs; "" if it is not known."""
+    """Return the need of the architecture ``name``; "" if it is unknown."""
     known = max((start for start in NEEDS if name.startswith(start)), key=len, default="")
     return NEEDS.get(known, "")
