@@ -60,12 +60,12 @@ def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
+    """Return the schema of a tool's arguments, which are always an object."""
     return {"type": "object", **({"properties": {}} if not tool.parameters else {}), **tool.parameters}
 
 
 def _free(constraint: StructuredOutputsParams) -> bool:
-    """Whether a text may begin with anything, so that no mask pushes a model into its reasoning."""
+    """Return whether a text may begin with anything, so that no mask pushes a model into its reasoning."""
     return constraint.kind == "structural_tag"
 
 
@@ -121,12 +121,12 @@ class AnswerFormat:
         return self.auto is not None and not self.exact
 
     def parser(self) -> AnswerParser | MessagesAnswer:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         in_messages = self.reasoning is not None and self.reasoning.marks.channel
         return MessagesAnswer(self) if in_messages else AnswerParser(self)
 
     def tool_parser(self) -> ToolParser | None:
-        """A parser for the calls in one answer."""
+        """Return a parser for the calls in one answer."""
         kinds: dict[str, type[ToolParser] | None] = {
             "none": None, "auto": self.auto, "required": RequiredParser, "named": NamedParser
         }  # fmt: skip
@@ -137,7 +137,7 @@ class AnswerFormat:
         return kind(self.choice.tools, self.choice.parallel, stands)
 
     def reasoning_pieces(self) -> TokenMarks | TextMarks:
-        """A search for the marks of the reasoning in the text of one answer."""
+        """Return a search for the marks of the reasoning in the text of one answer."""
         if self.reasoning is None:
             return TokenMarks({})
         if self.reasoning.in_text:
@@ -152,7 +152,7 @@ class AnswerFormat:
         return Frame(self.reasoning.marks.label), Frame(*self.reasoning.marks.answer) if not self.exact else Frame("")
 
     def reasoning_count(self) -> ReasoningCount | None:
-        """A counter of the tokens of one answer that are reasoning."""
+        """Return a counter of the tokens of one answer that are reasoning."""
         if self.reasoning is None:
             return None
         kind = TextReasoningCount if self.reasoning.in_text else ReasoningCount

@@ -32,12 +32,12 @@ class AnswerParser:
         self._called = False  # a call has ended the reasoning
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain, given ``text`` more."""
         self._pieces.add(text)
         return self._without_marks(self._taken())
 
     def finish(self) -> list[Part]:
-        """The parts that were held back."""
+        """Return the parts that were held back."""
         self._pieces.end()
         parts = self._taken() + self._thought(self._thought_frame.finish())
         space, self._space = self._space, ""
@@ -45,7 +45,7 @@ class AnswerParser:
         return self._without_marks(parts + (self._label(self._tools.finish()) if self._tools else []))
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the tokens of the answer, are reasoning."""
+        """Return how many of ``ids``, the tokens of the answer, are reasoning."""
         return self._count(ids, self._called) if self._count else 0
 
     def _taken(self) -> list[Part]:
@@ -106,7 +106,7 @@ class AnswerParser:
         return found
 
     def _without_marks(self, parts: list[Part]) -> list[Part]:
-        """``parts`` with what is shown of the marks in place of the characters that stand for them."""
+        """Return ``parts`` with what is shown of the marks in place of the characters that stand for them."""
         if not self._shown:
             return parts
         found = list[Part]()
@@ -150,7 +150,7 @@ class ParsedAnswer:
         return self.blocks[-1]
 
     def continues(self, part: Part) -> bool:
-        """Whether ``part`` continues the last block."""
+        """Return whether ``part`` continues the last block."""
         last = self.blocks[-1].kind if self.blocks else None
         match part:
             case Content():
@@ -160,7 +160,7 @@ class ParsedAnswer:
         return isinstance(part, CallArguments)
 
     def text(self, kind: str) -> str:
-        """All text of a kind."""
+        """Return all text of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property

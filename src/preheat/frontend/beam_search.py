@@ -38,7 +38,7 @@ class BeamSearch:
                 self._frontend.abort(asked)
 
     def output(self) -> BeamSearchOutput:
-        """The sequences as vLLM's offline search returns them, prompt included."""
+        """Return the sequences as vLLM's offline search returns them, prompt included."""
         return BeamSearchOutput([self._sequence(beam) for beam in self._beams.best()])
 
     def _ask(self) -> None:

@@ -98,7 +98,7 @@ class Beams:
         self._length += 1
 
     def best(self) -> list[Beam]:
-        """The best sequences, ``beam_width`` of them if there are so many, best first."""
+        """Return the best sequences, ``beam_width`` of them if there are so many, best first."""
         return self._best([*self._completed, *self.live])
 
     def score(self, beam: Beam) -> float:

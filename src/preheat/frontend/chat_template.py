@@ -124,11 +124,11 @@ class ChatTemplate:
             template_process.warm_up(source)
 
     def _chosen(self, tools: object) -> str | None:
-        """The template for a conversation with these ``tools``, if there is one."""
+        """Return the template for a conversation with these ``tools``, if there is one."""
         return self._sources.get(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
 
     def _takes_parts(self, source: str, form: ContentFormat) -> bool:
-        """Whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
+        """Return whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
         if form not in get_args(ContentFormat):
             raise InvalidRequest(
                 f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}, got {form!r}",
@@ -147,11 +147,11 @@ class ChatTemplate:
         return self._chosen(None)
 
     def text(self, tools: object = None) -> str:
-        """The template of a conversation with these ``tools``, "" if there is none."""
+        """Return the template of a conversation with these ``tools``, "" if there is none."""
         return self._chosen(tools) or ""
 
     def uses(self, name: str, tools: object = None) -> bool:
-        """Whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
+        """Return whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
         source = self._chosen(tools)
         return source is not None and name in template_process.variables(source)
 
@@ -166,7 +166,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         chat_template_content_format: ContentFormat = "auto",
     ) -> str:
-        """The prompt for ``messages``. Contents that are lists must hold text parts, or
+        """Return the prompt for ``messages``. Contents that are lists must hold text parts, or
         :data:`~preheat.frontend.image_parts.IMAGE`; newlines join them, unless the template looks into lists itself,
         or ``chat_template_content_format`` says that it does ("openai") or does not ("string").
 
@@ -214,7 +214,7 @@ class ChatTemplate:
         return text if final is None else _up_to_the_end_of(final, text)
 
     def _content(self, content: object, takes_parts: bool) -> str | list[Message]:
-        """A message's content as the template takes it: one string, or parts."""
+        """Return a message's content as the template takes it: one string, or parts."""
         if takes_parts and isinstance(content, str | None):
             return [{"type": "text", "text": content or ""}]
         if content is None:
@@ -245,7 +245,7 @@ def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _up_to_the_end_of(final: str, text: str) -> str:
-    """``text`` without what the template puts behind the ``final`` message, which ends with _END in it."""
+    """Return ``text`` without what the template puts behind the ``final`` message, which ends with _END in it."""
     end = text.rfind(_END.rstrip())
     if end < 0 or final.strip() not in text:
         raise InvalidRequest(
@@ -269,7 +269,7 @@ def _text_part(part: object, image_token: str | None) -> str:
 
 
 def _read_override(template: str) -> StoredTemplate:
-    """``template`` itself, or the file that it names: a path has no braces and no newlines."""
+    """Return ``template`` itself, or the file that it names: a path has no braces and no newlines."""
     if "{" in template or "\n" in template:
         return StoredTemplate(template, "--chat-template")
     try:

@@ -25,11 +25,11 @@ class Detokenizer:
     __slots__ = ()
 
     def push(self, token: int) -> str:
-        """The text that is certain now that ``token`` is known; often empty."""
+        """Return the text that is certain now that ``token`` is known; often empty."""
         return ""
 
     def finish(self) -> str:
-        """The text that is still buffered, at the end of the sequence."""
+        """Return the text that is still buffered, at the end of the sequence."""
         return ""
 
 
@@ -46,14 +46,14 @@ class _Utf8:
         self._errors, self._buffer = errors, b""
 
     def push(self, data: bytes) -> str:
-        """The text that is certain, given ``data`` more."""
+        """Return the text that is certain, given ``data`` more."""
         data = self._buffer + data
         text, used = utf_8_decode(data, self._errors, False)
         self._buffer = data[used:]
         return text
 
     def finish(self) -> str:
-        """The text of the bytes that were held back: no more will come."""
+        """Return the text of the bytes that were held back: no more will come."""
         if not self._buffer:
             return ""
         data, self._buffer = self._buffer, b""

@@ -63,7 +63,7 @@ def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
 def embedding(
     state: RequestState, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
 ) -> np.ndarray:
-    """The embedding of a finished request, fp32 [hidden] or its first ``dimensions``. ``normalize`` None: as
+    """Return the embedding of a finished request, fp32 [hidden] or its first ``dimensions``. ``normalize`` None: as
     ``pooling`` says; its length is computed exactly and rounded once.
     """
     vector = np.frombuffer(state.pooled, np.float32)
@@ -77,7 +77,7 @@ def embedding(
 
 
 def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-    """The result of a finished request, as ``params`` want it."""
+    """Return the result of a finished request, as ``params`` want it."""
     data = embedding(state, pooling, params.dimensions, params.normalizes)
     return PoolingRequestOutput(
         state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens
@@ -85,14 +85,14 @@ def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) 
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Return the cosine of the angle between two vectors; 0 if one of them is zero."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = math.sqrt(math.fsum((a * a).tolist()) * math.fsum((b * b).tolist()))
     return math.fsum((a * b).tolist()) / lengths if lengths else 0.0
 
 
 def paired(first: int, second: int, param: str) -> int:
-    """How many scores there are of so many texts and others: one is compared with all, several one by one."""
+    """Return how many scores there are of so many texts and others: one is compared with all, several one by one."""
     if not first or not second or first not in (1, second):
         raise InvalidRequest(
             f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param

@@ -126,7 +126,7 @@ class Frontend:
         return len(self.output.choices)
 
     def is_unfinished(self, id: int) -> bool:
-        """Whether the choice of this id is not finished."""
+        """Return whether the choice of this id is not finished."""
         return id in self.output.choices
 
     @property
@@ -139,7 +139,7 @@ class Frontend:
         return self.state.paused or bool(self._asked)
 
     def limits(self) -> Ready:
-        """The engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
+        """Return the engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
         ready = self._started()
         if self.state.sleeping is not None:
             raise Asleep("The engine is asleep: /wake_up wakes it up")
@@ -173,7 +173,7 @@ class Frontend:
         return self.pooling
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
-        """The images of a request, in order. Raises InvalidRequest. May wait for the network."""
+        """Return the images of a request, in order. Raises InvalidRequest. May wait for the network."""
         self.input.check_images(len(sources))
         return self.images.load(sources) if self.images is not None else []
 
@@ -233,7 +233,7 @@ class Frontend:
             )
 
     def _begin(self, state: RequestState) -> list[Request]:
-        """The messages for ``state`` to the engine; a search sends its own."""
+        """Return the messages for ``state`` to the engine; a search sends its own."""
         if state.search is None:
             requests = self.input.fan_out(state)
             self.output.add(state)

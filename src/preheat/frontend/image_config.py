@@ -92,7 +92,7 @@ def _pixel_config(folder: Path, values: Mapping[str, Any]) -> PixelConfig:
 
 
 def _sides(folder: Path, name: str, value: object, default: int) -> dict[str, int]:
-    """``shortest_edge``, or ``height`` and ``width``."""
+    """Return ``shortest_edge``, or ``height`` and ``width``."""
     sides = {"shortest_edge": default} if value is None else {"shortest_edge": value} if type(value) is int else value
     sides = {key: side for key, side in sides.items() if side is not None} if isinstance(sides, dict) else {}
     if set(sides) not in ({"shortest_edge"}, {"height", "width"}) or not all(

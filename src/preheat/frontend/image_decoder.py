@@ -57,7 +57,7 @@ class Decoder:
         self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
 
     def decode(self, data: bytes | PIL.Image.Image, most: int | None = None) -> Image:
-        """A file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it, and
+        """Return a file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it, and
         TooManyPixels for a file that has more than ``most``.
         """
         if not isinstance(data, bytes | PIL.Image.Image):
@@ -89,7 +89,7 @@ class Decoder:
         return image if turned is None else turned
 
     def _cost(self, image: PIL.Image.Image) -> int:
-        """The pixels that are worked on: as it is or resized, whichever are more."""
+        """Return the pixels that are worked on: as it is or resized, whichever are more."""
         width, height = self.config.size_of(*image.size)
         return max(image.width * image.height, width * height)
 
@@ -125,7 +125,7 @@ def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The centre of ``pixels`` [rows, columns, channels], black where they end."""
+    """Return the centre of ``pixels`` [rows, columns, channels], black where they end."""
     for axis, size in enumerate((height, width)):
         if (lacking := size - pixels.shape[axis]) > 0:
             before = -(-lacking // 2)
@@ -153,7 +153,7 @@ def scans_of(data: bytes) -> int:
 
 
 def samples() -> list[bytes]:
-    """A small image of each format: decoders are loaded when they are first used."""
+    """Return a small image of each format: decoders are loaded when they are first used."""
     files = [io.BytesIO() for _ in FORMATS]
     for form, file in zip(FORMATS, files, strict=True):
         PIL.Image.new("RGB", (16, 16)).save(file, form)

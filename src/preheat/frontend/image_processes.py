@@ -57,7 +57,7 @@ def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
 
 
 def decode(helper: Helper, data: bytes) -> Image:
-    """The image in ``data``. Raises InvalidRequest, saying what is wrong with it, or TooManyPixels."""
+    """Return the image in ``data``. Raises InvalidRequest, saying what is wrong with it, or TooManyPixels."""
     try:
         answer = _decoded(helper.run(data))
     except HelperEnded as ended:

@@ -59,19 +59,19 @@ class Images:
         return ImageProcesses(self.decoder)
 
     def read(self, source: Source) -> bytes | PIL.Image.Image:
-        """The file behind a URL, or the image itself. May wait for the network."""
+        """Return the file behind a URL, or the image itself. May wait for the network."""
         return self.reader.read(source) if isinstance(source, str) else source
 
     def decode(self, data: bytes | PIL.Image.Image) -> Image:
-        """A file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it."""
+        """Return a file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it."""
         return self.decoder.decode(data)
 
     def load(self, sources: Sequence[Source]) -> list[Image]:
-        """All of ``sources``, in order."""
+        """Return all of ``sources``, in order."""
         return [self.decode(self.read(source)) for source in sources]
 
     def place(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
-        """``ids`` with each image's token repeated, once for each of its positions; and where the images are."""
+        """Return ``ids`` with each image's token repeated, once for each of its positions; and where the images are."""
         count = ids.count(self.token_id)
         if count != len(images):
             raise InvalidRequest(

@@ -84,7 +84,7 @@ class InputProcessor:
         return check_params({"max_tokens": None, **self.recommended, **given})
 
     def checked(self, params: SamplingParams) -> CheckedParams:
-        """``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
+        """Return ``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
         params = recheck(params)
         self._check_params(params)
         return self._made(self._with_most_logprobs(params))
@@ -298,7 +298,7 @@ class InputProcessor:
         return [list(ids) for ids in found if ids]
 
     def _with_most_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with the number that -1 stands for; none where ``logprob_token_ids`` say which tokens."""
+        """Return ``params`` with the number that -1 stands for; none where ``logprob_token_ids`` say which tokens."""
         most = min(self._max_logprobs, self.tokenizer.vocab_size)
         asked: dict[str, Any] = {n: most for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1}
         if params.logprob_token_ids:
@@ -350,7 +350,7 @@ class InputProcessor:
 
 
 def recommended_params(generation: Mapping[str, Any], source: object) -> dict[str, object]:
-    """The sampling defaults in the fields of a generation_config.json, by parameter; other fields are left out.
+    """Return the sampling defaults in the fields of a generation_config.json, by parameter; other fields are left out.
 
     Raises ModelError, naming the ``source``, for a value that no request could have.
     """
@@ -381,7 +381,7 @@ def override_params(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def check_params(values: Mapping[str, object]) -> SamplingParams:
-    """``values`` as sampling parameters. Raises InvalidRequest for an unknown name or a bad value."""
+    """Return ``values`` as sampling parameters. Raises InvalidRequest for an unknown name or a bad value."""
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:
@@ -413,7 +413,7 @@ def _check_without_tokens(params: SamplingParams) -> None:
 
 
 def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many of the prompt's tokens ``truncate_prompt_tokens`` keeps."""
+    """Return how many of the prompt's tokens ``truncate_prompt_tokens`` keeps."""
     asked = params.truncate_prompt_tokens
     if asked is None:
         return sys.maxsize
@@ -464,7 +464,7 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
 
 
 def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
+    """Return how many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
     _check_prompt_length(prompt, limits)
     room = limits.max_model_len - prompt
     asked = room if params.max_tokens is None else params.max_tokens

@@ -27,7 +27,7 @@ class Mark:
 
 
 def marks_of(tokenizer: Tokenizer, texts: Iterable[str], skip_special_tokens: bool) -> tuple[Mark, ...]:
-    """The marks of those of ``texts`` that are tokens."""
+    """Return the marks of those of ``texts`` that are tokens."""
     found = [(text, id) for text in dict.fromkeys(texts) if (id := tokenizer.token_id(text)) is not None]
     return tuple(
         Mark(id, text, chr(_FIRST + place), "" if skip_special_tokens and id in tokenizer.special_ids else text)
@@ -36,10 +36,10 @@ def marks_of(tokenizer: Tokenizer, texts: Iterable[str], skip_special_tokens: bo
 
 
 def mark_chars(marks: Sequence[Mark]) -> dict[int, str]:
-    """The characters that stand for tokens, by their ids."""
+    """Return the characters that stand for tokens, by their ids."""
     return {mark.id: mark.char for mark in marks}
 
 
 def mark_texts(marks: Sequence[Mark]) -> dict[str, str]:
-    """The texts of marks by the characters that stand for them."""
+    """Return the texts of marks by the characters that stand for them."""
     return {mark.char: mark.text for mark in marks}

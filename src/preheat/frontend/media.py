@@ -33,7 +33,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public(address: Address) -> bool:
-    """Whether ``address`` belongs to the internet: not private, local, reserved, or a detour to one that is."""
+    """Return whether ``address`` belongs to the internet: not private, local, reserved, or a detour to one that is."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in NAT64:
@@ -66,7 +66,7 @@ class MediaReader:
         self._max_bytes, self._timeout, self._public = max_bytes, timeout, public
 
     def read(self, url: str) -> bytes:
-        """The bytes behind ``url``. Raises InvalidRequest, saying what to change. May wait for the network."""
+        """Return the bytes behind ``url``. Raises InvalidRequest, saying what to change. May wait for the network."""
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return self._from_data(url)
@@ -115,7 +115,7 @@ class MediaReader:
         raise _refused(f"the URL is redirected more than {MAX_REDIRECTS} times")
 
     def _allowed(self, url: str) -> SplitResult:
-        """The parts of ``url``, if its domain is allowed."""
+        """Return the parts of ``url``, if its domain is allowed."""
         parts = urlsplit(url)
         if parts.scheme not in PORTS or not parts.hostname or "@" in parts.netloc:
             raise _refused("it must be a URL of the form http(s)://host/path, also after a redirect")
@@ -128,7 +128,7 @@ class MediaReader:
         return parts
 
     def _fetch(self, url: SplitResult, end: float) -> bytes | str:
-        """The body, or where the URL is redirected to."""
+        """Return the body, or where the URL is redirected to."""
         try:
             with self._connected(url, end) as connection:
                 target = (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -174,7 +174,7 @@ class MediaReader:
             connection.close()
 
     def _address(self, host: str, port: int) -> str:
-        """The first address of ``host``, all of which must be public."""
+        """Return the first address of ``host``, all of which must be public."""
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         for address in found:
             if not self._public(ipaddress.ip_address(address.partition("%")[0])):

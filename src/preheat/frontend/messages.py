@@ -11,7 +11,7 @@ from preheat.utils.json_size import check_size
 
 
 def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
+    """Return ``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
 
     An empty list says as little as null, but some templates only ask whether there is a field.
     """
@@ -47,7 +47,7 @@ def _call(call: object, param: str) -> dict[str, Any]:
 
 
 def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
-    """A call in the history of a conversation, as chat templates expect it."""
+    """Return a call in the history of a conversation, as chat templates expect it."""
     if isinstance(arguments, str):
         check_size(arguments.encode(errors="replace"), f"{param}: the JSON of the arguments", param=param)
         try:

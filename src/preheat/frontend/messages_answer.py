@@ -25,15 +25,15 @@ class MessagesAnswer:
         self._count = MessagesCount(form)
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain, given ``text`` more."""
         return self._passed(self._messages.push(text))
 
     def finish(self) -> list[Part]:
-        """The parts that were held back."""
+        """Return the parts that were held back."""
         return self._passed(self._messages.finish()) + (self._forced.finish() if self._forced else [])
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the tokens of the answer, are reasoning."""
+        """Return how many of ``ids``, the tokens of the answer, are reasoning."""
         return self._count(ids)
 
     def _passed(self, parts: list[Part]) -> list[Part]:
@@ -59,7 +59,7 @@ class MessagesCount:
         self._looked = self._count = 0
 
     def __call__(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the answer's tokens so far, are reasoning."""
+        """Return how many of ``ids``, the answer's tokens so far, are reasoning."""
         for token in ids[self._looked :]:
             before, char = self._messages.kind, self._chars.get(token)
             self._messages.push(char or self._text_of(token))
@@ -69,7 +69,7 @@ class MessagesCount:
 
 
 def messages_of(form: AnswerFormat) -> HarmonyParser:
-    """A parser of the messages of one answer."""
+    """Return a parser of the messages of one answer."""
     stands = {mark.text: mark.char for mark in form.marks}
     found = HarmonyParser(
         form.choice.tools, form.choice.parallel, stands, calls=form.auto is not None, held=form.constraint is not None

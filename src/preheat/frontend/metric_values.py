@@ -64,7 +64,7 @@ def _values(family: Family) -> Iterator[Metric]:
 
 
 def _vector(family: Family) -> Vector:
-    """The samples of one engine, by their label ``position``."""
+    """Return the samples of one engine, by their label ``position``."""
     labels = {name: text for name, text in family.samples[0].labels.items() if name not in ("position", "engine")}
     values = [0.0] * (1 + max(int(sample.labels["position"]) for sample in family.samples))
     for sample in family.samples:

@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2's table)."""
+    """Return the 256 printable characters that stand for bytes in byte-level BPE (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -39,7 +39,7 @@ class PieceRules:
 
 
 def _piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
-    """The rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
+    """Return the rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
     replace: list[tuple[str, str]] = []
     remaining = [step for step in steps if step["type"] != "Fuse"]
     fused = len(remaining) < len(steps)
@@ -93,7 +93,7 @@ class TextPieces(dict[int, str | int | None]):
 
 
 def pieces_of(backend: Backend, hidden: Iterable[int]) -> BytePieces | TextPieces | None:
-    """The pieces of ``backend``'s tokens; None if its decoder is of neither family."""
+    """Return the pieces of ``backend``'s tokens; None if its decoder is of neither family."""
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": ""}
     steps = list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:

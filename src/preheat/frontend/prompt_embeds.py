@@ -52,7 +52,7 @@ class PromptEmbeds:
         self._hidden, self._most = hidden, most
 
     def decode(self, text: str) -> Embedded:
-        """The prompt in ``text``: base64 of a file that ``torch.save`` has written. Raises InvalidRequest."""
+        """Return the prompt in ``text``: base64 of a file that ``torch.save`` has written. Raises InvalidRequest."""
         limit = self._most() * self._hidden * max(ITEM_BYTES.values()) + HEAD_BYTES
         if len(text) * 3 // 4 > limit:
             raise _refused(f"it has more than the {limit:,} bytes that the longest prompt can have")
@@ -66,7 +66,7 @@ class PromptEmbeds:
             raise _refused(str(error)) from error
 
     def of_tensor(self, tensor: Any) -> Embedded:
-        """The prompt of a tensor of torch, [rows, hidden]. Raises InvalidRequest."""
+        """Return the prompt of a tensor of torch, [rows, hidden]. Raises InvalidRequest."""
         kind = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
         if kind not in ITEM_BYTES:
             raise _refused(f"it is of {kind}; a tensor of {', '.join(ITEM_BYTES)} is taken")

@@ -84,7 +84,7 @@ class ReasoningFormat:
         self.start_id, self.end_id = (-1, -1) if start is None or end is None else (start, end)
 
     def text_marks(self) -> TextMarks:
-        """A search for the marks in text."""
+        """Return a search for the marks in text."""
         starts, ends = self.marks.others
         return TextMarks((self.marks.start, *starts), (self.marks.end, *ends))
 
@@ -106,7 +106,7 @@ class ReasoningFormat:
         return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
 
     def named_in(self, *texts: str) -> bool:
-        """Whether one of ``texts`` has a mark of the reasoning in it."""
+        """Return whether one of ``texts`` has a mark of the reasoning in it."""
         starts, ends = self.marks.others
         marks = (self.marks.start, self.marks.end, *starts, *ends)
         return any(mark in text for text in texts for mark in marks)
@@ -169,7 +169,7 @@ class ReasoningCount:
         self._before_call: int | None = None
 
     def __call__(self, ids: Sequence[int], called: bool) -> int:
-        """How many of ``ids``, the answer's tokens so far, are reasoning. ``called``: a call has ended it."""
+        """Return how many of ``ids``, the answer's tokens so far, are reasoning. ``called``: a call has ended it."""
         for token in ids[self._looked :]:
             if self._phase.is_content:
                 break

@@ -27,7 +27,7 @@ class RepetitionChecker:
         self._end = self._most
 
     def push(self, token: int) -> bool:
-        """Whether the text repeats itself up to ``token``, its next one."""
+        """Return whether the text repeats itself up to ``token``, its next one."""
         if self._end == len(self._tokens):
             self._tokens[: self._most] = self._tokens[-self._most :]
             self._end = self._most

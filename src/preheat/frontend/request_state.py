@@ -120,7 +120,7 @@ class Choice:
         return len(self.parts) > self._sent_parts
 
     def is_due(self, interval: int) -> bool:
-        """Whether what is new is the beginning, the end, or at least ``interval`` tokens."""
+        """Return whether what is new is the beginning, the end, or at least ``interval`` tokens."""
         return not self._begun or self.finish_reason is not None or len(self.token_ids) - self._sent >= interval
 
     def take_delta(self) -> OutputDelta:
@@ -182,7 +182,7 @@ class RequestState:
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
 
     def new_detokenizer(self) -> Detokenizer:
-        """A detokenizer for one of its choices."""
+        """Return a detokenizer for one of its choices."""
         if not self.params.detokenize:
             return SILENT
         return self.tokenizer.detokenizer(self.prompt_ids, self.params.skip_special_tokens, mark_chars(self.marks))
@@ -209,7 +209,7 @@ class RequestState:
         self.prompt = self.checked = self.search = self.on_change = None
 
     def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:
-        """The result so far; ``choices`` in place of all of each."""
+        """Return the result so far; ``choices`` in place of all of each."""
         asked, entries = self.params.prompt_logprobs is not None, self.prompt_logprobs
         positions = [None if entry is None else self.position(entry) for entry in entries]
         return RequestOutput(

@@ -54,7 +54,7 @@ class StopStrings:
             level = below
 
     def step(self, state: int, char: str) -> int:
-        """The state after ``char``."""
+        """Return the state after ``char``."""
         while state and char not in self.next[state]:
             state = self.fail[state]
         return self.next[state].get(char, 0)
@@ -95,7 +95,7 @@ class StopChecker:
         return text[:shown]
 
     def _before(self, text: str, length: int) -> int:
-        """Where the last ``length`` searched characters of ``text`` begin."""
+        """Return where the last ``length`` searched characters of ``text`` begin."""
         at = len(text)
         while length > 0 and self._texts:
             at -= 1
@@ -103,6 +103,6 @@ class StopChecker:
         return at - max(length, 0)
 
     def finish(self) -> str:
-        """The text that is still buffered, at the end of the sequence."""
+        """Return the text that is still buffered, at the end of the sequence."""
         text, self._buffer = self._buffer, ""
         return text

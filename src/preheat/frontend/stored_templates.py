@@ -53,7 +53,7 @@ def stored_templates(
 
 
 def _files(folder: Path) -> dict[str, StoredTemplate]:
-    """``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
+    """Return ``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
     paths = {DEFAULT: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     return {name: StoredTemplate(_read(path), str(path)) for name, path in paths.items() if os.path.lexists(path)}

@@ -80,17 +80,17 @@ class StreamParser(ABC):
         """Read the text up to its end, and add parts."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain, given ``text`` more."""
         self._text += text
         return self._resume()
 
     def finish(self) -> list[Part]:
-        """The parts that were held back, at the end of the text."""
+        """Return the parts that were held back, at the end of the text."""
         self._ended = True
         return self._resume()
 
     def flush(self) -> list[Part]:
-        """The parts that were held back; text that follows is read from the beginning."""
+        """Return the parts that were held back; text that follows is read from the beginning."""
         parts = self.finish()
         self._text, self._at, self._ended = "", 0, False
         self._run = self.parse()
@@ -121,7 +121,7 @@ class StreamParser(ABC):
             self._text, self._at = self._text[self._at :], 0
 
     def peek(self) -> Reading[str]:
-        """The next character; "" at the end."""
+        """Return the next character; "" at the end."""
         while self._at == len(self._text) and (yield from self.more()):
             pass
         return self._text[self._at : self._at + 1]
@@ -194,7 +194,7 @@ class StreamParser(ABC):
         return (match.start(), stands.get(match[0], match[0]), len(match[0])) if match else (len(self._text), "", 0)
 
     def _held(self, markers: tuple[str, ...]) -> int:
-        """How many of the last characters may begin a marker."""
+        """Return how many of the last characters may begin a marker."""
         ends = (self._text[-length:] for length in range(min(self._unread, max(map(len, markers)) - 1), 0, -1))
         return next((len(end) for end in ends if any(marker.startswith(end) for marker in markers)), 0)
 
@@ -203,7 +203,7 @@ class StreamParser(ABC):
         return len(self._text) - self._at
 
     def bare(self, text: str) -> str:
-        """``text`` without the characters that stand for literals."""
+        """Return ``text`` without the characters that stand for literals."""
         return text.translate(self._bare) if self._bare else text
 
     def value(self, quotes: str = '"') -> Reading[str | None]:
@@ -241,13 +241,13 @@ class ValueEnd:
         return self._begun and not self._depth and not self._quote
 
     def find(self, text: str, at: int) -> int:
-        """The place behind the value in ``text`` from ``at`` on; its length if the value goes on."""
+        """Return the place behind the value in ``text`` from ``at`` on; its length if the value goes on."""
         while at < len(text) and not self.found:
             at += self._takes(text[at])
         return at
 
     def _takes(self, char: str) -> bool:
-        """Whether ``char`` belongs to the value."""
+        """Return whether ``char`` belongs to the value."""
         if self._quote:
             self._in_string(char)
         elif char in _OPENING:
@@ -281,7 +281,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def without_surrogates(text: str) -> str:
-    """``text`` with U+FFFD for the halves of characters, which JSON and Python can write and UTF-8 cannot."""
+    """Return ``text`` with U+FFFD for the halves of characters, which JSON and Python can write and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -40,13 +40,13 @@ class TemplateExhausted(TemplateFailed):
 
 
 def render(source: str, known: Mapping[str, Any]) -> str:
-    """The text that the template makes of the ``known`` variables. Raises TemplateFailed."""
+    """Return the text that the template makes of the ``known`` variables. Raises TemplateFailed."""
     return _answer(source, dict(known))
 
 
 @lru_cache(maxsize=16)
 def variables(source: str) -> frozenset[str]:
-    """The variables that the template looks at. Raises TemplateFailed, also if it cannot be compiled."""
+    """Return the variables that the template looks at. Raises TemplateFailed, also if it cannot be compiled."""
     return frozenset(_answer(source, None).split())
 
 

@@ -64,7 +64,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _variables(source: str) -> str:
-    """The names of the variables that the template looks at, with spaces between."""
+    """Return the names of the variables that the template looks at, with spaces between."""
     return " ".join(sorted(meta.find_undeclared_variables(_compiled(source).environment.parse(source))))
 
 

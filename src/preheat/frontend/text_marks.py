@@ -25,7 +25,7 @@ class TokenMarks:
         """Take the end of the text."""
 
     def next(self, phase: Phase) -> tuple[str, Sign] | None:
-        """The next piece of the text and what it means in ``phase``; None if more text is needed."""
+        """Return the next piece of the text and what it means in ``phase``; None if more text is needed."""
         if not self._pieces:
             return None
         piece = self._pieces.popleft()
@@ -66,7 +66,7 @@ class TextMarks:
         return self._take(length, Sign.TEXT) if length else None
 
     def _first(self) -> tuple[str, Sign] | None:
-        """The first piece: white space, a mark, or text."""
+        """Return the first piece: white space, a mark, or text."""
         space = len(self._text) - len(self._text.lstrip(SPACE))
         if space:
             return self._take(space, Sign.TEXT)
@@ -84,7 +84,7 @@ class TextMarks:
         return piece, sign
 
     def _held(self, marks: Sequence[str]) -> int:
-        """How many of the last characters may begin one of ``marks``."""
+        """Return how many of the last characters may begin one of ``marks``."""
         if self._ended:
             return 0
         lengths = range(min(len(self._text), max(map(len, marks)) - 1), 0, -1)
@@ -101,7 +101,7 @@ class Frame:
         self._last = re.compile(rf"(?:{re.escape(end)}\s*|{beginnings})\Z")
 
     def push(self, text: str) -> str:
-        """The text that is certain, given ``text`` more."""
+        """Return the text that is certain, given ``text`` more."""
         self._text += text
         if not self._decided:
             seen = self._text.lstrip()
@@ -116,6 +116,6 @@ class Frame:
         return text
 
     def finish(self) -> str:
-        """The text that was held back, without the end of the frame."""
+        """Return the text that was held back, without the end of the frame."""
         text, self._text = self._text, ""
         return "" if self._inside and text.rstrip() == self._end else text

@@ -33,7 +33,7 @@ def chars_per_token(backend: Backend) -> int | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+    """Yield the steps of a normalizer or pre-tokenizer, sequences flattened."""
     waiting = [json.loads(part.__getstate__())] if part is not None else []
     while waiting:
         step = waiting.pop()
@@ -45,14 +45,14 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _factor(step: dict[str, Any]) -> int | None:
-    """How many characters a normalizer may turn into one; None if any number, or if it is not known."""
+    """Return how many characters a normalizer may turn into one; None if any number, or if it is not known."""
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return 1 if len(step["content"]) >= len(step["pattern"]["String"]) else None
     return _FACTORS.get(step["type"])
 
 
 def _covers(model: Any, vocabulary: dict[str, int], by_bytes: bool) -> bool:
-    """Whether every character becomes a part of a token: no unknown ones that are dropped or fused."""
+    """Return whether every character becomes a part of a token: no unknown ones that are dropped or fused."""
     if not isinstance(model, models.BPE):
         return False
     if by_bytes and all(byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()):

@@ -26,7 +26,7 @@ from preheat.utils.files import TABLE_BYTES, read_json, regular_file
 
 
 def _load_backend(folder: Path) -> Backend:
-    """The fast tokenizer in ``folder``; transformers converts other formats."""
+    """Return the fast tokenizer in ``folder``; transformers converts other formats."""
     path = folder / "tokenizer.json"
     if os.path.lexists(path):
         try:
@@ -53,7 +53,7 @@ def _load_backend(folder: Path) -> Backend:
 
 
 def _content(token: object) -> str | None:
-    """The text of a special token: config files have a string or an object with ``content``."""
+    """Return the text of a special token: config files have a string or an object with ``content``."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -87,7 +87,7 @@ class ModelFiles:
 
 
 def _token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
-    """``eos_token_id`` of the config in ``path``: a number, a list or null."""
+    """Return ``eos_token_id`` of the config in ``path``: a number, a list or null."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(id) is not int for id in ids):
@@ -131,7 +131,7 @@ class Tokenizer:
         self._pieces = {skip: pieces_of(self._backend, self.special_ids if skip else ()) for skip in (False, True)}
 
     def _named_special_tokens(self) -> dict[str, str]:
-        """``bos_token``, ``eos_token`` and so on: name -> text, from the config files."""
+        """Return ``bos_token``, ``eos_token`` and so on: name -> text, from the config files."""
         named = read_json(self.folder / "special_tokens_map.json") | self.config
         found = {name: _content(token) for name, token in named.items() if name.endswith("_token")}
         return {name: token for name, token in found.items() if token}
@@ -169,7 +169,7 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """The number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
+        """Return the number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
         _check_unicode(text)
         return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
@@ -194,12 +194,12 @@ class Tokenizer:
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is ``text``; None if there is none."""
+        """Return the id of the token that is ``text``; None if there is none."""
         found: int | None = self._backend.token_to_id(text)
         return found
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that ``id`` adds to the text; special tokens are written out."""
+        """Return the bytes that ``id`` adds to the text; special tokens are written out."""
         pieces = self._pieces[False]
         piece = self.decode([id], skip_special_tokens=False) if pieces is None else pieces[id]
         if isinstance(piece, int):
@@ -211,7 +211,7 @@ class Tokenizer:
         return str(self._backend.id_to_token(id) or "")
 
     def token_text(self, id: int) -> str:
-        """The text of ``id`` alone; incomplete characters become U+FFFD."""
+        """Return the text of ``id`` alone; incomplete characters become U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")
 
 

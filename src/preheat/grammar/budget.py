@@ -33,7 +33,7 @@ class Budget:
         self._spent = self._after(self._spent, token)
 
     def forced(self, drafts: Sequence[int]) -> int | None:
-        """The token that must come behind ``drafts``; None: any may."""
+        """Return the token that must come behind ``drafts``; None: any may."""
         spent = self._spent
         for draft in drafts:
             spent = self._after(spent, draft)

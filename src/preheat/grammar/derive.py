@@ -81,7 +81,7 @@ class _Work:
 
 
 def classes(node: Node) -> list[Ranges]:
-    """The sets of characters that ``node`` tells apart at its beginning; together they hold all characters."""
+    """Return the sets of characters that ``node`` tells apart at its beginning; together they hold all characters."""
     found = [ANY_CHARACTER]
     for each in dict.fromkeys(_beginnings(node)):
         rest = others(each)
@@ -108,7 +108,7 @@ def _beginnings(node: Node) -> Iterable[Ranges]:
 
 
 def fits(node: Node, text: str) -> bool:
-    """Whether ``text`` is one of ``node``'s."""
+    """Return whether ``text`` is one of ``node``'s."""
     work = _Work()
     for character in text:
         node = work.derivative(node, ord(character))
@@ -117,7 +117,7 @@ def fits(node: Node, text: str) -> bool:
 
 
 def is_empty(node: Node) -> bool:
-    """Whether no text fits. Raises TooComplex."""
+    """Return whether no text fits. Raises TooComplex."""
     if not any(isinstance(each, Both | Not) for each in within(node)):
         return node == NOTHING
     return not any(map(nullable, _explore(node, {})))
@@ -170,7 +170,7 @@ def check_counts(node: Node) -> None:
 
 
 def ending(edges: Mapping[State, list[tuple[Ranges, State]]], ends: Iterable[State]) -> set[State]:
-    """The states from which a text can end, of an automaton that does so in the states ``ends``."""
+    """Return the states from which a text can end, of an automaton that does so in the states ``ends``."""
     before = dict[State, list[State]]()
     for state, ways in edges.items():
         for _, target in ways:

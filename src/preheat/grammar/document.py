@@ -40,7 +40,7 @@ class Place:
     schema: Any = field(compare=False, repr=False)
 
     def at(self, *keys: str | int) -> Place:
-        """The schema below this one."""
+        """Return the schema below this one."""
         path, schema = self.path, self.schema
         for key in keys:
             path, schema = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", schema[key]
@@ -126,7 +126,7 @@ class Document:
         return [tuple(dict.fromkeys((*left, *right))) for left in one for right in other]
 
     def _target(self, place: Place) -> Place:
-        """The schema that a reference means."""
+        """Return the schema that a reference means."""
         ref = place.schema["$ref"]
         own = self.root.schema.get("$id")
         if isinstance(own, str) and own and ref.startswith(own):
@@ -151,12 +151,12 @@ class Document:
         return Place(path, found)
 
     def types(self, leaf: Leaf) -> set[str]:
-        """The types of values that a leaf allows; with "number" come integers."""
+        """Return the types of values that a leaf allows; with "number" come integers."""
         said = leaf.schema.get("type", TYPES)
         return set([said] if isinstance(said, str) else said)
 
     def pattern(self, place: Place, key: str, pattern: str) -> Node:
-        """The texts that fit a pattern of the schema."""
+        """Return the texts that fit a pattern of the schema."""
         if (found := self._patterns.get(pattern)) is None:
             try:
                 found = self._patterns[pattern] = parsed(pattern, ECMA)
@@ -166,7 +166,7 @@ class Document:
         return found
 
     def strings(self, leaf: Leaf) -> list[Node]:
-        """The regular expressions that strings of a leaf fit."""
+        """Return the regular expressions that strings of a leaf fit."""
         found, schema = list[Node](), leaf.schema
         if "pattern" in schema:
             found.append(self.pattern(leaf, "pattern", schema["pattern"]))
@@ -177,7 +177,7 @@ class Document:
         return found
 
     def property(self, leaves: Alternative, name: str) -> Together:
-        """The schemas of the property ``name``."""
+        """Return the schemas of the property ``name``."""
         return _unique(each for leaf in leaves for each in self._property(leaf, name))
 
     def _property(self, leaf: Leaf, name: str) -> Iterator[Place]:
@@ -188,15 +188,15 @@ class Document:
         yield from found or self.others(leaf)
 
     def others(self, leaf: Leaf) -> list[Place]:
-        """The schema of properties that a leaf does not name."""
+        """Return the schema of properties that a leaf does not name."""
         return [leaf.at("additionalProperties")] if "additionalProperties" in leaf.schema else []
 
     def item(self, leaves: Alternative, place: int | None) -> Together:
-        """The schemas of the item at ``place``; None: of those behind all that are listed."""
+        """Return the schemas of the item at ``place``; None: of those behind all that are listed."""
         return _unique(each for leaf in leaves for each in self._item(leaf, place))
 
     def listed(self, leaf: Leaf) -> tuple[str, ...]:
-        """The keyword that lists the first items of a leaf and, behind it, the one of all further items."""
+        """Return the keyword that lists the first items of a leaf and, behind it, the one of all further items."""
         return ("items", "additionalItems") if isinstance(leaf.schema.get("items"), list) else ("prefixItems", "items")
 
     def _item(self, leaf: Leaf, place: int | None) -> Iterator[Place]:
@@ -207,11 +207,11 @@ class Document:
             yield leaf.at(rest)
 
     def admits(self, places: Together, value: Any) -> bool:
-        """Whether ``value`` fits all of ``places``."""
+        """Return whether ``value`` fits all of ``places``."""
         return any(all(self.leaf_admits(leaf, value) for leaf in leaves) for leaves in self.together(places))
 
     def leaf_admits(self, leaf: Leaf, value: Any) -> bool:
-        """Whether ``value`` fits a leaf."""
+        """Return whether ``value`` fits a leaf."""
         schema = leaf.schema
         if not any(is_of(value, kind) for kind in self.types(leaf)):
             return False
@@ -237,7 +237,7 @@ def _unique(places: Iterator[Place]) -> Together:
 
 
 def bounds(schema: dict[str, Any]) -> Iterator[tuple[str, Decimal, bool]]:
-    """The bounds of numbers: "minimum" or "maximum", the number, and whether it is a value itself."""
+    """Yield the bounds of numbers: "minimum" or "maximum", the number, and whether it is a value itself."""
     for key in ("minimum", "maximum"):
         exclusive = schema.get(f"exclusive{key.capitalize()}")
         if key in schema:
@@ -254,20 +254,20 @@ def _number_admits(schema: dict[str, Any], value: Decimal) -> bool:
 
 
 def multiple(value: Decimal, of: Decimal) -> bool:
-    """Whether ``value`` is a multiple."""
+    """Return whether ``value`` is a multiple."""
     (a, b), (c, d) = value.as_integer_ratio(), of.as_integer_ratio()
     return (a * d) % (b * c) == 0
 
 
 def within(schema: dict[str, Any], of: str, size: int) -> bool:
-    """Whether ``size`` is between min and max ``of`` the schema."""
+    """Return whether ``size`` is between min and max ``of`` the schema."""
     return (count(schema.get(f"min{of}", 0)) or 0) <= size <= (
         size if f"max{of}" not in schema else count(schema[f"max{of}"]) or 0
     )  # fmt: skip
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Whether ``value`` is of the JSON type ``kind``."""
+    """Return whether ``value`` is of the JSON type ``kind``."""
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if kind == "integer":
@@ -280,7 +280,7 @@ _PYTHON: dict[str, Any] = {"string": str, "number": (int, float, Decimal), "arra
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; numbers are by their value."""
+    """Return whether two JSON values are equal; numbers are by their value."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

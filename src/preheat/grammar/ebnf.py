@@ -44,7 +44,7 @@ class EbnfWriter:
         self._lines, self._units, self._states = list[str](), dict[Node, str](), 0
 
     def text(self, rules: Rules, start: str) -> str:
-        """The grammar of ``rules`` that begins with the rule ``start``."""
+        """Return the grammar of ``rules`` that begins with the rule ``start``."""
         for name, node in rules.items():
             self._lines.append(f"{name} ::= {self._rule(node)}")
         return "\n".join([f"root ::= {start}", *self._lines])
@@ -66,7 +66,7 @@ class EbnfWriter:
         return self._inline(node)
 
     def _chain(self, inner: str, least: int, most: int | None) -> str:
-        """``inner`` so many times: a rule for each count, of which all but the first are shared."""
+        """Return ``inner`` so many times: a rule for each count, of which all but the first are shared."""
         self._count(most or least)
         name = f"c{self._states}_"
         for at in range(most or least):
@@ -121,7 +121,7 @@ class EbnfWriter:
         return f"[{''.join(spans)}]"
 
     def _automaton(self, node: Node, edge: Callable[[Ranges], str], end: str) -> str:
-        """The first state of the automaton of ``node``, whose others are rules; ``end``: what ends a text."""
+        """Return the first state of the automaton of ``node``, whose others are rules; ``end``: what ends a text."""
         found = automaton(node)
         self._count(len(found))
         base = f"a{self._states}_"
@@ -137,7 +137,7 @@ class EbnfWriter:
             raise TooComplex(f"xgrammar would need more than {MOST_STATES:,} states for its lengths and patterns")
 
     def _multiples(self, node: Multiple) -> str:
-        """The first state of an automaton that knows what is left over when its digits are divided."""
+        """Return the first state of an automaton that knows what is left over when its digits are divided."""
         if not node.whole:
             raise Inexact("multipleOf of numbers that are no integers")
         step = int(node.of)
@@ -165,7 +165,7 @@ class EbnfWriter:
 
 
 def _counts(node: Node) -> bool:
-    """Whether an expression counts, or is about several others at once."""
+    """Return whether an expression counts, or is about several others at once."""
     return any(
         isinstance(each, Both | Not) or (isinstance(each, Repeat) and (each.least > 1 or (each.most or 1) > 1))
         for each in within(node)

@@ -48,11 +48,11 @@ class Guidance:
         return Grammar(self, matcher)
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
         return bool(self._tokenizer.is_special_token(token))
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from preheat.grammar.structural import PART, format_of
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
-    """The grammar of ``params``. Raises InvalidRequest, naming the part, for what cannot be one."""
+    """Return the grammar of ``params``. Raises InvalidRequest, naming the part, for what cannot be one."""
     try:
         return _source(params)
     except RecursionError:

@@ -19,7 +19,7 @@ class Lark:
         self._schema, self._rules = schema, list[str]()
 
     def text(self, tree: Format) -> str:
-        """The grammar of ``tree``."""
+        """Return the grammar of ``tree``."""
         start = self._last(tree)
         return "\n".join(["%llguidance {}", f"start: {start}", r"TAG_TEXT: /(.|\n)*/", *self._rules])
 
@@ -38,7 +38,7 @@ class Lark:
                 return self._inner(tree)
 
     def _inner(self, tree: Format) -> str:
-        """A format that something may follow."""
+        """Return a format that something may follow."""
         match tree["type"]:
             case "const_string":
                 return literal(tree["value"])
@@ -107,5 +107,5 @@ _TIMES = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def _literal(text: str) -> str:
-    """A literal; nothing for an empty one, which the notation does not have."""
+    """Return a literal; nothing for an empty one, which the notation does not have."""
     return literal(text) if text else ""

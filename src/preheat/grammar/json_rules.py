@@ -69,7 +69,7 @@ class JsonRules:
         self.rules[ROOT] = Ref(root.name)
 
     def _value(self, places: Together) -> Ref:
-        """The rule of the values that fit ``places``."""
+        """Return the rule of the values that fit ``places``."""
         places = tuple(place for place in places if place.schema is not True)
         if (name := self._names.get(places)) is None:
             name = self._names[places] = f"v{len(self._names)}"
@@ -105,7 +105,7 @@ class JsonRules:
         return Ref(self._names[places]) if places in self._names else None
 
     def _alternative(self, leaves: Alternative, name: str) -> Node:
-        """The values that fit all of ``leaves``."""
+        """Return the values that fit all of ``leaves``."""
         known = [leaf for leaf in leaves if "const" in leaf.schema or "enum" in leaf.schema]
         if known:
             schema = known[0].schema
@@ -236,7 +236,7 @@ class JsonRules:
         return seq(self._opened("{"), rest.first())
 
     def _further(self, leaves: Alternative, names: list[str]) -> Node:
-        """The properties that are not named, by the patterns that their names fit."""
+        """Return the properties that are not named, by the patterns that their names fit."""
         document = self._document
         cells: list[tuple[Node, frozenset[str]]] = [(without(alt(*map(text, names))), frozenset())]
         for leaf in leaves:
@@ -267,7 +267,7 @@ class JsonRules:
             raise refused(self._document.part, f"it asks for more than {MOST_ITEMS:,} {what} (at {_paths(leaves)})")
 
     def _rule(self, name: str, node: Node) -> Node:
-        """``node``, as a rule of its own unless it is short."""
+        """Return ``node``, as a rule of its own unless it is short."""
         if node == NOTHING:
             return node
         self._made += 1
@@ -297,7 +297,7 @@ class _Members:
         self._known = dict[tuple[int, int], Node]()
 
     def first(self) -> Node:
-        """The first state; made from the last one on."""
+        """Return the first state; made from the last one on."""
         for at in reversed(range(len(self._named) + 1)):
             for seen in reversed(range(self._cap + 1)):
                 if at == len(self._named) or seen <= at:
@@ -334,20 +334,20 @@ def _any(least: int, most: int | None) -> Node:
 
 
 def _span(leaves: Alternative, of: str) -> tuple[int, int | None]:
-    """The least and the most of ``of``."""
+    """Return the least and the most of ``of``."""
     least = max((count(leaf.schema.get(f"min{of}", 0)) or 0 for leaf in leaves), default=0)
     most = [count(leaf.schema[f"max{of}"]) or 0 for leaf in leaves if f"max{of}" in leaf.schema]
     return least, min(most) if most else None
 
 
 def _common(one: Fraction, other: Fraction) -> Fraction:
-    """The least common multiple."""
+    """Return the least common multiple."""
     both = lcm(one.denominator, other.denominator)
     return Fraction(lcm(int(one * both), int(other * both)), both)
 
 
 def _multiples(of: Fraction, low: numbers.Bound | None, high: numbers.Bound | None, whole: bool) -> Node:
-    """The multiples within bounds, or nothing where there is none."""
+    """Return the multiples within bounds, or nothing where there is none."""
     least = most = None
     if low is not None:
         times = ceil(Fraction(low[0]) / of)
@@ -361,7 +361,7 @@ def _multiples(of: Fraction, low: numbers.Bound | None, high: numbers.Bound | No
 
 
 def written(value: Any) -> str:
-    """A JSON value without parts, as it is written. Raises UnicodeEncodeError for half a character."""
+    """Return a JSON value without parts, as it is written. Raises UnicodeEncodeError for half a character."""
     found = dumps(value)
     found.encode()
     return found
@@ -372,7 +372,7 @@ def _paths(places: Sequence[Place]) -> str:
 
 
 def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, Together]) -> dict[str, Node]:
-    """The rules that can be used, without ways into those that no finite text satisfies."""
+    """Return the rules that can be used, without ways into those that no finite text satisfies."""
     alive = productive(rules)
     if root.name not in alive:
         raise refused(part, f"no finite text satisfies it (at {_paths(names[_cause(rules, root.name, alive, names)])})")
@@ -386,7 +386,7 @@ def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, To
 
 
 def _cause(rules: dict[str, Node], name: str, alive: set[str], names: dict[str, Together]) -> str:
-    """A schema because of which no text satisfies the rule ``name``."""
+    """Return a schema because of which no text satisfies the rule ``name``."""
     found, seen = name, set[str]()
     while name not in seen:
         seen.add(name)

@@ -35,7 +35,7 @@ def json_rules(params: StructuredOutputsParams, given: object, part: str) -> Rul
 
 
 def layout(params: StructuredOutputsParams) -> Layout:
-    """Where white space may be."""
+    """Return where white space may be."""
     if params.disable_any_whitespace:
         return Layout()
     if params.whitespace_pattern is None:
@@ -45,7 +45,7 @@ def layout(params: StructuredOutputsParams) -> Layout:
 
 
 def _free(pattern: str) -> Node:
-    """A request's own white space."""
+    """Return a request's own white space."""
     name = "whitespace_pattern"
     try:
         node = parsed(pattern, WHOLE)
@@ -58,7 +58,7 @@ def _free(pattern: str) -> Node:
 
 
 def _blank(node: Node) -> bool:
-    """Whether all texts of ``node`` are white space of JSON."""
+    """Return whether all texts of ``node`` are white space of JSON."""
     other = Chars(others(of(" \t\n\r")))
     if all(not isinstance(each, Chars) or is_empty(both(each, other)) for each in within(node)):
         return True

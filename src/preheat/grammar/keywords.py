@@ -23,14 +23,14 @@ Number = int | Decimal
 
 
 def number(value: Any) -> Number | None:
-    """``value`` if it is a JSON number, exactly; None otherwise."""
+    """Return ``value`` if it is a JSON number, exactly; None otherwise."""
     if isinstance(value, float):
         return Decimal(repr(value)) if value - value == 0 else None
     return value if isinstance(value, int | Decimal) and not isinstance(value, bool) else None
 
 
 def count(value: Any) -> int | None:
-    """``value`` if it is a number of things; None otherwise."""
+    """Return ``value`` if it is a number of things; None otherwise."""
     found = number(value)
     return None if found is None or found < 0 or found != int(found) else int(found)
 
@@ -115,14 +115,14 @@ def check(schema: Any, part: str) -> None:
 
 
 def _said(key: str, value: Any) -> int:
-    """The characters of what ``key`` says of values."""
+    """Return the characters of what ``key`` says of values."""
     if key in ("enum", "const", "pattern"):
         return len(json.dumps(value, default=str))
     return sum(map(len, value)) if key in ("properties", "patternProperties", "required") else 0
 
 
 def inner_schemas(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right within ``schema``, with their paths."""
+    """Yield the schemas right within ``schema``, with their paths."""
     for key in HOLD_SCHEMAS:
         for name, each in schema.get(key, {}).items():
             yield f"{path}.{key}.{name}", each

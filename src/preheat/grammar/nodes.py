@@ -128,7 +128,7 @@ def text(value: str) -> Node:
 
 
 def seq(*nodes: Node) -> Node:
-    """``nodes`` one behind the other."""
+    """Return ``nodes`` one behind the other."""
     parts = list[Node]()
     for node in nodes:
         if node == NOTHING:
@@ -152,7 +152,7 @@ def alt(*nodes: Node) -> Node:
 
 
 def repeat(inner: Node, least: int = 0, most: int | None = None) -> Node:
-    """``inner`` at least ``least`` times and at most ``most``."""
+    """Return ``inner`` at least ``least`` times and at most ``most``."""
     if most == 0 or inner == EMPTY:
         return EMPTY
     if inner == NOTHING:
@@ -167,12 +167,12 @@ def repeat(inner: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def token(inner: Node) -> Node:
-    """``inner`` as one unit."""
+    """Return ``inner`` as one unit."""
     return inner if inner == NOTHING else Token(inner)
 
 
 def optional(inner: Node) -> Node:
-    """``inner``, or nothing."""
+    """Return ``inner``, or nothing."""
     return repeat(inner, 0, 1)
 
 
@@ -198,7 +198,7 @@ EVERYTHING = Repeat(Chars(ANY_CHARACTER), 0, None)
 
 
 def nullable(node: Node) -> bool:
-    """Whether the empty text is one of a regular expression's; False for what a rule hides."""
+    """Return whether the empty text is one of a regular expression's; False for what a rule hides."""
     match node:
         case Seq(parts) | Both(parts):
             return all(map(nullable, parts))
@@ -219,7 +219,7 @@ def counted(node: Node) -> int:
 
 
 def _counted(node: Node) -> tuple[int, int]:
-    """The same, and how far the outer repetitions count."""
+    """Return the same, and how far the outer repetitions count."""
     found = [_counted(each) for each in children(node)]
     nested, inner = max((each[0] for each in found), default=1), max((each[1] for each in found), default=1)
     if not isinstance(node, Repeat) or (times := max(node.least, node.most or 1)) == 1:
@@ -228,7 +228,7 @@ def _counted(node: Node) -> tuple[int, int]:
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The nodes right below ``node``."""
+    """Return the nodes right below ``node``."""
     match node:
         case Seq(parts) | Alt(parts) | Both(parts):
             return parts
@@ -238,7 +238,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def within(node: Node) -> Iterable[Node]:
-    """``node`` and all below it, each once."""
+    """Return ``node`` and all below it, each once."""
     seen, todo = set[Node](), [node]
     while todo:
         each = todo.pop()
@@ -252,7 +252,7 @@ Rules = Mapping[str, Node]
 
 
 def productive(rules: Rules) -> set[str]:
-    """The names of the rules that a finite text satisfies."""
+    """Return the names of the rules that a finite text satisfies."""
     found, waiting = set[str](), dict[str, list[str]]()
     todo = list(rules)
     while todo:
@@ -285,7 +285,7 @@ def _missing(node: Node, found: set[str]) -> list[str] | None:
 
 
 def pruned(node: Node, alive: set[str]) -> Node:
-    """``node`` without the ways that lead into a rule that is not ``alive``."""
+    """Return ``node`` without the ways that lead into a rule that is not ``alive``."""
     match node:
         case Ref(name):
             return node if name in alive else NOTHING

@@ -98,7 +98,7 @@ def _check_terminal(node: Node, name: str) -> None:
 
 
 def _expanded(node: Node, rules: Mapping[str, Node], depth: int = 50) -> Node:
-    """``node`` with terminals in place of their names."""
+    """Return ``node`` with terminals in place of their names."""
     match node:
         case Ref(name):
             return _expanded(rules[name], rules, depth - 1) if depth and name in rules else node
@@ -120,7 +120,7 @@ def _check_counts(rules: Mapping[str, Node], most: int, *, nested: bool = False)
     known = dict[str, tuple[int, int]]()
 
     def counts(node: Node, above: frozenset[str]) -> tuple[int, int]:
-        """How many counts are within each other, and their product."""
+        """Return how many counts are within each other, and their product."""
         if isinstance(node, Ref):
             if node.name in above or node.name not in rules:
                 return 0, 1
@@ -143,7 +143,7 @@ def _check_counts(rules: Mapping[str, Node], most: int, *, nested: bool = False)
 
 
 def _simple(node: Node, rules: Mapping[str, Node]) -> bool:
-    """Whether ``node`` is a single class of characters."""
+    """Return whether ``node`` is a single class of characters."""
     if isinstance(node, Ref):
         node = rules.get(node.name, node)
     return node == CLASS

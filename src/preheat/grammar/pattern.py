@@ -54,7 +54,7 @@ WHOLE = Dialect(characters.others(characters.of("\n")), characters.unicode_class
 
 
 def parsed(pattern: str, dialect: Dialect) -> Node:
-    """The texts that fit ``pattern``. Raises PatternError."""
+    """Return the texts that fit ``pattern``. Raises PatternError."""
     return _Anchored(dialect.search).node(_Parser(pattern, dialect).whole())
 
 
@@ -168,7 +168,7 @@ class _Parser:
         return found
 
     def _escape(self, start: int, *, within: bool) -> Ranges:
-        """The characters of an escape, behind its backslash."""
+        """Return the characters of an escape, behind its backslash."""
         letter = self._peek()
         if not letter:
             raise PatternError("a backslash at the end", start)
@@ -195,14 +195,14 @@ class _Parser:
         return _single(ord(letter), start)
 
     def _code(self, digits: str) -> int:
-        """The code point of ``digits``; two escapes of surrogates are one."""
+        """Return the code point of ``digits``; two escapes of surrogates are one."""
         code = int(digits, 16)
         if 0xD800 <= code < 0xDC00 and (low := self._match(_PAIR)):
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         return code
 
     def _class(self, start: int) -> Node:
-        """A class of characters, behind its bracket."""
+        """Return a class of characters, behind its bracket."""
         negated, found, first = self._take("^"), Ranges(), self._at
         while self._at == first or self._peek() != "]":
             if self._peek() == "]" and self._dialect.search:
@@ -237,7 +237,7 @@ def _single(code: int, at: int) -> Ranges:
 
 
 def _span(low: Ranges, high: Ranges, at: int) -> Ranges:
-    """The range from one character to another."""
+    """Return the range from one character to another."""
     if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or high[0][0] != high[0][1]:
         raise PatternError("a range of classes", at)
     if low[0][0] > high[0][0]:
@@ -284,7 +284,7 @@ def _spread(node: Node) -> list[tuple[Node, ...]]:
 
 
 def _first_anchor(node: Node) -> _Anchor | None:
-    """An anchor within ``node``."""
+    """Return an anchor within ``node``."""
     match node:
         case _Anchor():
             return node

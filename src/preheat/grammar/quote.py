@@ -31,12 +31,12 @@ SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": 
 
 
 def quoted(node: Node) -> Node:
-    """The JSON strings whose values are texts of ``node``, with their quotation marks."""
+    """Return the JSON strings whose values are texts of ``node``, with their quotation marks."""
     return seq(text('"'), spelled(node), text('"'))
 
 
 def spelled(node: Node) -> Node:
-    """The spellings of the texts of ``node``."""
+    """Return the spellings of the texts of ``node``."""
     match node:
         case Chars(found):
             return character(found)
@@ -55,7 +55,7 @@ def spelled(node: Node) -> Node:
 
 @lru_cache(maxsize=4096)
 def character(found: Ranges) -> Node:
-    """The spellings of one character of ``found``."""
+    """Return the spellings of one character of ``found``."""
     short = "".join(letter for each, letter in SHORT.items() if common(of(each), found))
     return alt(
         chars(common(found, PLAIN)),
@@ -66,7 +66,7 @@ def character(found: Ranges) -> Node:
 
 
 def _pairs(low: int, high: int) -> list[Node]:
-    """The pairs of surrogates of the characters from ``low`` to ``high``."""
+    """Return the pairs of surrogates of the characters from ``low`` to ``high``."""
     low, high = low - 0x10000, high - 0x10000
     first, last = low >> 10, high >> 10
     if first == last:
@@ -86,7 +86,7 @@ def _pairs(low: int, high: int) -> list[Node]:
 
 
 def _unit(low: int, high: int) -> Node:
-    """The escapes of the numbers from ``low`` to ``high``."""
+    """Return the escapes of the numbers from ``low`` to ``high``."""
     return seq(text("\\u"), digits(low, high, 4, 16))
 
 

@@ -112,7 +112,7 @@ class Grammars:
         self._waiting[request.id] = _Waiting(request, grammar)
 
     def grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar of ``params``, which may not be compiled yet."""
+        """Return the grammar of ``params``, which may not be compiled yet."""
         everywhere = msgspec.structs.replace(
             params, after_token_id=None, start_token_id=None, call_token_ids=(), after_header=None
         )

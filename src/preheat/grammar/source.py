@@ -39,13 +39,13 @@ def check_size(part: str, size: int, what: str = "it has") -> None:
 
 
 def refused(part: str, why: str) -> InvalidRequest:
-    """The error for a ``part`` of ``structured_outputs`` that cannot be served."""
+    """Return the error for a ``part`` of ``structured_outputs`` that cannot be served."""
     param = f"structured_outputs.{part}"
     return InvalidRequest(f"{param}: {why}", param=param)
 
 
 def loaded_schema(params: StructuredOutputsParams, given: object, part: str) -> dict[str, Any]:
-    """The JSON schema ``given``, without other properties if ``params`` say so."""
+    """Return the JSON schema ``given``, without other properties if ``params`` say so."""
     schema = loaded(given, part)
     for count, (path, inner) in enumerate(objects(schema, "$")):
         if count == MAX_OBJECTS:
@@ -57,7 +57,7 @@ def loaded_schema(params: StructuredOutputsParams, given: object, part: str) -> 
 
 
 def loaded(given: object, part: str) -> dict[str, Any]:
-    """An object, or the text of one."""
+    """Return an object, or the text of one."""
     if isinstance(given, str):
         try:
             given = json.loads(given, parse_float=Decimal, parse_constant=_no_number)
@@ -73,7 +73,7 @@ def _no_number(name: str) -> None:
 
 
 def objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects in ``value``, with their JSON paths."""
+    """Yield all objects in ``value``, with their JSON paths."""
     if isinstance(value, dict):
         yield path, value
         for key, inner in value.items():
@@ -90,7 +90,7 @@ ARE_SCHEMAS = ("additionalProperties", "items", "additionalItems")
 
 
 def _closed(schema: Any) -> Any:
-    """``schema`` in which objects that name properties have no others, unless they say otherwise."""
+    """Return ``schema`` in which objects that name properties have no others, unless they say otherwise."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -107,7 +107,7 @@ def _closed(schema: Any) -> Any:
 
 
 def choices_of(params: StructuredOutputsParams) -> list[str]:
-    """The texts of ``choice`` as literals, as a choice in Lark's notation and in EBNF."""
+    """Return the texts of ``choice`` as literals, as a choice in Lark's notation and in EBNF."""
     texts = params.choice or []
     if not texts:
         raise refused("choice", "it has no texts")
@@ -117,5 +117,5 @@ def choices_of(params: StructuredOutputsParams) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """A text in Lark's notation, which is that of EBNF too."""
+    """Return a text in Lark's notation, which is that of EBNF too."""
     return json.dumps(text, ensure_ascii=False)

@@ -38,13 +38,13 @@ class Matcher(Protocol):
         """Move on behind ``token``; False if the grammar does not allow it, and then for ever."""
 
     def is_error(self) -> bool:
-        """Whether the grammar cannot go on: a token was refused, or it became too complex."""
+        """Return whether the grammar cannot go on: a token was refused, or it became too complex."""
 
     def get_error(self) -> str:
         """What is wrong then."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """The tokens with which the text must go on; where it may be cut into others, it need not be these."""
+        """Return the tokens with which the text must go on; where it may be cut into others, it need not be these."""
 
 
 class Library(Protocol):
@@ -60,10 +60,10 @@ class Library(Protocol):
         """The grammar of ``params``. Raises InvalidRequest, naming the part, if there is none. May take seconds."""
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:
         """Write masks, int32 [rows, words]. What stands behind a draft that the grammar refuses is never looked at."""
@@ -177,7 +177,7 @@ class State:
         return self._backend.text([token]).isspace()
 
     def _phases(self, drafts: Sequence[int]) -> list[Phase]:
-        """The phases [1 + drafts] before and behind each of ``drafts``."""
+        """Return the phases [1 + drafts] before and behind each of ``drafts``."""
         phases, header = [self.phase], self._header
         for draft in drafts:
             phases.append(phase_after(phases[-1], self._sign(draft, phases[-1], header)))
@@ -204,7 +204,7 @@ class State:
         return rows
 
     def _behind(self, drafts: Sequence[int]) -> State:
-        """The state behind ``drafts``, the last of which ends the reasoning."""
+        """Return the state behind ``drafts``, the last of which ends the reasoning."""
         found = copy(self)
         found.matcher, found.phase = (self._first or self.matcher).deep_copy(), Phase.ENDED
         found._accepted += len(drafts)
@@ -270,7 +270,7 @@ class _Header:
         return self._text is not None and _FIRST_WORD.split(self._text.lstrip(), maxsplit=1)[0] == self._word
 
     def behind(self, token: int) -> _Header:
-        """The header with ``token`` behind it."""
+        """Return the header with ``token`` behind it."""
         if token != self._token and (self._text is None or len(self._text.lstrip()) > len(self._word)):
             return self
         found = copy(self)
@@ -289,7 +289,7 @@ class Rules:
         self.recent: deque[int] = deque(maxlen=max((len(begin) for begin, _ in self._bad), default=0))
 
     def mask(self, drafts: Sequence[int]) -> np.ndarray:
-        """The tokens that are allowed behind ``drafts``, int32 [words]: none that would complete a bad word."""
+        """Return the tokens that are allowed behind ``drafts``, int32 [words]: none that would complete a bad word."""
         text, mask = [*self.recent, *drafts], self._allowed.copy()
         for begin, last in self._bad:
             if not begin or text[-len(begin) :] == begin:
@@ -317,7 +317,7 @@ def add_ends(masks: np.ndarray, rows: Sequence[Row], end: int) -> None:
 
 
 def _signs(params: StructuredOutputsParams | None) -> dict[int, Sign]:
-    """The tokens that begin or end the reasoning before a text of ``params``."""
+    """Return the tokens that begin or end the reasoning before a text of ``params``."""
     if params is None or params.after_token_id is None:
         return {}
     starts = {} if params.start_token_id is None else {params.start_token_id: Sign.START}
@@ -325,12 +325,12 @@ def _signs(params: StructuredOutputsParams | None) -> dict[int, Sign]:
 
 
 def _bit(token: int) -> int:
-    """The bit of ``token`` in its word, as int32."""
+    """Return the bit of ``token`` in its word, as int32."""
     return int(np.uint32(1 << token % WORD).view(np.int32))
 
 
 def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
-    """The mask int32 [words] of ``tokens``; those outside are left out."""
+    """Return the mask int32 [words] of ``tokens``; those outside are left out."""
     mask = np.zeros(words, np.int32)
     for token in tokens:
         if 0 <= token < words * WORD:

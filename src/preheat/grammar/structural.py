@@ -58,7 +58,7 @@ def format_of(params: StructuredOutputsParams) -> Format:
 
 
 def _checked(given: Any, at: str) -> Format:
-    """The tree ``given``, with the fields that its formats have and no others."""
+    """Return the tree ``given``, with the fields that its formats have and no others."""
     if not isinstance(given, dict) or not isinstance(given.get("type"), str):
         raise refused(PART, f"{at} must be an object with a type")
     kind = given["type"]

@@ -67,11 +67,11 @@ class XGrammar:
         return Grammar(self, Matcher(own, self._encode))
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
         return not self._text[token]
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return b"".join(self._text[token] for token in tokens)
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:

@@ -79,7 +79,7 @@ class Single(NamedTuple):
         return [self.module]
 
     def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
-        """The matrices of each module."""
+        """Yield the matrices of each module."""
         yield self.module, LowRankPair(a, b, scale)
 
 
@@ -136,7 +136,7 @@ def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The same of every routed expert."""
+    """Return the same of every routed expert."""
     found = dict[str, tuple[int, int]]()
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
@@ -153,7 +153,7 @@ def _most_tensors(spec: ModelSpec) -> int:
 
 
 def _opened(folder: Path, most: int) -> Any:
-    """The file of ``most`` tensors at most. Raises AdapterError if there is none."""
+    """Return the file of ``most`` tensors at most. Raises AdapterError if there is none."""
     if os.path.lexists(folder / TENSORS):
         _check_header(folder / TENSORS, most)
         return open_tensors(folder / TENSORS)
@@ -256,12 +256,12 @@ def _check_complete(found: Found, rules: ModuleRules, spec: ModelSpec, expected:
 
 
 def _adapted(found: Found) -> list[str]:
-    """The names in the checkpoint of all modules that were ``found``."""
+    """Return the names in the checkpoint of all modules that were ``found``."""
     return [name for each in found.values() for name in each.names]
 
 
 def _modules(file: Any, spec: ModelSpec) -> list[str]:
-    """The modules that have both factors, as the adapter names them."""
+    """Return the modules that have both factors, as the adapter names them."""
     halves: dict[str, set[str]] = {}
     for tensor in sorted(file.keys()):
         if match := _FACTOR.fullmatch(tensor):
@@ -330,13 +330,13 @@ def _check_shapes(file: Any, tensors: Iterable[str], rank: int, shapes: Iterable
 
 
 def _tensors(each: Single | Stack) -> Iterator[str]:
-    """The names of both matrices."""
+    """Yield the names of both matrices."""
     halves = each.halves if isinstance(each, Single) else _LINEAR
     return (f"{_PREFIX}{each.raw}.{half}" for half in halves)
 
 
 def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRankPair], str]:
-    """The factors of the modules that were ``found``, and their digest."""
+    """Return the factors of the modules that were ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRankPair]()
     for _, each in sorted(found.items(), key=lambda item: item[0]):
         scale = rules.scale_of(each.parameter)
@@ -360,7 +360,7 @@ def _check_scale(module: str, alpha: float, scale: float, matrices: Iterable[Ten
 
 
 def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> Tensor:
-    """The tensor ``name`` in ``dtype``, whose numbers go into ``digest``."""
+    """Return the tensor ``name`` in ``dtype``, whose numbers go into ``digest``."""
     # A copy: the file is mapped, and may be written to while the adapter is served.
     stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
     digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())

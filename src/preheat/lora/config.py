@@ -147,7 +147,7 @@ class ModuleRules:
     layers: Found
 
     def rank_of(self, module: str) -> int:
-        """The rank of ``module``: that of the first pattern that matches, else the config's."""
+        """Return the rank of ``module``: that of the first pattern that matches, else the config's."""
         found = self.ranks.get(module)
         return self.config.rank if found is None else self.config.ranks[found.number][1]
 
@@ -162,7 +162,7 @@ class ModuleRules:
         return self.config.alpha if found is None else self.config.alphas[found.number][1]
 
     def names(self, module: str) -> bool:
-        """Whether ``module`` is one of those that the config says are adapted."""
+        """Return whether ``module`` is one of those that the config says are adapted."""
         config = self.config
         if module in self.excluded or _lists(config.excluded, module):
             return False
@@ -173,11 +173,11 @@ class ModuleRules:
         return _lists(config.targets, module) and (not config.layers or self._layer(module) in config.layers)
 
     def names_parameter(self, parameter: str) -> bool:
-        """The same of a stacked parameter: target_parameters are its name or the end of it."""
+        """Return the same of a stacked parameter: target_parameters are its name or the end of it."""
         return _lists(self.config.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
-        """The first number in ``module``'s name, behind the list of layers if it has a name."""
+        """Return the first number in ``module``'s name, behind the list of layers if it has a name."""
         found = self.layers.get(module)
         if found is None:
             return None
@@ -235,12 +235,12 @@ def _layers(value: object) -> frozenset[int]:
 
 
 def _names(name: str, value: object) -> frozenset[str] | str:
-    """A list of names, or one regular expression."""
+    """Return a list of names, or one regular expression."""
     return value if isinstance(value, str) else frozenset(_list(name, value))
 
 
 def _listed(value: object) -> tuple[str, ...]:
-    """The expressions of layers_pattern, which may be one."""
+    """Return the expressions of layers_pattern, which may be one."""
     return (value,) if isinstance(value, str) else _list("layers_pattern", value)
 
 
@@ -251,7 +251,7 @@ def _list(name: str, value: object) -> tuple[str, ...]:
 
 
 def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
-    """The regular expressions of a field, and their values."""
+    """Return the regular expressions of a field, and their values."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise AdapterError(f"{CONFIG}: {name} must be an object, got {brief(value)}")
@@ -259,7 +259,7 @@ def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]
 
 
 def _ending(key: str) -> str:
-    """The expression for names that end with what ``key`` matches, after a dot or from their beginning on."""
+    """Return the expression for names that end with what ``key`` matches, after a dot or from their beginning on."""
     return rf"(.*\.)?({key})$"
 
 
@@ -268,11 +268,11 @@ def _expression(field: str, value: frozenset[str] | str) -> Expressions:
 
 
 def endings(name: str) -> Iterator[str]:
-    """``name``, and what is behind each of its dots."""
+    """Yield ``name``, and what is behind each of its dots."""
     yield name
     yield from (name[place + 1 :] for place, letter in enumerate(name) if letter == ".")
 
 
 def _lists(names: frozenset[str] | str, module: str) -> bool:
-    """Whether one of ``names`` is ``module``, or its end behind a dot. An expression lists nothing."""
+    """Return whether one of ``names`` is ``module``, or its end behind a dot. An expression lists nothing."""
     return not isinstance(names, str) and not names.isdisjoint(endings(module))

@@ -47,7 +47,7 @@ class Stack(NamedTuple):
         return [self.experts * rank, self.inputs], [self.outputs, rank * self.experts]
 
     def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
-        """The matrices of each module of each expert."""
+        """Yield the matrices of each module of each expert."""
         rank, rows = len(a) // self.experts, self.outputs // len(self.modules)
         downs, ups = a.view(self.experts, rank, self.inputs), b.view(self.outputs, rank, self.experts)
         for expert in range(self.experts):
@@ -57,7 +57,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
-    """The parameters of the module that an adapter calls ``raw``; none if it is no layer's experts."""
+    """Return the parameters of the module that an adapter calls ``raw``; none if it is no layer's experts."""
     module, found = raw.removesuffix(".base_layer"), list[Stack]()
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
@@ -70,7 +70,7 @@ def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
 
 
 def alike(stack: Stack, spec: ModelSpec) -> Iterator[str]:
-    """The same parameter of every layer that has experts."""
+    """Yield the same parameter of every layer that has experts."""
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
             number, own = _number(layer.mlp.experts.gate), _number(stack.modules[0])
@@ -84,7 +84,7 @@ def _number(module: str) -> str:
 
 
 def _parameter(module: str, parts: tuple[str, ...], spec: ModelSpec) -> str | None:
-    """The parameter of ``module`` that the family's checkpoints store stacked as these ``parts``."""
+    """Return the parameter of ``module`` that the family's checkpoints store stacked as these ``parts``."""
     for name in ("gate_up_proj", "down_proj"):
         for rename in spec.renames:
             match = re.fullmatch(rename.stored, f"{module}.{name}")

@@ -107,7 +107,7 @@ class Adapters:
         return False
 
     def chosen(self, request: Request) -> Adapter | None:
-        """The adapter of a request that is about to be queued; None: it has none."""
+        """Return the adapter of a request that is about to be queued; None: it has none."""
         return self._chosen.pop(request.id, None)
 
     def cancel(self, request_id: int) -> bool:
@@ -140,7 +140,7 @@ class Adapters:
         return found
 
     def reports(self, serves: Callable[[str], bool]) -> list[AdapterReport]:
-        """The answers that are due; ``serves`` says whether requests with the adapter of a name are left."""
+        """Return the answers that are due; ``serves`` says whether requests with the adapter of a name are left."""
         held = {each.name for each in self._waiting if isinstance(each.message, Request)}
         for message in [*self._leaving]:
             if message.name not in held and not serves(message.name):

@@ -39,7 +39,7 @@ def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """The names under which clients find the model itself, and no adapter."""
+    """Return the names under which clients find the model itself, and no adapter."""
     return settings.served_model_name or (settings.model,)
 
 

@@ -45,12 +45,12 @@ def bucket_range(dimension: str, part: str) -> Any:
 
 
 def strategy_named(text: str) -> str:
-    """The strategy of this name; those of vLLM on Gaudi are understood too."""
+    """Return the strategy of this name; those of vLLM on Gaudi are understood too."""
     return {"exp": "exponential", "lin": "linear", "pad": "padding_aware"}.get(text, text)
 
 
 def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of options with the policy that understands what they set of buckets; says so once.
+    """Return ``values`` of options with the policy that understands what they set of buckets; says so once.
 
     Ranges of prompts and blocks are those of vLLM on Gaudi, whose steps read prompts or decode: the split policy,
     unless something asks for the unified one. There the largest prompt batch is the most prompts in a step.

@@ -20,14 +20,14 @@ _LEVEL = re.compile(r"-O(\d)")
 
 
 def dashed(word: str) -> str:
-    """``word`` with dashes in the flag's name; keys behind a dot stay as they are."""
+    """Return ``word`` with dashes in the flag's name; keys behind a dot stay as they are."""
     name, equals, value = word.partition("=")
     head, dot, keys = name.partition(".")
     return head.replace("_", "-") + dot + keys + equals + value if word.startswith("--") else word
 
 
 def plain_words(words: Sequence[str], switches: Collection[str]) -> list[str]:
-    """``words`` with a long name for each flag, one form of ``switches``, and an object for all of its keys.
+    """Return ``words`` with a long name for each flag, one form of ``switches``, and an object for all of its keys.
 
     Raises SettingsError for a key without a value.
     """
@@ -69,7 +69,7 @@ def _long(flag: str) -> str:
 
 
 def _object(head: str, keys: str, text: str) -> dict[str, Any]:
-    """The object that a flag and its ``keys`` give; a key that ends in a plus adds to a list."""
+    """Return the object that a flag and its ``keys`` give; a key that ends in a plus adds to a list."""
     if keys:
         adds = keys.endswith("+")
         return nested(keys.removesuffix("+").split("."), [read_json(text)] if adds else text)

@@ -25,7 +25,7 @@ NOWHERE = {"defrag_with_graphs": "blocks are swapped without graphs"}
 
 
 def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> dict[str, Any]:
-    """The values of ``options`` that ``env`` sets. Warns of variables with our prefixes that set nothing. Raises
+    """Return the values of ``options`` that ``env`` sets. Warns of variables with our prefixes that set nothing. Raises
     SettingsError, naming the variable, for a value that cannot be used.
     """
     values: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def warn(message: str) -> None:
 
 
 def _without_unknown(opt: Option, name: str, text: str) -> str:
-    """A list without the entries that only the other engine knows."""
+    """Return a list without the entries that only the other engine knows."""
     if tuple not in opt.kinds or not opt.choices:
         return text
     words = [word.strip() for word in text.strip("[]").replace('"', "").split(",") if word.strip()]

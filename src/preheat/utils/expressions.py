@@ -63,7 +63,7 @@ def first_matches(asked: Sequence[Expressions], names: Sequence[str]) -> list[Fo
 
 
 def _answers_of(question: str) -> tuple[list[str], str]:
-    """The lines that the child has answered, and how it ended before the last."""
+    """Return the lines that the child has answered, and how it ended before the last."""
     command = [sys.executable, "-I", "-S", __file__]
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -75,7 +75,7 @@ def _answers_of(question: str) -> tuple[list[str], str]:
 
 
 def _first(texts: Sequence[str], whole: bool, names: Sequence[str]) -> dict[str, object]:
-    """The answer about the expressions of one field."""
+    """Return the answer about the expressions of one field."""
     compiled = []
     for text in texts:
         try:

@@ -41,7 +41,7 @@ def resolved(path: str | Path, below: str | Path | None = None) -> Path:
 
 
 def regular_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> Path:
-    """The regular file behind ``path``, of at most so many bytes, for a library that opens files itself."""
+    """Return the regular file behind ``path``, of at most so many bytes, for a library that opens files itself."""
     if below is None and "\0" not in str(path):
         _check(os.stat(path), path, most)  # what is no file, as a shell's pipe, may have no path behind its links
     found = resolved(path, below)
@@ -50,7 +50,7 @@ def regular_file(path: str | Path, below: str | Path | None = None, *, most: int
 
 
 def open_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> BinaryIO:
-    """The regular file behind ``path``, open, of at most so many bytes."""
+    """Return the regular file behind ``path``, open, of at most so many bytes."""
     descriptor = os.open(regular_file(path, below), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         _check(os.fstat(descriptor), path, most)
@@ -61,7 +61,7 @@ def open_file(path: str | Path, below: str | Path | None = None, *, most: int | 
 
 
 def read_file(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> bytes:
-    """All bytes of the regular file behind ``path``, if they are at most so many."""
+    """Return all bytes of the regular file behind ``path``, if they are at most so many."""
     with open_file(path, below, most=most) as file:
         data = file.read(most + 1)  # it may have grown, or never have told its size
     if len(data) > most:
@@ -70,7 +70,7 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
 
 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
-    """The text in a file that the command line names, which may be a pipe of the shell."""
+    """Return the text in a file that the command line names, which may be a pipe of the shell."""
     if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
         return read_text(path, most=most)
     with open(path, "rb") as pipe:
@@ -81,13 +81,13 @@ def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
 
 
 def new_file(path: str | Path) -> BinaryIO:
-    """A file that was not there, open to be written. Raises FileExistsError for one that was."""
+    """Return a file that was not there, open to be written. Raises FileExistsError for one that was."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o600), "wb", 0)
 
 
 def grown_file(path: str | Path) -> BinaryIO:
-    """The regular file ``path``, made if it is missing, open to be read and written."""
+    """Return the regular file ``path``, made if it is missing, open to be read and written."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -110,7 +110,7 @@ def lock_folder(folder: Path) -> BinaryIO:
 
 
 def same_file(one: str, other: str) -> bool:
-    """Whether both paths lead to the same file."""
+    """Return whether both paths lead to the same file."""
     try:
         return os.path.samefile(one, other)
     except (OSError, ValueError):
@@ -118,12 +118,12 @@ def same_file(one: str, other: str) -> bool:
 
 
 def read_text(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> str:
-    """The same as text, without the mark (BOM) at the beginning. Raises UnicodeDecodeError too."""
+    """Return the same as text, without the mark (BOM) at the beginning. Raises UnicodeDecodeError too."""
     return read_file(path, below, most=most).decode("utf-8-sig")
 
 
 def read_json(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; without such a file, an empty one. Raises ModelError for other
+    """Return the JSON object in a file of a checkpoint; without such a file, an empty one. Raises ModelError for other
     contents.
     """
     try:
@@ -166,7 +166,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def shown(path: object) -> str:
-    """``path`` for a message: the end of a very long one."""
+    """Return ``path`` for a message: the end of a very long one."""
     text = str(path)
     return text if len(text) <= _PATH_SHOWN else f"…{text[-_PATH_SHOWN:]}"
 

@@ -35,13 +35,13 @@ def given_options(given: Mapping[str, object], options: Mapping[str, Option], wh
 
 
 def nested(keys: Iterable[str], value: object) -> dict[str, Any]:
-    """The object that has ``value`` at the end of ``keys``."""
+    """Return the object that has ``value`` at the end of ``keys``."""
     first, *rest = keys
     return {first: nested(rest, value) if rest else read_json(value)}
 
 
 def read_json(value: object) -> object:
-    """``value``, read as JSON where it is text that can be."""
+    """Return ``value``, read as JSON where it is text that can be."""
     if not isinstance(value, str):
         return value
     try:
@@ -51,7 +51,7 @@ def read_json(value: object) -> object:
 
 
 def _meant(name: str, value: object, options: Mapping[str, Option], where: str) -> Iterator[tuple[str, object]]:
-    """The options, or keys of their objects, that ``name`` sets, with the values that they get."""
+    """Yield the options, or keys of their objects, that ``name`` sets, with the values that they get."""
     head, dot, _ = name.partition(".")
     row = FOREIGN.get(head)
     if name in options and isinstance(value, list) and (several := options[name].several) is not None:
@@ -69,7 +69,7 @@ def _meant(name: str, value: object, options: Mapping[str, Option], where: str) 
 
 
 def _is_named(text: str) -> bool:
-    """Whether ``text`` is NAME=PATH, and no path itself."""
+    """Return whether ``text`` is NAME=PATH, and no path itself."""
     name, equals, _ = text.partition("=")
     return bool(equals) and "/" not in name and not os.path.exists(text)
 
@@ -93,6 +93,6 @@ def _unknown(name: str, options: Mapping[str, Option], where: str) -> SettingsEr
 
 
 def instead_of(name: str, known: Iterable[str]) -> str:
-    """A hint for ``name``, which nobody knows: what it is called here, or the known one that is a typo away."""
+    """Return a hint for ``name``, which nobody knows: what it is called here, or the known one that is a typo away."""
     flag = "--" + name.lstrip("-").replace("_", "-") if not name.startswith("-") or name.startswith("--") else name
     return f": write {INSTEAD[flag]}" if flag in INSTEAD else misspelled(name, known)

@@ -54,7 +54,7 @@ def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | Non
 
 
 def json_size(text: bytes) -> JsonSize:
-    """The size of a JSON ``text``; of any other text, some number."""
+    """Return the size of a JSON ``text``; of any other text, some number."""
     values, containers, members, inside, escape = 1, 0, 0, False, False
     for start in range(0, len(text), _CHUNK):
         chunk = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)

@@ -39,7 +39,7 @@ _FORM = "%(levelname)s %(asctime)s [%(process)d] %(name)s: %(message)s"
 
 
 def one_line(text: str) -> str:
-    """``text`` with all that is not printable escaped as in JSON: line breaks, controls, marks of direction."""
+    """Return ``text`` with all that is not printable escaped as in JSON: line breaks, controls, marks of direction."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
@@ -51,12 +51,12 @@ def _escaped(char: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with each of its lines as :func:`one_line` shows it."""
+    """Return ``text`` with each of its lines as :func:`one_line` shows it."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def without_controls(text: str) -> str:
-    """``text`` with what a terminal obeys escaped, but for tabs and line breaks."""
+    """Return ``text`` with what a terminal obeys escaped, but for tabs and line breaks."""
     return _CONTROLS.sub(lambda found: _escaped(found[0]), text)
 
 
@@ -146,7 +146,7 @@ class BackgroundStream(io.TextIOBase):
         self._queue.put(data)
 
     def _told(self) -> bytes:
-        """A line about what was dropped, if anything was."""
+        """Return a line about what was dropped, if anything was."""
         count, self._dropped = self._dropped, 0
         return b"WARNING %d lines were dropped here: standard error was not read\n" % count if count else b""
 
@@ -159,7 +159,7 @@ class BackgroundStream(io.TextIOBase):
                 self._dropped += not written
 
     def _written(self, data: bytes) -> bool:
-        """Whether the whole of ``data`` could be written; waits for the reader."""
+        """Return whether the whole of ``data`` could be written; waits for the reader."""
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
@@ -228,7 +228,7 @@ def _uncaught(kind: type[BaseException], error: BaseException | None, trace: Tra
 
 
 def line_handler(form: str) -> logging.Handler:
-    """A handler that writes events of this ``form`` to standard error, each on one line."""
+    """Return a handler that writes events of this ``form`` to standard error, each on one line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(form, "%m-%d %H:%M:%S"))
     return handler

@@ -37,7 +37,7 @@ _PARAM = "log_config_file"
 
 
 def _ours(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with our names."""
+    """Return ``config`` with our names."""
     config = {"disable_existing_loggers": False, **config}
     loggers = {name: dict(asked) for name, asked in config.get("loggers", {}).items()}
     for name in [name for name in loggers if name.split(".")[0] == "vllm"]:
@@ -53,5 +53,5 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(asked: dict[str, Any]) -> dict[str, Any]:
-    """A formatter or a handler with our classes."""
+    """Return a formatter or a handler with our classes."""
     return {key: _NAMES.get(value, value) if isinstance(value, str) else value for key, value in asked.items()}

@@ -65,12 +65,12 @@ def _left(group: Path, limit: str, used: str, cached: str) -> int | None:
 
 
 def total_memory() -> int:
-    """The memory of the machine."""
+    """Return the memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
 def used_memory() -> int:
-    """The resident set of this process."""
+    """Return the resident set of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
@@ -109,7 +109,7 @@ def peak_memory(run: Callable[[], None]) -> int:
 
 
 def _kib(path: Path, name: str) -> int | None:
-    """The line ``name`` of a file of the kernel, which counts in KiB, in bytes; None if there is none."""
+    """Return the line ``name`` of a file of the kernel, which counts in KiB, in bytes; None if there is none."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024

@@ -64,7 +64,7 @@ class Option:
         return tuple(name for name in (f"PREHEAT_{self.name.upper()}", self.later_env, self.env) if name)
 
     def convert(self, value: object, source: str) -> Any:
-        """``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
+        """Return ``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
         if isinstance(value, list | tuple) and tuple in self.kinds:
             value = _words(value)
         elif isinstance(value, str | int) and str(value).lower() in self.unset:
@@ -136,7 +136,7 @@ class Option:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in ``value``."""
+    """Yield all texts in ``value``."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -146,7 +146,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _show(value: object) -> str:
-    """``value`` as it is written in the environment."""
+    """Return ``value`` as it is written in the environment."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, tuple):
@@ -171,7 +171,7 @@ def _parse_list(text: str) -> tuple[str, ...]:
 
 
 def _words(items: Iterable[object]) -> tuple[str, ...]:
-    """The words of a list, of which each may be a JSON list itself, as vLLM takes them: ``["GET", "POST"]``."""
+    """Return the words of a list, of which each may be a JSON list itself, as vLLM takes them: ``["GET", "POST"]``."""
     return tuple(word for item in items for word in _listed(item))
 
 
@@ -183,7 +183,7 @@ def _listed(item: object) -> tuple[str, ...]:
 
 
 def _word(item: object) -> str:
-    """An item of a list as its flag takes it: an object as JSON."""
+    """Return an item of a list as its flag takes it: an object as JSON."""
     return json.dumps(item) if isinstance(item, dict) else str(item)
 
 
@@ -239,7 +239,7 @@ def option(default: Any, help: str, *, group: str, secret: bool = False, **more:
 
 @functools.cache
 def registry(cls: type) -> dict[str, Option]:
-    """The options that dataclass ``cls`` declares, by name, in order."""
+    """Return the options that dataclass ``cls`` declares, by name, in order."""
     hints = typing.get_type_hints(cls)
     return {
         field.name: Option(name=field.name, kinds=_kinds(hints[field.name]), **field.metadata["option"])

@@ -73,7 +73,7 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
 
 
 def _is_headless(architecture: object) -> bool:
-    """Whether an architecture has no output head, by the end of its name."""
+    """Return whether an architecture has no output head, by the end of its name."""
     return str(architecture).endswith(_HEADLESS) and not str(architecture).endswith(_HEADED)
 
 
@@ -103,7 +103,7 @@ def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
 
 
 def _given(settings: Any) -> dict[str, Any]:
-    """The fields of :class:`Pooling` that ``--pooler-config`` sets."""
+    """Return the fields of :class:`Pooling` that ``--pooler-config`` sets."""
     if settings.pooler_config and settings.override_pooler_config:
         raise SettingsError("override_pooler_config is an older name of pooler_config: give one", param="pooler_config")
     stated = settings.pooler_config or settings.override_pooler_config or {}
@@ -162,7 +162,7 @@ def _prompts(path: Path) -> dict[str, str]:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """The class of each module, and its folder."""
+    """Return the class of each module, and its folder."""
     try:
         found = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(path)]
     except (KeyError, TypeError):

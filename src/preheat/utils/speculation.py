@@ -153,7 +153,7 @@ def speculation(settings: Any) -> Speculation | None:
 
 
 def _asked(settings: Any) -> dict[str, Any]:
-    """All that is asked for, by vLLM's keys. SettingsError for a key that is not served, or told twice."""
+    """Return all that is asked for, by vLLM's keys. SettingsError for a key that is not served, or told twice."""
     given = dict(settings.speculative_config or {})
     flags = {
         "model": settings.speculative_model,
@@ -191,7 +191,7 @@ def _check(key: str, value: object) -> None:
 
 
 def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
-    """The method, and the draft model of one that has it."""
+    """Return the method, and the draft model of one that has it."""
     model, method = asked.get("model"), asked.get("method")
     if model is not None and model.strip("[]") in ("ngram", "suffix"):
         if method not in (None, model.strip("[]")):
@@ -214,7 +214,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
 
 
 def _tokens(asked: Mapping[str, Any], *, auto: bool) -> tuple[int, bool]:
-    """The most drafts of a row, and whether fewer may be chosen."""
+    """Return the most drafts of a row, and whether fewer may be chosen."""
     tokens = asked.get("num_speculative_tokens")
     if isinstance(tokens, str):
         if tokens != AUTO:

@@ -38,7 +38,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
 
 
 def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfig:
-    """The option as a struct. Raises SettingsError for what it cannot be."""
+    """Return the option as a struct. Raises SettingsError for what it cannot be."""
     name = "structured_outputs_config"
     try:
         config = msgspec.convert(given or {}, StructuredOutputsConfig)
@@ -58,7 +58,7 @@ def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfi
 
 
 def library_of(settings: Any) -> str:
-    """The library of grammars; "" for none. Raises SettingsError for one that is not installed."""
+    """Return the library of grammars; "" for none. Raises SettingsError for one that is not installed."""
     library = BACKENDS[structured_config(settings.structured_outputs_config).backend]
     if library and find_spec(library) is None:
         raise SettingsError(
@@ -69,13 +69,13 @@ def library_of(settings: Any) -> str:
 
 
 def library_version(settings: Any) -> str:
-    """The library and its version: with another one the same grammar may allow other tokens."""
+    """Return the library and its version: with another one the same grammar may allow other tokens."""
     library = library_of(settings)
     return f"{library} {metadata.version(library)}"
 
 
 def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:
-    """``params`` with what the server wishes for all requests."""
+    """Return ``params`` with what the server wishes for all requests."""
     about_json = params.kind in ("json", "json_object", "structural_tag")
     closed = config.disable_additional_properties and params.kind in ("json", "structural_tag")
     if about_json and config.disable_any_whitespace:

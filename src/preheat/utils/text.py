@@ -12,24 +12,24 @@ _TYPO = 2
 
 
 def plain_number(value: float) -> str:
-    """``value`` in digits, without an exponent where it is whole: 2147483647, 0.01."""
+    """Return ``value`` in digits, without an exponent where it is whole: 2147483647, 0.01."""
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first ``names``, and how many more there are."""
+    """Return the first ``names``, and how many more there are."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def brief(value: object) -> str:
-    """``value`` as Python writes it, cut off where it is long."""
+    """Return ``value`` as Python writes it, cut off where it is long."""
     text = repr(value[:_TEXT_SHOWN] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close.
+    """Return ``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close.
 
     A name of abbreviated words is close to the shortest one that has these words in this order, as ``max-len`` is to
     ``max-model-len``.
@@ -48,7 +48,7 @@ def misspelled(name: str, known: Iterable[str]) -> str:
 
 
 def _edits(name: str, other: str) -> int:
-    """How many letters to add, drop or replace to make ``other`` of ``name``; more than a typo needs if many."""
+    """Return how many letters to add, drop or replace to make ``other`` of ``name``; more than a typo needs if many."""
     if abs(len(name) - len(other)) > _TYPO:
         return _TYPO + 1
     row = list(range(len(other) + 1))
@@ -64,6 +64,6 @@ def _words(name: str) -> list[str]:
 
 
 def _abbreviates(short: list[str], words: list[str]) -> bool:
-    """Whether each of the ``short`` words begins one of ``words``, in their order."""
+    """Return whether each of the ``short`` words begins one of ``words``, in their order."""
     rest = iter(words)
     return all(any(word.startswith(start) for word in rest) for start in short)

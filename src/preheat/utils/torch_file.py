@@ -61,7 +61,7 @@ class _Stored(NamedTuple):
 
 
 def read_tensor(file: bytes) -> TorchTensor:
-    """The tensor in ``file``. Raises ValueError, saying what else it is."""
+    """Return the tensor in ``file``. Raises ValueError, saying what else it is."""
     if file.count(_ENTRY) > MAX_ENTRIES:  # before the directory is read, which takes long for many entries
         raise ValueError(_FEW)
     try:
@@ -113,7 +113,7 @@ def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
 
 
 def _parts(value: object) -> int:
-    """How many values ``value`` is made of, itself included."""
+    """Return how many values ``value`` is made of, itself included."""
     return 1 + sum(map(_parts, value)) if isinstance(value, tuple) else 1
 
 

@@ -40,7 +40,7 @@ class Trace:
     """Writes no events; see :class:`Tracer`."""
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """An event that lasts as long as the block; ``args`` are shown with it."""
+        """Return an event that lasts as long as the block; ``args`` are shown with it."""
         return nullcontext()
 
     def calls(self, describe: Mapping[str, Describe]) -> Call:

@@ -269,14 +269,14 @@ class Foreign:
         return (f"sets {self.says}" if self.verdict == "sets" else self.says).replace("%", "%%")
 
     def takes(self, value: object) -> bool:
-        """Whether ``value``, parsed or as text, asks for nothing but what we do."""
+        """Return whether ``value``, parsed or as text, asks for nothing but what we do."""
         if self.verdict != "refused" or value is None:
             return True
         return _same(value, "false") if self.switch else any(_same(value, each) for each in self.taken)
 
 
 def _same(value: object, text: str) -> bool:
-    """Whether ``value`` is what ``text`` says, as a number, as JSON or in words of any case."""
+    """Return whether ``value`` is what ``text`` says, as a number, as JSON or in words of any case."""
     if isinstance(value, list | tuple):
         return len(value) == 1 and _same(value[0], text)
     return bool(_read(value) == _read(text))
@@ -325,6 +325,6 @@ def add_flags_of_vllm(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(row: Foreign, value: object) -> SettingsError:
-    """The error for a ``value`` of ``row`` that it does not take."""
+    """Return the error for a ``value`` of ``row`` that it does not take."""
     shown = "" if row.switch or not row.taken else f" {value} is not {' or '.join(row.taken)}"
     return SettingsError(f"{row.flag}{shown}: {row.says}", param=row.name)

@@ -97,7 +97,7 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
 
 
 def _is_shape(shape: list[int]) -> bool:
-    """Whether ``shape`` has few sides, and sides that are small; of others not even the product is computed."""
+    """Return whether ``shape`` has few sides, and sides that are small; of others not even the product is computed."""
     if len(shape) > MOST_SIDES or not all(0 <= side <= MOST_NUMBERS for side in shape):
         return False
     return math.prod(shape) <= MOST_NUMBERS

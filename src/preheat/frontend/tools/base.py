@@ -54,7 +54,7 @@ class ToolParser(StreamParser):
             super().add(part)
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     def start_call(self, name: str, arguments: str = "", id: str = "") -> int:
@@ -203,7 +203,7 @@ class ToolParser(StreamParser):
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that ``schema`` names, itself or in a choice; none if it says nothing of them."""
+    """Return the types that ``schema`` names, itself or in a choice; none if it says nothing of them."""
     if not isinstance(schema, dict):
         return set()
     choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]

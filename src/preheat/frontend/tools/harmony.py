@@ -86,7 +86,7 @@ class HarmonyParser(ToolParser):
                 self._say(self._kind(header), header.rest, first=True)
 
     def _is_header(self) -> Reading[bool]:
-        """Whether the answer begins with a header, as it does behind the prompt of such a model."""
+        """Return whether the answer begins with a header, as it does behind the prompt of such a model."""
         start = self._at
         yield from self.space()
         found = not (yield from self.peek())
@@ -111,7 +111,7 @@ class HarmonyParser(ToolParser):
         return (found if found.whole else self._broken(found, text, before)), mark
 
     def _broken(self, header: Header, text: str, before: str) -> Header:
-        """``header``, which is not whole, with the rest of its ``text`` behind the mark ``before``."""
+        """Return ``header``, which is not whole, with the rest of its ``text`` behind the mark ``before``."""
         rest = _ROLE.sub("", text, count=1) if before == self._start else text
         for field in (self._channel_field, _RECIPIENT, self._type_field):
             rest = field.sub("", rest)
@@ -146,7 +146,7 @@ class HarmonyParser(ToolParser):
         return mark
 
     def _is_object(self) -> Reading[bool]:
-        """Whether the message begins as a JSON object does."""
+        """Return whether the message begins as a JSON object does."""
         start = self._at
         yield from self.space()
         if (yield from self.peek()) == "{":

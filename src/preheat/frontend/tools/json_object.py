@@ -34,11 +34,11 @@ class JsonObject(StreamParser):
         self._silent, self._depth = 0, 0
 
     def text(self, text: str) -> str:
-        """The JSON that is certain, given ``text`` more."""
+        """Return the JSON that is certain, given ``text`` more."""
         return "".join(part.text for part in self.push(text) if isinstance(part, Content))
 
     def rest(self) -> str:
-        """The JSON that closes the object."""
+        """Return the JSON that closes the object."""
         return "".join(part.text for part in self.finish() if isinstance(part, Content))
 
     def parse(self) -> Reading[None]:
@@ -168,22 +168,22 @@ class JsonObject(StreamParser):
 
 
 def scalar(text: str) -> str:
-    """The JSON of the number or the constant that ``text`` is; "" if it is neither."""
+    """Return the JSON of the number or the constant that ``text`` is; "" if it is neither."""
     return _NAMES.get(text) or (text if _NUMBER.fullmatch(text) else "")
 
 
 def whole_object(text: str) -> str:
-    """The JSON object ``text``, made valid as in a stream."""
+    """Return the JSON object ``text``, made valid as in a stream."""
     read = JsonObject()
     return read.text(text) + read.rest()
 
 
 def joined(values: Mapping[str, str]) -> str:
-    """The JSON object of ``values``, which are JSON."""
+    """Return the JSON object of ``values``, which are JSON."""
     return "{" + ", ".join(f"{dumped(key)}: {value}" for key, value in values.items()) + "}"
 
 
 def dumped(value: Any) -> str:
-    """``value`` as JSON. Raises ValueError for what JSON has no words for."""
+    """Return ``value`` as JSON. Raises ValueError for what JSON has no words for."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)

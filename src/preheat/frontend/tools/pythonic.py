@@ -82,7 +82,7 @@ class Olmo3Parser(PythonicParser):
 
 
 def _arguments(text: str) -> str | None:
-    """The JSON object for the arguments ``text``, ``(a=1, b="x")``; None if they are anything but keywords."""
+    """Return the JSON object for the arguments ``text``, ``(a=1, b="x")``; None if they are anything but keywords."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(word.arg for word in call.keywords):
@@ -93,7 +93,7 @@ def _arguments(text: str) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, in which JSON's constants count too. Raises ValueError for anything else."""
+    """Return the value of a literal, in which JSON's constants count too. Raises ValueError for anything else."""
     match node:
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
@@ -105,7 +105,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _key(node: ast.expr | None) -> str:
-    """The key of a dictionary, as text. Raises ValueError for one that JSON cannot have."""
+    """Return the key of a dictionary, as text. Raises ValueError for one that JSON cannot have."""
     key = None if node is None else _literal(node)
     if node is None or isinstance(key, list | dict):
         raise ValueError("a key of JSON is a text")

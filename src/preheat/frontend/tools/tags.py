@@ -41,7 +41,7 @@ class TagParser(ToolParser):
             yield from self._leave()
 
     def _begins(self) -> tuple[str, ...]:
-        """The markers with which calls may begin."""
+        """Return the markers with which calls may begin."""
         return (self.BLOCK[0], self.FUNCTION[0]) if self.BARE else (self.BLOCK[0],)
 
     def _enter(self, marker: str) -> Reading[bool]:
@@ -99,7 +99,7 @@ class TagParser(ToolParser):
                 return values
 
     def _value(self, text: str) -> str:
-        """The value in ``text``, which may end with the beginning of the next block."""
+        """Return the value in ``text``, which may end with the beginning of the next block."""
         before = text.rstrip()
         if before.endswith(self.BLOCK[0]):
             text = before.removesuffix(self.BLOCK[0]).rstrip()
