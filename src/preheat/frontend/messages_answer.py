@@ -1,4 +1,4 @@
-"""Answers that are messages in channels, read: see :mod:`preheat.frontend.tools.harmony`."""
+"""Read answers that are messages in channels; see :mod:`preheat.frontend.tools.harmony`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class MessagesAnswer:
-    """Reads one answer, with the interface of :class:`preheat.frontend.answer_parser.AnswerParser`.
+    """Reader of one answer, with the interface of :class:`preheat.frontend.answer_parser.AnswerParser`.
 
-    A call that is forced is the content of the answer, for the ``forced`` parser.
+    A forced call is the content of the answer; the ``forced`` parser reads it.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
@@ -37,7 +37,7 @@ class MessagesAnswer:
         return self._count(ids)
 
     def _passed(self, parts: list[Part]) -> list[Part]:
-        """``parts`` with forced calls found in their content, and without the characters that stand for marks."""
+        """Return ``parts`` with forced calls found in their content, and without the marks' characters."""
         found = list[Part]()
         for part in parts:
             field = "name" if isinstance(part, CallStart) else "text"
@@ -50,7 +50,7 @@ class MessagesAnswer:
 
 
 class MessagesCount:
-    """Counts the tokens of one answer that are reasoning, headers and marks left out."""
+    """Counts the reasoning tokens of one answer, headers and marks left out."""
 
     def __init__(self, form: AnswerFormat) -> None:
         assert form.reasoning is not None
