@@ -20,7 +20,7 @@ _LONGEST = 4
 
 
 class Detokenizer:
-    """Turns the tokens of one sequence into text as they arrive; the base class makes no text."""
+    """Maker of one sequence's text, token by token; the base class makes no text."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ SILENT = Detokenizer()
 
 
 class _Utf8:
-    """Reads bytes that arrive in pieces; ``errors`` handles bytes that belong to no character."""
+    """Reader of bytes in pieces; ``errors`` handles bytes that belong to no character."""
 
     __slots__ = ("_buffer", "_errors")
 
@@ -163,7 +163,7 @@ class WindowDetokenizer(Detokenizer):
 
 
 class MarkedDetokenizer(Detokenizer):
-    """Writes one character for each token of ``marks``, and all other tokens as ``plain`` does."""
+    """Detokenizer with one character for each token of ``marks``, and ``plain`` for all others."""
 
     __slots__ = ("_marks", "_plain")
 

@@ -51,7 +51,7 @@ class TooManyPixels(Exception):
 
 
 class Decoder:
-    """Decodes files by ``config``; an image may have ``max_pixels``, before and after it is resized."""
+    """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing."""
 
     def __init__(self, config: PixelConfig, max_pixels: int) -> None:
         self.config, self.max_pixels = config, max_pixels

@@ -49,7 +49,7 @@ def is_public(address: Address) -> bool:
 
 
 class MediaReader:
-    """Reads at most ``max_bytes`` bytes of one URL within ``timeout`` seconds.
+    """Reader of URLs: at most ``max_bytes`` bytes each, within ``timeout`` seconds.
 
     ``domains`` are hosts, or ``host:port`` where the port is not the scheme's usual one. Files are read only below
     ``folder``. ``public`` decides whether an address may be connected to.

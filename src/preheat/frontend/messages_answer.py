@@ -50,7 +50,7 @@ class MessagesAnswer:
 
 
 class MessagesCount:
-    """Counts the reasoning tokens of one answer, headers and marks left out."""
+    """Counter of the reasoning tokens of one answer, without headers and marks."""
 
     def __init__(self, form: AnswerFormat) -> None:
         assert form.reasoning is not None

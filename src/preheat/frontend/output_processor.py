@@ -16,7 +16,7 @@ from preheat.metrics import Metrics
 
 
 class OutputProcessor:
-    """Keeps the unfinished choices, by request id.
+    """The unfinished choices, by request id.
 
     ``send`` hands a message to the engine. ``log``: requests are logged. ``traces`` get each request at its end.
     """

@@ -46,7 +46,7 @@ class Embedded:
 
 
 class PromptEmbeds:
-    """Reads embeddings for a model with rows of ``hidden`` numbers; prompts have fewer than ``most()`` rows."""
+    """Reader of prompts of fewer than ``most()`` rows of ``hidden`` numbers."""
 
     def __init__(self, hidden: int, most: Callable[[], int]) -> None:
         self._hidden, self._most = hidden, most

@@ -164,7 +164,7 @@ class ReasoningFormat:
 
 
 class ReasoningCount:
-    """Counts the reasoning tokens of one answer, marks left out.
+    """Counter of the reasoning tokens of one answer, without marks.
 
     ``phase``: how the answer begins. ``call_ids``: tokens that may begin a tool call.
     """
@@ -197,7 +197,7 @@ class ReasoningCount:
 
 
 class TextReasoningCount(ReasoningCount):
-    """Counts reasoning tokens where the marks are text.
+    """Counter of reasoning tokens where the marks are text.
 
     A token is reasoning if its last byte is. Tokens that may still be part of a mark are not counted yet.
     """

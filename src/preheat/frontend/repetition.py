@@ -13,10 +13,11 @@ _NO_TOKEN = -1
 
 
 class RepetitionChecker:
-    """Looks at the tokens of one text, in order. Each token costs the same, however often a pattern must repeat.
+    """Detector of repetition in the tokens of one text.
 
-    A pattern of k tokens has come c times exactly if each of the last k * (c - 1) tokens equals the token k places
-    before it. So one number for each k is enough: the length of the current run of such tokens.
+    Each token costs the same, however often a pattern must repeat. A pattern of k tokens has come c times exactly if
+    each of the last k * (c - 1) tokens equals the token k places before it. So one number for each k is enough: the
+    length of the current run of such tokens.
     """
 
     def __init__(self, params: RepetitionDetectionParams) -> None:

@@ -62,7 +62,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class StreamParser(ABC):
-    """Splits one text into parts: :meth:`push` takes more of it, :meth:`finish` ends it.
+    """Parser of one text: :meth:`push` takes more of it, :meth:`finish` ends it.
 
     ``stands``: the characters that stand for some literals in the text, see :mod:`preheat.frontend.marks`. A parser is
     written as if the literals were there. Its other text has no such character.
@@ -237,7 +237,7 @@ class StreamParser(ABC):
 
 
 class ValueEnd:
-    """Finds the end of a JSON or Python value in text that arrives in pieces."""
+    """Search for the end of a JSON or Python value in text that arrives in pieces."""
 
     def __init__(self, quotes: str = '"') -> None:
         self._quotes = quotes
