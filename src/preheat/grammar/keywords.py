@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: what each may be, and where schemas are within schemas."""
+"""The keywords of JSON Schema: their allowed values, and the schemas within schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSUPPORTED = frozenset((
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
     "$dynamicRef", "$recursiveRef",
 ))  # fmt: skip
-"""Keywords that mean something and are not kept to."""
+"""Keywords of JSON Schema that are not supported."""
 
 Number = int | Decimal
 
@@ -30,7 +30,7 @@ def number(value: Any) -> Number | None:
 
 
 def count(value: Any) -> int | None:
-    """Return ``value`` if it is a number of things; None otherwise."""
+    """Return ``value`` as an integer if it is a JSON integer of at least 0; None otherwise."""
     found = number(value)
     return None if found is None or found < 0 or found != int(found) else int(found)
 
@@ -96,7 +96,7 @@ _KNOWN = {key.lower(): key for key in (*_CHECKS, *UNSUPPORTED, "const")}
 
 
 def check(schema: Any, part: str) -> None:
-    """Raises InvalidRequest for a schema with a keyword that is malformed or misspelled, with its place."""
+    """Raise InvalidRequest, with the place, if a schema has a malformed or misspelled keyword."""
     todo, size = [("$", schema)], 0
     while todo:
         path, each = todo.pop()
@@ -115,14 +115,14 @@ def check(schema: Any, part: str) -> None:
 
 
 def _said(key: str, value: Any) -> int:
-    """Return the characters of what ``key`` says of values."""
+    """Return the number of characters in the names, patterns and values of ``key``."""
     if key in ("enum", "const", "pattern"):
         return len(json.dumps(value, default=str))
     return sum(map(len, value)) if key in ("properties", "patternProperties", "required") else 0
 
 
 def inner_schemas(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas right within ``schema``, with their paths."""
+    """Yield the schemas directly within ``schema``, with their paths."""
     for key in HOLD_SCHEMAS:
         for name, each in schema.get(key, {}).items():
             yield f"{path}.{key}.{name}", each

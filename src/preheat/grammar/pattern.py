@@ -1,8 +1,8 @@
 r"""Regular expressions as nodes: the syntax that ECMA 262, Python and Rust share.
 
-Two dialects. That of JSON Schema is ECMA 262: classes such as ``\d`` are ASCII, ``.`` takes no line terminator, and a
-pattern may be found anywhere in the text. The other is that of a whole text: classes are Unicode's, ``.`` takes no
-newline. What is no regular expression in this sense is a :class:`PatternError`, which says where it stands.
+There are two dialects. The dialect of JSON Schema is ECMA 262: classes such as ``\d`` are ASCII, ``.`` takes no line
+terminator, and a pattern may be found anywhere in the text. The dialect of whole texts has Unicode's classes, and its
+``.`` takes no newline. Other syntax raises :class:`PatternError`, with the position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_COUNT = 10**6
 
 
 class PatternError(ValueError):
-    """What is wrong with a regular expression; ``at``: the position of the character."""
+    """An error in a regular expression; the message has the position ``at``."""
 
     def __init__(self, why: str, at: int) -> None:
         super().__init__(f"{why} at position {at}")
@@ -28,7 +28,7 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class _Anchor(Node):
-    """The beginning of the text, or its ``end``; it stands ``at`` this position of the expression."""
+    """An anchor for the beginning of the text, or its ``end``, ``at`` a position of the expression."""
 
     end: bool
     at: int
@@ -36,7 +36,9 @@ class _Anchor(Node):
 
 @dataclass(frozen=True)
 class Dialect:
-    r"""``dot``: what the dot takes. ``classes``: the set of ``\d``, ``\s`` or ``\w``. ``search``: the expression may
+    r"""A syntax of regular expressions.
+
+    ``dot``: the characters of the dot. ``classes``: the set of ``\d``, ``\s`` or ``\w``. ``search``: the expression may
     be found anywhere in the text.
     """
 
