@@ -69,7 +69,7 @@ _CATEGORY = re.compile(r"([pP])(?:\{(?:General_Category=|gc=)?(\w{1,2})\}|([A-Z]
 
 
 class _Parser:
-    """Reads ``pattern`` by recursive descent."""
+    """Parser of ``pattern`` by recursive descent."""
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._text, self._dialect, self._at = pattern, dialect, 0
@@ -116,7 +116,7 @@ class _Parser:
                 raise self._wrong("nothing to repeat", 1)
             if self._take("+"):
                 raise self._wrong("possessive quantifiers are not supported", 1)
-            self._take("?")  # a lazy one holds the same texts
+            self._take("?")  # a lazy quantifier holds the same texts
             node = repeat(node, *least_most)
         return node
 
@@ -197,14 +197,14 @@ class _Parser:
         return _single(ord(letter), start)
 
     def _code(self, digits: str) -> int:
-        """Return the code point of ``digits``; two escapes of surrogates are one."""
+        """Return the code point of ``digits``; two escapes of surrogates make one code point."""
         code = int(digits, 16)
         if 0xD800 <= code < 0xDC00 and (low := self._match(_PAIR)):
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         return code
 
     def _class(self, start: int) -> Node:
-        """Return a class of characters, behind its bracket."""
+        """Return the class of characters behind its bracket."""
         negated, found, first = self._take("^"), Ranges(), self._at
         while self._at == first or self._peek() != "]":
             if self._peek() == "]" and self._dialect.search:
@@ -248,7 +248,7 @@ def _span(low: Ranges, high: Ranges, at: int) -> Ranges:
 
 
 class _Anchored:
-    """Replaces anchors. They may stand at the edges of the expression and of its alternatives."""
+    """Removal of anchors; they may stand at the edges of the expression and of its alternatives."""
 
     def __init__(self, search: bool) -> None:
         self._around = EVERYTHING if search else EMPTY
@@ -272,7 +272,10 @@ class _Anchored:
 
 
 def _spread(node: Node) -> list[tuple[Node, ...]]:
-    """``node`` as alternatives of sequences, so that an anchor at the edge of a group is at that of a sequence."""
+    """Return ``node`` as alternatives of sequences.
+
+    An anchor at the edge of a group is then at the edge of a sequence.
+    """
     if isinstance(node, Alt):
         return [each for part in node.parts for each in _spread(part)]
     if not isinstance(node, Seq) or _first_anchor(node) is None:
@@ -286,7 +289,7 @@ def _spread(node: Node) -> list[tuple[Node, ...]]:
 
 
 def _first_anchor(node: Node) -> _Anchor | None:
-    """Return an anchor within ``node``."""
+    """Return the first anchor within ``node``, if there is one."""
     match node:
         case _Anchor():
             return node
