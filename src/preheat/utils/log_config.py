@@ -1,4 +1,4 @@
-"""A file that says how to log (``--log-config-file``): a JSON object for Python's ``logging.config.dictConfig``."""
+"""The file of ``--log-config-file``: a JSON object for Python's ``logging.config.dictConfig``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from preheat.errors import SettingsError
 from preheat.utils.files import read_given, why_unread
 
 _NAMES = {"vllm.logging_utils.NewLineFormatter": "preheat.utils.log.LineFormatter"}
-"""What files that were written for vLLM name, and what it is here."""
+"""Classes that files written for vLLM name, and their counterparts here."""
 
 
 def log_as(path: str) -> None:
