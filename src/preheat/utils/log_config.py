@@ -14,10 +14,10 @@ _NAMES = {"vllm.logging_utils.NewLineFormatter": "preheat.utils.log.LineFormatte
 
 
 def log_as(path: str) -> None:
-    """Log as the file at ``path`` says. Raises SettingsError if it cannot be read or says nothing that is understood.
+    """Log by the file at ``path``. Raises SettingsError if the file cannot be read or used.
 
-    What it says of the logger ``vllm`` counts for ours, ``preheat``, if that is not named. Loggers that are not named
-    stay as they are, and one with handlers of its own hands nothing on, unless the file says otherwise.
+    Settings of the logger ``vllm`` count for ours, ``preheat``, if the file does not name ours. Loggers without an
+    entry stay as they are. A logger with handlers of its own passes no events on, unless the file says otherwise.
     """
     try:
         config = json.loads(read_given(path))
