@@ -248,7 +248,7 @@ class AnswerFormats:
         )
 
     def _without_reasoning(self, phase: Phase) -> Phase:
-        """Return how a constrained answer begins if the marks of the reasoning are text.
+        """Return how a constrained answer begins where the reasoning's marks are text.
 
         A grammar goes by tokens and cannot see the end of the reasoning. So the grammar begins at once, and the answer
         has no reasoning. Raises InvalidRequest if the prompt has begun the reasoning.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BeamSearch:
-    """The beam search of ``state``, which gets the best beams as its choices, or an error."""
+    """The beam search of ``state``; in the end, ``state`` has the best beams as choices, or an error."""
 
     def __init__(self, state: RequestState, params: BeamSearchParams) -> None:
         self._state, self._params = state, params

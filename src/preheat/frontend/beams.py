@@ -66,10 +66,11 @@ class Beam(NamedTuple):
 
 
 class Beams:
-    """The ``live`` beams after a prompt of ``prompt_len`` tokens, and the best completed sequences.
+    """The ``live`` beams after a prompt, and the best completed sequences.
 
-    A token of ``eos_ids`` completes a beam, unless ``params`` ignore it. Equal scores keep the order of their parent
-    beams, then the order of their tokens' probabilities. So the outcome depends on the logprobs alone.
+    ``prompt_len`` is the number of the prompt's tokens. A token of ``eos_ids`` completes a beam, unless ``params``
+    ignore it. Equal scores keep the order of their parent beams, then the order of their tokens' probabilities. So the
+    outcome depends on the logprobs alone.
     """
 
     def __init__(self, params: BeamSearchParams, prompt_len: int, eos_ids: Collection[int]) -> None:

@@ -28,7 +28,7 @@ _SLACK = 2
 
 @dataclass(frozen=True)
 class TextBound:
-    """Bound ``most`` on a text's tokens. ``refuse`` raises; it gets the size of a longer text, in words."""
+    """The bound ``most`` on a text's tokens. ``refuse(size)`` raises an error for a longer text."""
 
     most: int
     refuse: Callable[[str], object]

@@ -12,9 +12,10 @@ Position = PositionLogprobs | None
 
 
 class FlatLogprobs(Sequence[PositionLogprobs]):
-    """A read-only sequence of positions; each position is made from the lists on access.
+    """A read-only sequence of positions.
 
-    Position ``i`` has the entries from ``start_indices[i]`` up to ``end_indices[i]`` of the other lists.
+    Each position is made from the lists on access. Position ``i`` has the entries from ``start_indices[i]`` up to
+    ``end_indices[i]`` of the other lists.
     """
 
     __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")

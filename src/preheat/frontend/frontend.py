@@ -136,7 +136,7 @@ class Frontend:
 
     @property
     def halted(self) -> bool:
-        """Whether the engine is paused or carries out a command, and so may not answer for a while."""
+        """Whether the engine may not answer for a while: it is paused, or carries out a command."""
         return self.state.paused or bool(self._asked)
 
     def limits(self) -> Ready:

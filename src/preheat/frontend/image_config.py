@@ -19,10 +19,11 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class PixelConfig:
-    """How an image becomes pixels; a step whose fields are None is left out.
+    """How an image becomes pixels.
 
-    The image is resized by ``resample``, a filter of Pillow: its shortest side to ``shortest_edge``, or both sides to
-    ``height`` and ``width``. ``crop`` is the height and width of the part in the middle that is kept.
+    A step with a field None is left out. The image is resized by ``resample``, a filter of Pillow: its shortest side to
+    ``shortest_edge``, or both sides to ``height`` and ``width``. ``crop`` is the height and width of the part in the
+    middle that is kept.
     """
 
     shortest_edge: int | None
@@ -36,9 +37,9 @@ class PixelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> PixelConfig | None:
-        """Read the config from the files of a checkpoint; None if they have none.
+        """Read the config from the files of a checkpoint.
 
-        Raises ModelError if a value is not supported.
+        Return None if they have no config. Raises ModelError if a value is not supported.
         """
         from preheat.utils.files import read_json  # imported here: a process that only decodes needs no tokenizer
 

@@ -140,9 +140,10 @@ def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def scans_of(data: bytes) -> int:
-    """Return the number of scans of a JPEG file, or a number above :data:`MAX_SCANS`.
+    """Return the number of scans of a JPEG file.
 
-    Scans are counted as libjpeg finds them, up to the end of the image.
+    Any number above :data:`MAX_SCANS` stands for too many. Scans are counted as libjpeg finds them, up to the end of
+    the image.
     """
     at = found = 0
     for _ in range(_MOST_MARKERS):

@@ -23,11 +23,12 @@ Source = str | PIL.Image.Image
 
 
 class Images:
-    """Images of one model's requests; each takes ``tokens`` positions of ``token_id`` in a prompt.
+    """Images of one model's requests.
 
-    ``size``: the side of the image that the model needs. ``limit``: the most images in a prompt, None for as many as
-    fit. ``max_pixels``: the most pixels of an image. Raises ModelError if ``config`` makes images of another size,
-    SettingsError if ``max_pixels`` is less than an image of this size.
+    Each image takes ``tokens`` positions of ``token_id`` in a prompt. ``size``: the side of the image that the model
+    needs. ``limit``: the most images in a prompt, None for as many as fit. ``max_pixels``: the most pixels of an image.
+    Raises ModelError if ``config`` makes images of another size, SettingsError if ``max_pixels`` is less than an image
+    of this size.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Images:
 
 
 def check_positions(folder: Path, patches: int, tokens: int) -> None:
-    """Raise ModelError if ``processor_config.json`` gives an image another number of positions than the model.
+    """Raise ModelError if ``processor_config.json`` counts an image's positions differently.
 
     The model has ``tokens`` positions for ``patches`` patches. Source: ``LlavaProcessor`` of transformers.
     """

@@ -147,9 +147,9 @@ class InputProcessor:
         )  # fmt: skip
 
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
-        """Return ``state``, a request for n choices, as a beam search of width n.
+        """Return ``state`` as a beam search.
 
-        Raises InvalidRequest; it names ``width_param`` if the width is at fault.
+        Its width is n, the number of choices. Raises InvalidRequest; it names ``width_param`` if the width is at fault.
         """
         asked, limits = state.params, self._limits()
         if 2 * asked.n > self._max_logprobs:
@@ -252,7 +252,7 @@ class InputProcessor:
         ]  # fmt: skip
 
     def _thinking(self, state: RequestState) -> Thinking | None:
-        """Return the limit on the answers' reasoning; None if they could not reach it.
+        """Return the limit on the answers' reasoning, if they could reach it.
 
         There is no limit if a grammar constrains the text from its first token on.
         """
@@ -363,9 +363,9 @@ class InputProcessor:
 
 
 def recommended_params(generation: Mapping[str, Any], source: object) -> dict[str, object]:
-    """Return the sampling defaults of a generation_config.json, by parameter; other fields are left out.
+    """Return the sampling defaults of a generation_config.json, by parameter.
 
-    Raises ModelError, naming the ``source``, for a value that no request could have.
+    Other fields are left out. Raises ModelError, naming the ``source``, for a value that no request could have.
     """
     found = {name: generation[key] for key, name in _RECOMMENDED.items() if generation.get(key) is not None}
     for name, value in found.items():

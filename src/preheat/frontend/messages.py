@@ -30,7 +30,7 @@ def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def thoughts(message: Mapping[str, Any], thought: object) -> dict[str, object]:
-    """Return the reasoning of an assistant's ``message``, under each name that templates look at.
+    """Return an assistant's reasoning under each name that templates look at.
 
     The template of gpt-oss reads ``thinking``, but refuses it in a message with both a text and calls.
     """

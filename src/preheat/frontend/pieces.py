@@ -1,4 +1,4 @@
-"""The piece of text that each token adds, for decoders that concatenate such pieces.
+"""The text that each token adds, for decoders that concatenate such pieces.
 
 Two families cover the models that we run. A *byte-level* decoder joins the tokens' bytes and reads them as UTF-8. A
 *SentencePiece-like* decoder replaces a marker by a space, reads runs of byte tokens (``<0x0A>``) as UTF-8, and may

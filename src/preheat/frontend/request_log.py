@@ -1,6 +1,7 @@
-"""The log of requests (``--enable-log-requests``): one line at the arrival, one at the end.
+"""The log of requests (``--enable-log-requests``).
 
-It has neither the text of a prompt nor the text of an answer.
+It has one line at a request's arrival, and one at its end. It has neither the text of a prompt nor the text of an
+answer.
 """
 
 from __future__ import annotations

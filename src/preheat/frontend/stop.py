@@ -11,10 +11,11 @@ from types import MappingProxyType
 
 
 class StopStrings:
-    """The stop strings of a request as one Aho-Corasick automaton, shared by its choices.
+    """The stop strings of a request as one Aho-Corasick automaton.
 
-    A state stands for the longest suffix of the text that is a prefix of a stop string. ``hold[s]`` is the number of
-    last characters that may still become a stop string; ``match[s]`` is the longest stop string that ends there.
+    The request's choices share it. A state stands for the longest suffix of the text that is a prefix of a stop string.
+    ``hold[s]`` is the number of last characters that may still become a stop string; ``match[s]`` is the longest stop
+    string that ends there.
     """
 
     __slots__ = ("fail", "hold", "include", "match", "next")

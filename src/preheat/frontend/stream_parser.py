@@ -250,9 +250,10 @@ class ValueEnd:
         return self._begun and not self._depth and not self._quote
 
     def find(self, text: str, at: int) -> int:
-        """Return the position behind the value; the length of ``text`` if the value does not end.
+        """Return the position behind the value.
 
-        ``at`` is the position in ``text`` where the value begins or goes on.
+        It is the length of ``text`` if the value does not end. ``at`` is the position in ``text`` where the value
+        begins or goes on.
         """
         while at < len(text) and not self.found:
             at += self._takes(text[at])

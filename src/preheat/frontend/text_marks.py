@@ -92,7 +92,7 @@ class TextMarks:
 
 
 class Frame:
-    """Filter that drops ``begin`` at the beginning of a text and ``end`` at its end.
+    """Filter that drops ``begin`` and ``end`` at the ends of a text.
 
     White space before ``begin`` and behind ``end`` is dropped too. ``end`` stays unless ``begin`` was there.
     """

@@ -88,7 +88,7 @@ r"""``\d``, ``\w`` and ``\s`` of ECMA 262, the syntax of patterns in JSON Schema
 
 @cache
 def unicode_class(letter: str) -> Ranges:
-    r"""Return ``\d``, ``\w`` or ``\s`` by Unicode: the characters on which Python and Rust agree."""
+    r"""Return ``\d``, ``\w`` or ``\s`` by Unicode, as far as Python and Rust agree."""
     if letter == "d":
         return category("Nd")
     if letter == "s":

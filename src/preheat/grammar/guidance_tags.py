@@ -80,7 +80,7 @@ class Lark:
         return f"{self._inner(tag['content'])} {end}"
 
     def _triggered(self, tree: Format) -> str:
-        """Return the expression of free text where each trigger begins one of the tags.
+        """Return the expression of free text where triggers begin the tags.
 
         With ``at_least_one``, a tag begins the text.
         """

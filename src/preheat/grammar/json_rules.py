@@ -376,9 +376,9 @@ def _paths(places: Sequence[Place]) -> str:
 
 
 def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, Together]) -> dict[str, Node]:
-    """Return the rules that can be used, without branches that no finite text satisfies.
+    """Return the rules that can be used.
 
-    Raises InvalidRequest if no finite text satisfies the ``root``.
+    Branches that no finite text satisfies are left out. Raises InvalidRequest if no finite text satisfies the ``root``.
     """
     alive = productive(rules)
     if root.name not in alive:

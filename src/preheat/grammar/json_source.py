@@ -22,7 +22,7 @@ PRINTED = Layout(open=_BETWEEN, close=_BETWEEN, colon=optional(_SPACE))
 
 
 def json_rules(params: StructuredOutputsParams, given: object, part: str) -> Rules:
-    """Return the rules of JSON for the schema ``given``, in the layout of ``params``.
+    """Return the rules of JSON for a schema, in the layout of ``params``.
 
     Raises InvalidRequest, naming the ``part`` and the place in it.
     """

@@ -270,9 +270,9 @@ def productive(rules: Rules) -> set[str]:
 
 
 def _missing(node: Node, found: set[str]) -> list[str] | None:
-    """Return None if ``node`` holds a finite text, given that the rules ``found`` do.
+    """Return None if ``node`` holds a finite text.
 
-    Otherwise return the names of rules that might change this.
+    The rules ``found`` are known to hold one. Otherwise return the names of rules that might change this.
     """
     match node:
         case Ref(name):

@@ -263,7 +263,7 @@ def _deep_threads(count: int, name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """Turn a panic of the library into an error of the request or the step; a panic is no Exception."""
+    """Turn a panic of the library, not an Exception, into an error of the request or step."""
     try:
         yield
     except Exception:
@@ -293,7 +293,7 @@ def mask_threads(*, idle: bool) -> int:
 def open_grammars(
     settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int, *, idle: bool = False
 ) -> Grammars | str:
-    """Return the grammars for the model's tokenizer, or the reason why there are none.
+    """Return the grammars for the model's tokenizer, or the reason for none.
 
     ``find_tokenizer`` returns the tokenizer's folder. ``idle``: see :func:`mask_threads`. Raises SettingsError if the
     library is not installed.

@@ -15,8 +15,8 @@ MAX_OBJECTS = 20_000
 """Most objects in a schema. The library follows references by recursion, on a stack of `STACK` bytes (service.py)."""
 
 MAX_TEXT = 2**17
-"""Most characters of a grammar, of a regular expression, of all texts of a choice, or of the names, patterns and values
-in a schema, for the same reason."""
+"""Most characters of a grammar, of a regular expression, of all texts of a choice, or of a schema's names, patterns and
+values. The reason is the same."""
 
 OPTIONS = "x-guidance"
 """The key of schemas for options of llguidance elsewhere. Here the options would be ignored."""

@@ -93,10 +93,10 @@ class Grammar:
         return State(self.backend, self._matcher.deep_copy(), request)
 
     def explore(self, tokens: int, walks: int) -> int:
-        """Build the states on ``walks`` paths of at most ``tokens`` tokens through the grammar.
+        """Build the states on ``walks`` paths through the grammar.
 
-        The paths are the same at every call. Return the number of masks computed. Raises ValueError if the grammar
-        cannot go on from a state.
+        The paths have at most ``tokens`` tokens, and are the same at every call. Return the number of masks computed.
+        Raises ValueError if the grammar cannot go on from a state.
         """
         if self._matcher is None:
             return 0
@@ -193,7 +193,7 @@ class State:
         return phases
 
     def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> list[Row]:
-        """Write the masks of the free text, among ``masks``, int32 [1 + drafts, words].
+        """Write the masks of the free text into ``masks``, int32 [1 + drafts, words].
 
         Return the rows for all other masks, with places in ``masks``.
         """
@@ -348,7 +348,7 @@ def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
 
 
 def _parts_of(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places and the values of the words of ``mask`` that are not zero.
+    """Return the places and the values of the nonzero words of ``mask``.
 
     There are few, so they are quickly applied to a row of masks.
     """

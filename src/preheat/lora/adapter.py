@@ -107,10 +107,10 @@ class Adapter:
 def read_adapter(
     name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype, *, without_experts: str = ""
 ) -> Adapter:
-    """Return the adapter in the folder ``path``, in ``dtype``, for the model of ``spec``.
+    """Return the adapter in the folder ``path`` for the model of ``spec``.
 
-    ``max_rank``: ``--max-lora-rank``. ``without_experts``: the reason if experts have no adapter slots. No tensor is
-    read before all names and shapes are known to fit. Raises AdapterError.
+    Its matrices are in ``dtype``. ``max_rank``: ``--max-lora-rank``. ``without_experts``: the reason if experts have no
+    adapter slots. No tensor is read before all names and shapes are known to fit. Raises AdapterError.
     """
     try:
         config = AdapterConfig.read(Path(path))

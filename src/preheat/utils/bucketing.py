@@ -34,7 +34,7 @@ SPLIT_OPTIONS = (
 
 
 def bucket_range(dimension: str, part: str) -> Any:
-    """Return the option of one ``part`` of the range of a ``dimension``'s bucket sizes.
+    """Return the option for a ``part`` of a ``dimension``'s range of buckets.
 
     Its names are the variables of vLLM on Gaudi. Later versions call the length of prompts query.
     """
@@ -51,10 +51,11 @@ def strategy_named(text: str) -> str:
 
 
 def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` of options with the policy that understands their bucket ranges; warn once.
+    """Return ``values`` with the policy that understands their bucket ranges.
 
-    Ranges of prompts and blocks come from vLLM on Gaudi, with steps that read prompts or decode: the split policy. The
-    unified policy counts if an option asks for it; there, the largest prompt batch is the most prompts in a step.
+    The choice is logged once. Ranges of prompts and blocks come from vLLM on Gaudi, with steps that read prompts or
+    decode: the split policy. The unified policy counts if an option asks for it; there, the largest prompt batch is the
+    most prompts in a step.
     """
     chosen = dict(values)
     given = [name for name in SPLIT_OPTIONS if chosen.get(name) is not None]

@@ -71,7 +71,7 @@ def _long(flag: str) -> str:
 
 
 def _object(head: str, keys: str, text: str) -> dict[str, Any]:
-    """Return the object of a flag with ``keys``; a key that ends in a plus adds to a list."""
+    """Return the object of a flag with ``keys``; a key with a plus adds to a list."""
     if keys:
         adds = keys.endswith("+")
         return nested(keys.removesuffix("+").split("."), [read_json(text)] if adds else text)

@@ -65,9 +65,10 @@ def _tell_unused(name: str, known: Iterable[str]) -> None:
 
 
 def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``values`` without the file of ranges if only another engine's variable names it.
+    """Return ``values`` without an unused file of ranges.
 
-    That variable is often set for good, and means nothing unless the file's quantization is asked for.
+    The file is unused if only another engine's variable names it. That variable is often set for good, and means
+    nothing unless the file's quantization is asked for.
     """
     ours = "quant_config" in args or "PREHEAT_QUANT_CONFIG" in env or "QUANT_CONFIG" not in env
     if ours or values.get("quantization") == "inc":

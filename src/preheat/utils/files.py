@@ -73,7 +73,7 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
 
 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
-    """Return the text in a file of the command line; it may be a pipe of the shell."""
+    """Return the text in a file of the command line, or in a pipe of the shell."""
     if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
         return read_text(path, most=most)
     with open(path, "rb") as pipe:

@@ -75,10 +75,10 @@ def json_size(text: bytes) -> JsonSize:
 
 
 def _escaped(backslashes: np.ndarray, first: bool) -> tuple[np.ndarray | None, bool]:
-    """Return a mask of the escaped bytes, and whether the next byte is escaped.
+    """Return a mask of the escaped bytes, and the next byte's state.
 
-    A byte is escaped if the run of backslashes before it has odd length. ``first``: the first byte is escaped. The mask
-    is None if no byte is escaped.
+    The state is whether the byte behind them is escaped. A byte is escaped if the run of backslashes before it has odd
+    length. ``first``: the first byte is escaped. The mask is None if no byte is escaped.
     """
     if not first and not backslashes.any():
         return None, False

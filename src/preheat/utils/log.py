@@ -1,4 +1,4 @@
-"""The log: an event is one line of printable characters, and logging never waits.
+"""The log: an event is one printable line, and logging never waits.
 
 Texts of clients and of checkpoints reach log lines and error lines. One formatter escapes them, for every handler. A
 separate thread writes the lines to standard error. A pipe that nobody reads, a full disk or a closed terminal costs

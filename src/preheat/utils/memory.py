@@ -110,7 +110,7 @@ def peak_memory(run: Callable[[], None]) -> int:
 
 
 def _kib(path: Path, name: str) -> int | None:
-    """Return the value of the line ``name`` in a file of the kernel; None without such a line.
+    """Return the value of the line ``name`` in a file of the kernel, if there is one.
 
     The file counts in KiB, the value in bytes.
     """

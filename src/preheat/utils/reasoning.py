@@ -1,4 +1,4 @@
-"""The beginning and the end of an answer's reasoning, for grammars and for parsers.
+"""Beginning and end of an answer's reasoning, for grammars and parsers.
 
 A grammar sees tokens and a parser sees text. Both turn their input into a :class:`Sign`, and :func:`phase_after` has
 the same answer for both.

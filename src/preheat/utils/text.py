@@ -51,9 +51,9 @@ def misspelled(name: str, known: Iterable[str]) -> str:
 
 
 def _edits(name: str, other: str) -> int:
-    """Return how many letters to add, drop or replace to make ``other`` of ``name``.
+    """Return how many letters to change to make ``other`` of ``name``.
 
-    Any number above a typo's stands for many.
+    A change adds, drops or replaces a letter. Any number above a typo's stands for many.
     """
     if abs(len(name) - len(other)) > _TYPO:
         return _TYPO + 1

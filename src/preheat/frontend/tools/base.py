@@ -136,7 +136,7 @@ class ToolParser(StreamParser):
         self._at = start
 
     def call_object(self, bare: bool = False) -> Reading[bool]:
-        """Read a call that is a JSON object with the keys of this module.
+        """Read a call that is a JSON object with this module's keys.
 
         Return False, with nothing read, if there is none. The call starts when its name is known; from then on it is a
         call. The arguments are an object, or a string that holds an object. ``bare``: the call may have no arguments.

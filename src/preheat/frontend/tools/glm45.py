@@ -39,7 +39,7 @@ class Glm45Parser(ToolParser):
                 self.not_a_call(start)
 
     def _values(self, tool: str) -> Reading[dict[str, str]]:
-        """Read the arguments behind the first key's tag, and the end of the call.
+        """Read the arguments behind the first key's tag, and the call's end.
 
         Return the arguments as JSON, by name.
         """

@@ -44,7 +44,7 @@ class NamedJsonParser(ToolParser):
 
     @abstractmethod
     def _head(self) -> Reading[tuple[str, str]]:
-        """Read the name of a call and the model's own id of it; "" for a missing one."""
+        """Read the name and the model's own id of a call; "" for a missing one."""
 
     def _tail(self) -> Reading[None]:
         """Read the text between the arguments and the end of the call."""
