@@ -55,7 +55,7 @@ class ToolChoice:
 
 
 def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
-    """Return the constraint of a JSON text without white space.
+    """Return the constraint for a JSON text without white space.
 
     Properties that ``schema`` does not name are forbidden: a tool cannot use arguments that it does not name. Clients
     leave out ``additionalProperties`` and expect none.

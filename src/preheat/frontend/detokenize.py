@@ -1,9 +1,9 @@
 """Incremental detokenization: token ids to text, one at a time.
 
-A character whose bytes are spread over several tokens is held back until it is complete; nothing longer is. So the text
-of a sequence never depends on later tokens, and every token costs the same time. The deltas, joined, equal the
-``decode`` of all tokens where the bytes are UTF-8. Bytes that belong to no character become U+FFFD. The class
-:class:`PieceDetokenizer` describes the one difference.
+The bytes of a character may be spread over several tokens. It is held back until it is complete, and nothing longer is
+held back. So the text of a sequence never depends on later tokens, and every token costs the same time. The deltas,
+joined, equal the ``decode`` of all tokens where the bytes are UTF-8. Bytes that belong to no character become U+FFFD.
+The class :class:`PieceDetokenizer` describes the one difference.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ _SLACK = 2
 
 @dataclass(frozen=True)
 class TextBound:
-    """The bound ``most`` on a text's tokens. ``refuse(size)`` raises an error for a longer text."""
+    """The bound ``most`` on a text's tokens.
+
+    ``refuse(size)`` raises an error for a longer text; ``size`` is the text's size in words.
+    """
 
     most: int
     refuse: Callable[[str], object]

@@ -1,7 +1,7 @@
 """Text in, text out: the two processors between clients and the engine.
 
-The engine handles only token ids. A synchronous state machine that never waits. ``LLM`` drives it between steps of the
-loop, the server from its event loop.
+The engine handles only token ids. The frontend is a synchronous state machine that never waits. ``LLM`` drives it
+between steps of the loop, the server from its event loop.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class Frontend:
     def adapter_labels(self, most: int) -> dict[str, str]:
         """Return the labels of vLLM's metric of adapters.
 
-        The labels are ``most``, the most adapters in a step, the adapters with running requests, and the adapters with
-        requests that wait for their first step.
+        ``most`` is the greatest number of adapters in a step. The other labels are the names of adapters with running
+        requests, and of adapters with requests that wait for their first step.
         """
         running, waiting = set[str](), set[str]()
         for choice in self.output.choices.values():
@@ -284,7 +284,7 @@ class Frontend:
         self._send(Command(id, name, **fields))  # type: ignore[arg-type]
 
     def fail(self, ids: Iterable[int], error: PreheatError) -> None:
-        """End the requests of the choices ``ids`` that have not ended with ``error``."""
+        """End the unfinished requests of the choices ``ids`` with ``error``."""
         for id in ids:
             if self.is_unfinished(id):  # the failure of another may have ended it
                 self.output.fail(self.output.choices[id].state, error)

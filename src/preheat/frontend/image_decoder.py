@@ -1,7 +1,7 @@
 """Decode images into the model's form with Pillow and numpy. No torch here, nor the model.
 
 Pixels are equal to those of transformers' image processor of the Pillow backend. Transparency is put on white, then the
-image is converted to RGB. The shortest side is resized and the center is cropped; outside of the image is black. Values
+image is converted to RGB. The shortest side is resized and the center is cropped, black where the image ends. Values
 are rescaled in float64, rounded to float32, less the mean, divided by the deviation. A value has 8 bits, so the last
 steps are a table.
 

@@ -74,8 +74,8 @@ class Images:
     def place(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
         """Return ``ids`` with all positions of the images, and the images' segments.
 
-        Each image's token is repeated for each of its positions.         Raises InvalidRequest unless there is one
-        token for each image.
+        Each image's token is repeated for each of its positions. Raises InvalidRequest unless there is one token for
+        each image.
         """
         count = ids.count(self.token_id)
         if count != len(images):

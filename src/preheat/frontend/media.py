@@ -35,7 +35,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def is_public(address: Address) -> bool:
     """Return whether ``address`` belongs to the internet.
 
-    False for private, local and reserved addresses, and for addresses that lead to one.
+    False for private, local and reserved addresses, and for addresses that lead to such an address.
     """
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -195,7 +195,7 @@ class _Pinned(http.client.HTTPConnection):
         super().__init__(host, port, timeout=max(end - time.monotonic(), 0.001))
         self.default_port = PORTS["https" if tls else "http"]
         self._address, self._tls = address, tls
-        self._open: socket.socket | None = None  # outlives `sock`, which is dropped once an answer has begun
+        self._open: socket.socket | None = None  # outlives `sock`: that is dropped once an answer has begun
 
     def connect(self) -> None:
         self.sock = self._open = socket.create_connection((self._address, self.port), self.timeout)

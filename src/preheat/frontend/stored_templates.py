@@ -32,7 +32,7 @@ def stored_templates(
 
     ``config`` is the folder's tokenizer_config.json. The first place with a template counts. The order is the order of
     transformers' processor for a model that sees images, else of its tokenizer. Raises ModelError if a place holds
-    something else than templates.
+    something other than templates.
     """
 
     def of_config() -> dict[str, StoredTemplate]:

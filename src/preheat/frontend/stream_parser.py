@@ -65,7 +65,7 @@ class StreamParser(ABC):
     """Parser of one text: :meth:`push` takes more of it, :meth:`finish` ends it.
 
     ``stands``: the characters that stand for some literals in the text, see :mod:`preheat.frontend.marks`. A parser is
-    written as if the literals were there. Its other text has no such character.
+    written as if the literals were there. Such a character is never part of other text that it reads.
     """
 
     def __init__(self, stands: Mapping[str, str] = _NOTHING) -> None:

@@ -35,7 +35,8 @@ class TokenMarks:
 class TextMarks:
     """Search for marks that are spelled out, with the interface of :class:`TokenMarks`.
 
-    A mark of ``starts`` counts only as the first text of an answer. A possible beginning of a mark is held back.
+    ``starts`` and ``ends`` are the marks' texts. A start counts only as the first text of an answer. A possible
+    beginning of a mark is held back.
     """
 
     def __init__(self, starts: Sequence[str], ends: Sequence[str]) -> None:

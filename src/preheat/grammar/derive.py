@@ -158,7 +158,7 @@ def automaton(node: Node) -> dict[Node, Edges]:
 
 
 MOST_COUNTED = 1000
-"""Bound of nested counts that are cheap even where a text may be counted in many ways."""
+"""Bound on nested counts: up to it, they are cheap even where a text may be counted in many ways."""
 
 
 def check_counts(node: Node) -> None:

@@ -219,7 +219,7 @@ def counted(node: Node) -> int:
 
 
 def _counted(node: Node) -> tuple[int, int]:
-    """Return the product of nested counts, and the product with the outer repetition."""
+    """Return the product of nested counts, and the product of all counts from ``node`` down."""
     found = [_counted(each) for each in children(node)]
     nested, inner = max((each[0] for each in found), default=1), max((each[1] for each in found), default=1)
     if not isinstance(node, Repeat) or (times := max(node.least, node.most or 1)) == 1:

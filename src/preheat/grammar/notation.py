@@ -1,7 +1,7 @@
 """Grammars of clients, read to check that each of their rules ends.
 
-Some rules no finite text satisfies. A library follows such a rule until the text has its greatest length, or fails on
-the way.
+There may be a rule that no finite text satisfies. A library follows such a rule until the text has its greatest length,
+or fails on the way.
 """
 
 from __future__ import annotations

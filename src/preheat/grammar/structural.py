@@ -116,7 +116,7 @@ def _check_triggers(given: Format, at: str) -> None:
 
 
 def with_grammars(tree: Format, grammar: Callable[[Format], str]) -> Format:
-    """Return ``tree`` with ``grammar(format)`` in place of each schema and regular expression."""
+    """Return ``tree`` with the result of ``grammar`` in place of each schema and regular expression."""
     if tree["type"] in ("json_schema", "regex"):
         return {"type": "grammar", "grammar": grammar(tree)}
     found = dict(tree)

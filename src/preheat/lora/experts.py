@@ -3,7 +3,7 @@
 transformers has the experts of a layer in two parameters: gates above ups [experts, 2 * inner, hidden] and downs
 [experts, hidden, inner]. PEFT saves one pair of matrices for each parameter. lora_A [experts * rank, inputs] has one
 expert's ranks after the other's. lora_B [outputs, rank * experts] has the experts of each rank together. PEFT names the
-pairs by the module, and adds ``.base_layer`` to the parameter that it wrapped first, so their shapes tell them apart.
+pairs by the module, and adds ``.base_layer`` for the parameter that it wrapped first, so their shapes tell them apart.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from preheat.ops.matmul import LowRankPair
 class Stack(NamedTuple):
     """A stacked ``parameter``, by its name in the model's code.
 
-    It has a matrix [outputs, inputs] for each expert. The rows of a matrix belong to ``modules`` of the checkpoint, in
-    equal parts; {} in their names is the expert's number. ``raw`` is the module's name in an adapter.
+    It has a matrix [outputs, inputs] for each of the ``experts``. The rows of a matrix belong to ``modules`` of the
+    checkpoint, in equal parts; {} in their names is the expert's number. ``raw`` is the module's name in an adapter.
     """
 
     raw: str

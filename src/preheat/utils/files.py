@@ -31,8 +31,8 @@ _PATH_SHOWN = 200
 def resolved(path: str | Path, below: str | Path | None = None) -> Path:
     """Return ``path`` without links.
 
-    Raises OSError unless it is ``below`` this folder; only then, unless it exists. So an error tells nothing about
-    other folders.
+    Raises OSError unless it lies ``below`` the folder of this name, and only then unless it exists. So an error tells
+    nothing about other folders.
     """
     try:
         found = Path(os.path.realpath(path))
@@ -73,7 +73,7 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
 
 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
-    """Return the text in a file of the command line, or in a pipe of the shell."""
+    """Return the text in a file that the command line names, or in a shell's pipe."""
     if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
         return read_text(path, most=most)
     with open(path, "rb") as pipe:

@@ -26,7 +26,7 @@ part of the use that is file cache; the kernel drops it when memory is short."""
 
 
 def free_memory() -> int:
-    """Return the memory that is available without swapping, by the kernel, within the limits of a container."""
+    """Return the memory that the kernel calls available, without swapping, within a container's limits."""
     size = _kib(Path("/proc/meminfo"), "MemAvailable:")
     if size is None:
         raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")

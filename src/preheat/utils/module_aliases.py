@@ -1,4 +1,4 @@
-"""Modules without files, made from a table of names for objects that lie elsewhere."""
+"""Modules without files, made from a table of names of other modules' objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of vLLM's library without a meaning here: they exist, and using one raises the reason."""
+"""Names of vLLM's library without a meaning here: they exist, and using one raises an error."""
 
 from __future__ import annotations
 
