@@ -1,4 +1,4 @@
-"""What a boot does for adapters."""
+"""The steps of a boot for adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ReadPacked = Callable[[str, str], PackedAdapter]
 
 
 def adapter_reader(model: LoadedModel) -> ReadPacked:
-    """What reads adapters for ``model``, or a rank's shard, which has places for them."""
+    """Return a reader of adapters for ``model``, or for a rank's shard, with adapter slots."""
     seats = model.adapters
     assert seats is not None, "there are no places for adapters"
 
@@ -47,8 +47,9 @@ def adapter_reader(model: LoadedModel) -> ReadPacked:
 def open_adapters(
     settings: Settings, model: LoadedModel, share: Callable[[ReadPacked], ReadPacked] = lambda read: read
 ) -> Adapters | str:
-    """The adapters that are served from the start, or why there are none. ``share`` has all ranks read what one reads.
-    Raises what reading one raises.
+    """Return the adapters served from the start, or the reason for none.
+
+    ``share`` makes all ranks read the adapters that one rank reads. Raises the errors of reading an adapter.
     """
     seats = model.adapters
     if seats is None:
@@ -64,7 +65,10 @@ def open_adapters(
 
 
 def adapter_parts(settings: Settings, adapters: Adapters | str = NO_ADAPTERS) -> dict[str, object]:
-    """What a boot's caches depend on; with ``adapters``, for its proof, their digests too."""
+    """Return the adapters' part of the key of a boot's caches.
+
+    With ``adapters``, their digests are in it too, for the boot's proof.
+    """
     if not settings.enable_lora:
         return {}
     served = {} if isinstance(adapters, str) else {"adapters": adapters.digests}

@@ -1,7 +1,7 @@
-"""What an ``adapter_config.json`` says, by PEFT's rules. No torch here.
+"""An ``adapter_config.json``, read by PEFT's rules. No torch here.
 
-What would change the arithmetic and is not computed is refused by name. The patterns of a config are regular
-expressions, which are matched all at once and in limited time.
+Fields that would change the arithmetic and are not computed are refused by name. The patterns of a config are regular
+expressions; they are matched all at once and in limited time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from preheat.utils.files import read_json
 from preheat.utils.text import brief
 
 CONFIG_BYTES = 4 << 20
-"""The most that is read of an adapter's config: some ten thousand names of modules."""
+"""Most bytes that are read of an adapter's config: some ten thousand names of modules."""
 
 _REFUSED = {
     "use_dora": "DoRA, which scales whole rows of the base model's weights",
@@ -38,7 +38,7 @@ _REFUSED = {
     "velora_config": "VeLoRA",
     "fan_in_fan_out": "a base model whose layers are stored transposed (Conv1D), as no model here is",
 }
-"""What is not computed, by the field that asks for it."""
+"""The features that are not computed, by the field that asks for them."""
 
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -50,10 +50,10 @@ _HARMLESS = {
     "lora_dropout", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
-"""Fields about training, or about what another field switches on."""
+"""Fields about training, or about a feature that another field switches on."""
 
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""The beginnings of training that leave the base model's weights as they are."""
+"""Initial values of training that leave the base model's weights as they are."""
 
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -78,7 +78,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """From the file in ``folder``. Raises AdapterError, naming the field."""
+        """Read the config from the file in ``folder``. Raises AdapterError, naming the field."""
         if not os.path.lexists(folder / CONFIG):
             raise AdapterError(f"the folder holds no {CONFIG}, so it is no adapter of PEFT")
         try:
@@ -88,7 +88,7 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> AdapterConfig:
-        """From the file's fields. Raises AdapterError, naming the field."""
+        """Read the config from the file's fields. Raises AdapterError, naming the field."""
         _check_supported(fields)
         rank, alpha = _rank("r", fields.get("r")), _number("lora_alpha", fields.get("lora_alpha"))
         targets = fields.get("target_modules")
@@ -113,8 +113,9 @@ class AdapterConfig:
         )
 
     def about(self, names: Iterable[str]) -> ModuleRules:
-        """What the config says about the modules and parameters ``names``. Raises AdapterError for an expression that
-        is none, or that takes too long.
+        """Return the config's rules for the modules and parameters ``names``.
+
+        Raises AdapterError if a regular expression is invalid or takes too long.
         """
         layers = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
         asked = (
@@ -131,13 +132,13 @@ class AdapterConfig:
 
     @property
     def all_linear(self) -> bool:
-        """Whether it only says that all linear layers but the output head are adapted."""
+        """Whether the config only says that all linear layers but the output head are adapted."""
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """What ``config`` says about modules, by what its expressions match of their names."""
+    """The rules of ``config`` for modules, with the matches of its expressions in their names."""
 
     config: AdapterConfig
     ranks: Found
@@ -147,22 +148,22 @@ class ModuleRules:
     layers: Found
 
     def rank_of(self, module: str) -> int:
-        """The rank of ``module``: that of the first pattern that matches, else the config's."""
+        """Return the rank of ``module``: the rank of the first pattern that matches, else the config's."""
         found = self.ranks.get(module)
         return self.config.rank if found is None else self.config.ranks[found.number][1]
 
     def scale_of(self, module: str) -> float:
-        """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
+        """Return the factor of the product of ``module``'s matrices: alpha / rank, or alpha / sqrt(rank)."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.config.rslora else rank)
 
     def alpha_of(self, module: str) -> float:
-        """That of the first pattern that matches, else the config's."""
+        """Return the alpha of the first pattern that matches ``module``, else the config's."""
         found = self.alphas.get(module)
         return self.config.alpha if found is None else self.config.alphas[found.number][1]
 
     def names(self, module: str) -> bool:
-        """Whether ``module`` is one of those that the config says are adapted."""
+        """Return whether the config says that ``module`` is adapted."""
         config = self.config
         if module in self.excluded or _lists(config.excluded, module):
             return False
@@ -173,11 +174,14 @@ class ModuleRules:
         return _lists(config.targets, module) and (not config.layers or self._layer(module) in config.layers)
 
     def names_parameter(self, parameter: str) -> bool:
-        """The same of a stacked parameter: target_parameters are its name or the end of it."""
+        """Return whether the config lists a stacked ``parameter``, by its name or the end of it."""
         return _lists(self.config.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
-        """The first number in ``module``'s name, behind the list of layers if it has a name."""
+        """Return the number of ``module``'s layer, if there is one.
+
+        It is the first number in the name, or the number behind the name of the list of layers.
+        """
         found = self.layers.get(module)
         if found is None:
             return None
@@ -190,7 +194,7 @@ class ModuleRules:
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
-    """Raise AdapterError for what is not computed, and for a field that nobody here knows."""
+    """Raise AdapterError for a field that is not computed, and for an unknown field."""
     if (kind := str(fields.get("peft_type", "LORA"))).upper() != "LORA":
         raise AdapterError(f"{CONFIG}: peft_type is {brief(kind)}, but only adapters of type LORA are served")
     for name, value in fields.items():
@@ -235,12 +239,12 @@ def _layers(value: object) -> frozenset[int]:
 
 
 def _names(name: str, value: object) -> frozenset[str] | str:
-    """A list of names, or one regular expression."""
+    """Return a set of names, or one regular expression."""
     return value if isinstance(value, str) else frozenset(_list(name, value))
 
 
 def _listed(value: object) -> tuple[str, ...]:
-    """The expressions of layers_pattern, which may be one."""
+    """Return the expressions of layers_pattern; the field may hold one or a list."""
     return (value,) if isinstance(value, str) else _list("layers_pattern", value)
 
 
@@ -251,7 +255,7 @@ def _list(name: str, value: object) -> tuple[str, ...]:
 
 
 def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
-    """The regular expressions of a field, and their values."""
+    """Return the regular expressions of a field, and their values."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise AdapterError(f"{CONFIG}: {name} must be an object, got {brief(value)}")
@@ -259,7 +263,7 @@ def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]
 
 
 def _ending(key: str) -> str:
-    """The expression for names that end with what ``key`` matches, after a dot or from their beginning on."""
+    """Return the expression for names that match ``key``, or end with a match behind a dot."""
     return rf"(.*\.)?({key})$"
 
 
@@ -268,11 +272,11 @@ def _expression(field: str, value: frozenset[str] | str) -> Expressions:
 
 
 def endings(name: str) -> Iterator[str]:
-    """``name``, and what is behind each of its dots."""
+    """Yield ``name``, and the rest behind each of its dots."""
     yield name
     yield from (name[place + 1 :] for place, letter in enumerate(name) if letter == ".")
 
 
 def _lists(names: frozenset[str] | str, module: str) -> bool:
-    """Whether one of ``names`` is ``module``, or its end behind a dot. An expression lists nothing."""
+    """Return whether ``names`` list ``module``, or its end behind a dot; an expression lists nothing."""
     return not isinstance(names, str) and not names.isdisjoint(endings(module))

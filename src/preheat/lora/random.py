@@ -1,4 +1,4 @@
-"""Random adapters, the same at every boot and on every rank: what checks and ``preheat verify`` need."""
+"""Random adapters for checks and ``preheat verify``, the same at every boot and on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL_RANK = 5
 
 
 class RandomSource(NamedTuple):
-    """What other ranks make a random adapter of."""
+    """The number of a random adapter; other ranks make the same adapter of it."""
 
     number: int
 
@@ -30,7 +30,7 @@ class RandomAdapter:
 
 
 def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
-    """Random matrices for every module: those of adapter 0 have the largest rank, others a small one."""
+    """Return random matrices for every module; adapter 0 has the largest rank, others a small one."""
     generator = torch.Generator().manual_seed(number)
     rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
     factors = {

@@ -1,7 +1,8 @@
-"""What the environment sets: our variables, those of vLLM, and those of vLLM on Gaudi in its various versions.
+"""Options from the environment: our variables, and other engines'.
 
-The environment of another engine should boot this one. A variable of ours that makes no sense is an error; one of
-theirs for something that is not here is warned about, once, and has no effect.
+The other engines are vLLM, and vLLM on Gaudi in its various versions. The environment of another engine should boot
+this one. One of our variables with an invalid value is an error. Another engine's variable for a feature that is not
+here has no effect, with one warning.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ NOWHERE = {"defrag_with_graphs": "blocks are swapped without graphs"}
 
 
 def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> dict[str, Any]:
-    """The values of ``options`` that ``env`` sets. Warns of variables with our prefixes that set nothing. Raises
-    SettingsError, naming the variable, for a value that cannot be used.
+    """Return the values of ``options`` that ``env`` sets.
+
+    Warns of variables with our prefixes that set nothing. Raises SettingsError, naming the variable, for a value that
+    cannot be used.
     """
     values: dict[str, Any] = {}
     known = {name for opt in options.values() for name in opt.env_names} | {EXPONENTIAL}
@@ -53,7 +56,7 @@ def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> d
 
 
 def _tell_unused(name: str, known: Iterable[str]) -> None:
-    """Warn of a variable that sets nothing, unless it asks for what is always so."""
+    """Warn of a variable that sets nothing, unless it asks for the usual behavior."""
     reason = why_unused(name)
     if reason is None:
         warn(f"Unknown environment variable {name} is ignored{misspelled(name, known)}")
@@ -62,8 +65,10 @@ def _tell_unused(name: str, known: Iterable[str]) -> None:
 
 
 def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:
-    """``values`` without the file of ranges that only a variable of another engine names: it is often set there for
-    good, and means nothing where nothing is quantized by it.
+    """Return ``values`` without an unused file of ranges.
+
+    The file is unused if only another engine's variable names it. That variable is often set for good, and means
+    nothing unless the file's quantization is asked for.
     """
     ours = "quant_config" in args or "PREHEAT_QUANT_CONFIG" in env or "QUANT_CONFIG" not in env
     if ours or values.get("quantization") == "inc":
@@ -79,7 +84,7 @@ def warn(message: str) -> None:
 
 
 def _without_unknown(opt: Option, name: str, text: str) -> str:
-    """A list without the entries that only the other engine knows."""
+    """Return the list ``text`` without entries that only the other engine knows."""
     if tuple not in opt.kinds or not opt.choices:
         return text
     words = [word.strip() for word in text.strip("[]").replace('"', "").split(",") if word.strip()]
@@ -89,7 +94,10 @@ def _without_unknown(opt: Option, name: str, text: str) -> str:
 
 
 def _exponential(text: str, strategy: str | None, ours: bool) -> str:
-    """The strategy that the older variable names, which wins over the newer one as in vLLM on Gaudi; not over ours."""
+    """Return the strategy of the older variable.
+
+    It wins over the newer one, as in vLLM on Gaudi, but not over ours.
+    """
     try:
         named = "exponential" if parse_bool(text) else "linear"
     except ValueError:

@@ -1,7 +1,7 @@
-"""What is asked of speculation: the options of vLLM, new and old, as one :class:`Speculation`.
+"""The options of speculation, vLLM's new and old ones, as one :class:`Speculation`.
 
-``--speculative-config`` takes vLLM's JSON object; the flags of older versions say the same in other words. A key that
-is not served is refused by name, with what to do instead.
+``--speculative-config`` takes vLLM's JSON object; the flags of older versions are other names of its keys. A key that
+is not served is refused by name, with a replacement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TOKENS = 128
 """Most draft tokens of a row, as in vLLM."""
 
 AUTO, AUTO_MOST = "auto", 7
-"""The number of draft tokens that is chosen from measurements, and the most that it chooses unless told."""
+"""The value that lets measurements choose the number of draft tokens, and their greatest choice by default."""
 
 _NO_HEADS = "its heads draft without the target's noise and its checkpoints are out of use"
 REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
@@ -65,11 +65,12 @@ REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """What drafts, and how much. ``tokens`` is the most drafts of a row; with ``auto`` fewer may be chosen.
+    """The method of drafting, and its limits.
 
-    ``lookup`` are the least and the most tokens that the n-gram method matches. ``depth`` is that of the suffix trees,
-    in tokens, ``requests`` the most past answers that they keep, ``factor`` the most drafts for each matched token and
-    ``likely`` the least share of past continuations that a draft must have.
+    ``tokens`` is the most drafts of a row; with ``auto`` fewer may be chosen. ``lookup`` are the least and the most
+    tokens that the n-gram method matches. The other fields belong to the suffix method. ``depth`` is the depth of its
+    trees, in tokens. ``requests`` is the most past answers in the trees. ``factor`` is the most drafts for each matched
+    token. ``likely`` is the least share of past continuations that a draft must have.
     """
 
     method: Method
@@ -84,7 +85,7 @@ class Speculation:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The tokens of a row that verify steps are padded to, ascending: what is known last, and its drafts."""
+        """The widths of verify steps, ascending: a row's last known token and its drafts, with padding."""
         if not self.auto:
             return (self.tokens + 1,)
         return tuple(sorted({min(1 + count, self.tokens + 1) for count in (1, 2, 4, 7, 15, 31, 63, MAX_TOKENS)}))
@@ -122,7 +123,7 @@ _ONLY = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 
 
 def speculation(settings: Any) -> Speculation | None:
-    """What the ``settings`` ask for; None: nothing. Raises SettingsError, naming the key or the option."""
+    """Return the speculation of ``settings``; None without one. Raises SettingsError, naming the key or the option."""
     asked = _asked(settings)
     if not asked:
         return None
@@ -153,7 +154,10 @@ def speculation(settings: Any) -> Speculation | None:
 
 
 def _asked(settings: Any) -> dict[str, Any]:
-    """All that is asked for, by vLLM's keys. SettingsError for a key that is not served, or told twice."""
+    """Return all options of speculation, by vLLM's keys.
+
+    Raises SettingsError for a key that is not served, or has two values.
+    """
     given = dict(settings.speculative_config or {})
     flags = {
         "model": settings.speculative_model,
@@ -191,7 +195,7 @@ def _check(key: str, value: object) -> None:
 
 
 def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
-    """The method, and the draft model of one that has it."""
+    """Return the method, and its draft model, if it has one."""
     model, method = asked.get("model"), asked.get("method")
     if model is not None and model.strip("[]") in ("ngram", "suffix"):
         if method not in (None, model.strip("[]")):
@@ -214,7 +218,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
 
 
 def _tokens(asked: Mapping[str, Any], *, auto: bool) -> tuple[int, bool]:
-    """The most drafts of a row, and whether fewer may be chosen."""
+    """Return the most drafts of a row, and whether fewer may be chosen."""
     tokens = asked.get("num_speculative_tokens")
     if isinstance(tokens, str):
         if tokens != AUTO:

@@ -9,7 +9,7 @@ import msgspec
 
 
 def describe_structs() -> list[type[msgspec.Struct]]:
-    """Build msgspec's description of every struct of preheat that is defined, and return the structs.
+    """Build msgspec's descriptions of all defined structs of preheat. Return the structs.
 
     msgspec describes a type when it first decodes one. Two threads that describe the same type at once end the
     process: msgspec 0.22 shows the second thread a description that the first has only begun. Call this function

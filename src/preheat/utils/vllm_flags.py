@@ -1,7 +1,7 @@
-"""Flags of vLLM that are no option here: one table of what happens with each of them.
+"""Flags of vLLM that are no option here: one table of their effects.
 
-A flag of vLLM whose meaning we have is an option, in :mod:`preheat.settings`. Every other flag is a row below: it sets
-an option of another name, it is taken because it asks for what we always do, or it is refused with the reason. The
+A flag of vLLM with a meaning here is an option, in :mod:`preheat.settings`. Every other flag is a row below. It sets an
+option of another name, it is taken because it asks for our usual behavior, or it is refused with the reason. The
 parser, files of options, keywords of ``LLM`` and docs/vllm-flags.md all read this table.
 
 Flags are written as in a usage line, several in one text:
@@ -55,7 +55,7 @@ ALWAYS: Mapping[str, str] = {
     "reasoning is read as --reasoning-parser says": "--enable-reasoning",
     "images are never kept in the HTTP process": "--disable-mm-preprocessor-cache",
 }
-"""Flags that ask for what is always so."""
+"""Flags that ask for our usual behavior, by the behavior."""
 
 UNUSED: Mapping[str, str] = {
     "no code of a checkpoint is ever run": "--trust-remote-code --code-revision=",
@@ -217,7 +217,7 @@ INSTEAD: Mapping[str, str] = {
     "--served-name": "--served-model-name",
     "--tensor-paralel-size": "--tensor-parallel-size",
 }
-"""Flags that others have, or that people try, and the flag that they mean."""
+"""Flags of other engines, or of people's guesses, and the flag that is meant."""
 
 SHORT: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
@@ -248,8 +248,10 @@ SHORT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A flag of vLLM. ``says`` is the option that it sets, or why it is taken or refused. ``taken`` are the values of a
-    refused flag that are what we do; a switch has none.
+    """A flag of vLLM.
+
+    ``says`` is the option that it sets, or the reason why it is taken or refused. ``taken`` are the values of a refused
+    flag that ask for our usual behavior; a switch has none.
     """
 
     flag: str
@@ -269,14 +271,14 @@ class Foreign:
         return (f"sets {self.says}" if self.verdict == "sets" else self.says).replace("%", "%%")
 
     def takes(self, value: object) -> bool:
-        """Whether ``value``, parsed or as text, asks for nothing but what we do."""
+        """Return whether ``value``, parsed or as text, asks only for our usual behavior."""
         if self.verdict != "refused" or value is None:
             return True
         return _same(value, "false") if self.switch else any(_same(value, each) for each in self.taken)
 
 
 def _same(value: object, text: str) -> bool:
-    """Whether ``value`` is what ``text`` says, as a number, as JSON or in words of any case."""
+    """Return whether ``value`` equals ``text``, as a number, as JSON or in words of any case."""
     if isinstance(value, list | tuple):
         return len(value) == 1 and _same(value[0], text)
     return bool(_read(value) == _read(text))
@@ -311,7 +313,7 @@ FOREIGN: Mapping[str, Foreign] = dict(
 
 
 def add_flags_of_vllm(parser: argparse.ArgumentParser) -> None:
-    """Add the rows as flags of ``parser``; those that are refused are left out of its help."""
+    """Add the rows as flags of ``parser``; its help leaves out refused flags."""
     group = parser.add_argument_group("Flags of vLLM", "Taken: they set an option above, or ask for what is so anyway.")
     for row in FOREIGN.values():
         if row.flag in parser._option_string_actions:
@@ -325,6 +327,6 @@ def add_flags_of_vllm(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(row: Foreign, value: object) -> SettingsError:
-    """The error for a ``value`` of ``row`` that it does not take."""
+    """Return the error for a ``value`` that the flag of ``row`` does not take."""
     shown = "" if row.switch or not row.taken else f" {value} is not {' or '.join(row.taken)}"
     return SettingsError(f"{row.flag}{shown}: {row.says}", param=row.name)

@@ -1,8 +1,8 @@
-"""Environment variables of vLLM that are of no option here: one table of what is said about each of them.
+"""Environment variables of vLLM without an option here: one table of the reasons.
 
-Those that set an option are declared with it, in :mod:`preheat.settings`. An environment that was made for vLLM never
-keeps a server from starting: what has no effect is warned about, once, with the reason. A name that ends in an
-underscore stands for all that begin so, and the longest one counts.
+A variable that sets an option is declared with it, in :mod:`preheat.settings`. An environment that was made for vLLM
+never keeps a server from starting: a variable without effect causes one warning, with the reason. A name that ends in
+an underscore stands for all names with this beginning; the longest beginning counts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ ALWAYS = """VLLM_USE_V1 VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK VLLM_USAGE_SOURCE 
     VLLM_NO_DEPRECATION_WARNING VLLM_ENABLE_V1_MULTIPROCESSING VLLM_CONFIGURE_LOGGING VLLM_USE_RUST_FRONTEND
     VLLM_TARGET_DEVICE VLLM_USE_PRECOMPILED VLLM_PRECOMPILED_ VLLM_MAIN_CUDA_VERSION VLLM_VERSION_OVERRIDE
     VLLM_BUILD_ VLLM_DOCKER_BUILD_CONTEXT VLLM_TEST_ VLLM_CI_ VLLM_SERVICE_ VLLM_PORT VLLM_PORT_"""
-"""Variables of how vLLM is built, tested and counted, or of what is always so; and those that Kubernetes sets for a
-service that is named vllm. Nothing is said about them."""
+"""Variables about the building, testing and counting of vLLM, or about our usual behavior, and the variables that
+Kubernetes sets for a service named vllm. Nothing is said about them."""
 
 _KERNELS = "kernels are chosen by the plan; how programs run is --execution-mode"
 _COMPILED = "programs are compiled and kept as docs/warm-up.md says, in --cache-dir"
@@ -99,11 +99,14 @@ def _reasons() -> Iterator[tuple[str, str]]:
 
 
 VARIABLES: Mapping[str, str] = dict(_reasons())
-"""The reason why each variable has no effect; empty: it asks for what is always so."""
+"""The reason why each variable has no effect; empty if it asks for our usual behavior."""
 
 
 def why_unused(name: str) -> str | None:
-    """The reason why a variable of vLLM has no effect, empty if nothing need be said; None if it is not known."""
+    """Return the reason why a variable of vLLM has no effect.
+
+    It is empty if nothing need be said, None for an unknown variable.
+    """
     if name in VARIABLES:
         return VARIABLES[name]
     start = max((each for each in VARIABLES if each.endswith("_") and name.startswith(each)), key=len, default=None)
