@@ -1,7 +1,7 @@
-"""Which steps can arise within the limits, phase by phase.
+"""The steps that can arise within the limits, phase by phase.
 
 The sizes of a phase's steps are points (a, b) on two axes, for example the rows and the longest row of a prompt step.
-A region says which points the scheduler can produce; the dispatcher is built for exactly those.
+A region holds the points that the scheduler can produce. The dispatcher is built for exactly these points.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block", by_row=True), 
 
 
 class Region(Protocol):
-    """The points (a, b), at least 1 each, that a phase's steps take. ``axes`` name the fields of StepSize that a and b
-    stand for; ``dimensions`` are those of them that have bucket sizes.
+    """The points (a, b), at least 1 each, that a phase's steps take.
+
+    ``axes`` name the fields of StepSize for a and b; ``dimensions`` are the axes with bucket sizes.
     """
 
     phase: ClassVar[Phase]
@@ -52,16 +53,16 @@ class Region(Protocol):
         """The largest a and the largest b."""
 
     def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """For each i, the first and last a that occurs with some b in [low[i], high[i]] (none: last < first)."""
+        """Return, for each i, the first and last a with some b in [low[i], high[i]] (none: last < first)."""
 
     def top(self, a: Ints) -> Ints:
-        """The largest b that occurs with each a."""
+        """Return the largest b that occurs with each a."""
 
     def step_size(self, a: int, b: int) -> StepSize:
-        """The heaviest step at a point."""
+        """Return the heaviest step at a point."""
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        """The bucket of a size on each axis, cut down to what a step can need."""
+        """Return the bucket of a size on each axis, cut down to the sizes that a step can need."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ class DecodeRegion(Region):
 
 @dataclass(frozen=True)
 class DecodeByBlocks(Region):
-    """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's. ``num_blocks`` bounds
-    the sum where no block is shared; one that is counts once for each row, so that sharing can take it further.
+    """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's.
+
+    ``num_blocks`` bounds the sum where no block is shared. A shared block counts once for each row, so sharing can
+    exceed the blocks of the cache.
     """
 
     max_rows: int
@@ -188,8 +191,9 @@ class DecodeByLength(Region):
 
 @dataclass(frozen=True)
 class MixedRegion(Region):
-    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row. Rows only size
-    index arrays, so that every bucket has room for all.
+    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row.
+
+    Rows only size index arrays, so every bucket has room for all rows.
     """
 
     max_tokens: int
@@ -222,8 +226,9 @@ class MixedRegion(Region):
 
 @dataclass(frozen=True)
 class VerifyRegion(Region):
-    """Rows (a) and the tokens of the longest one (b), drafts included. The scheduler drafts no more than some width of
-    ``widths`` for which all rows fit the budget.
+    """Rows (a) and the tokens of the longest one (b), drafts included.
+
+    The scheduler drafts no more than some width of ``widths`` for which all rows fit the budget.
     """
 
     max_rows: int
