@@ -55,7 +55,7 @@ class ItemRunner(Protocol):
         """Log a line on an item that runs next or has run."""
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """Run a step of ``program`` for the first time, or only its capture if the program is a graph."""
+        """Run a step of ``program`` for the first time: all layers, or as few as the capture of its graph needs."""
 
     def forward(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket``."""

@@ -8,11 +8,11 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 
 Padded = Callable[[int, int, int], int]
-"""(rows, tokens, longest row) of a step -> the tokens that it is padded to, monotonic in all three."""
+"""(rows, tokens, longest row) of a step -> its padded tokens, monotonic in all three."""
 
 
 def unpadded(rows: int, tokens: int, longest: int) -> int:
-    """The cost without padding."""
+    """Return the cost without padding."""
     return tokens
 
 
