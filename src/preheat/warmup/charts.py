@@ -90,7 +90,7 @@ class Grid:
 
 
 def timeline(record: Record) -> Timeline | None:
-    """None for a record without times."""
+    """Return the timeline of a boot; None for a record without times."""
     steps = record.steps
     end = max((step.started + step.seconds for step in steps), default=0.0)
     offset = next((step.started for step in steps if step.name == WARM_UP), end)
@@ -125,7 +125,7 @@ def _bars(entry: ItemRecord, x: float, scale: float) -> list[Bar]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """A grid for each kind, in the order of the plan."""
+    """Return a grid for each kind, in the order of the plan."""
     groups: dict[str, list[tuple[int, ItemRecord]]] = defaultdict(list)
     for index, entry in enumerate(record.entries):
         groups[entry.kind].append((index, entry))
@@ -170,7 +170,7 @@ def _grid(kind: str, items: Sequence[tuple[int, ItemRecord]]) -> Grid:
 
 
 def _axes(entries: Sequence[ItemRecord]) -> tuple[str, list[str]]:
-    """The dimension with the most values goes across, numbers before words; the others go down."""
+    """Return the dimension with the most values, numbers before words, to go across; and the others to go down."""
     names = list(dict.fromkeys(name for entry in entries for name in entry.shape))
 
     def rank(name: str) -> tuple[bool, int]:
@@ -190,7 +190,7 @@ def _text(value: object) -> str:
 
 
 def _sparse(ticks: Sequence[Tick]) -> list[Tick]:
-    """As many labels as fit, always including the last."""
+    """Return as many labels as fit, always including the last."""
     kept: list[Tick] = []
     free = math.inf
     for tick in reversed(ticks):
@@ -202,14 +202,14 @@ def _sparse(ticks: Sequence[Tick]) -> list[Tick]:
 
 
 def hit_level(hits: int, most: int) -> int:
-    """0 for none, then 1 to HIT_LEVELS on a logarithmic scale."""
+    """Return 0 for no hits, else 1 to HIT_LEVELS on a logarithmic scale."""
     if not hits:
         return 0
     return 1 + min(HIT_LEVELS - 1, int(HIT_LEVELS * math.log(hits) / math.log(most + 1)))
 
 
 def short(count: int) -> str:
-    """A count in at most four characters: 999, 1.2k, 38k, 2.0M."""
+    """Return a count in at most four characters: 999, 1.2k, 38k, 2.0M."""
     for limit, unit in ((10**6, "M"), (10**3, "k")):
         if count >= limit:
             return f"{count * 10 // limit / 10}{unit}" if count < 10 * limit else f"{count // limit}{unit}"
@@ -217,7 +217,7 @@ def short(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits in a suitable unit: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
+    """Return three significant digits in a suitable unit: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
     if seconds >= 100:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     for unit, name in ((1, "s"), (1e-3, "ms")):
@@ -227,7 +227,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _round_steps(total: float, most: int) -> list[float]:
-    """0, then round numbers up to ``total``, at most ``most`` of them."""
+    """Return 0, then round numbers up to ``total``, about ``most`` of them."""
     raw = total / most
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)

@@ -30,7 +30,7 @@ CACHE_BLOCKS = 2
 """A dummy step reads and writes the pad block alone."""
 
 ALL_AT_ONCE = "everything"
-"""The setting that samples with all that a request can ask for."""
+"""The sampler setting with everything that a request can ask for."""
 
 
 def profile_run(  # noqa: PLR0917 - what an engine is built of
@@ -41,12 +41,12 @@ def profile_run(  # noqa: PLR0917 - what an engine is built of
     first: Callable[[Tensor], None],
     build: Build = build,
 ) -> int:
-    """The most bytes that a step of ``plan`` needs beside the weights and the cache: the engine's buffers and the
-    working memory of the largest forward step, of sampling the most rows, of swapping the most blocks and of encoding
-    the most images.
+    """Return the most bytes that a step of ``plan`` needs beside the weights and the cache.
 
-    Nothing is captured or compiled whole, which would need no more. Before all, ``first`` is told the logits of the
-    process's first step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
+    They are the engine's buffers and the working memory of the largest forward step, of sampling the most rows, of
+    swapping the most blocks and of encoding the most images. Nothing is captured or compiled whole, which would need no
+    more. ``first`` is called with the logits of the process's first step (:meth:`DummySteps.logits`). Raises
+    SettingsError if a step does not fit.
     """
     try:
         return backend.peak_memory(lambda: _run(settings, backend, model, plan, first, build))
