@@ -39,8 +39,9 @@ do not use the prefix cache."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens`` and how to continue them; ``params`` have a seed and a length. ``salt`` is the prefix cache's,
-    ``segments`` are where images are, ``lora_name`` is the adapter's.
+    """``tokens`` and how to continue them; ``params`` have a seed and a length.
+
+    ``salt`` is the prefix cache's, ``segments`` are the places of images, ``lora_name`` is the adapter's.
     """
 
     tokens: list[int]
@@ -50,7 +51,7 @@ class Prompt:
     lora_name: str = ""
 
     def request(self, id: int) -> Request:
-        """The prompt as a request."""
+        """Return the prompt as a request."""
         params = self.params
         assert params.seed is not None
         assert params.max_tokens is not None
@@ -62,8 +63,9 @@ class Prompt:
 
 
 def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt]:
-    """Random tokens below ``vocab_size``: mostly short prompts, four in ten longer than 256 tokens, at least one of a
-    single token and one of the greatest length.
+    """Return prompts of random tokens below ``vocab_size``.
+
+    Most are short, four in ten are longer than 256 tokens. At least one has a single token and one the greatest length.
     """
     draw = random.Random(4)
     longest = min(size.longest, max_model_len - size.outputs)
@@ -81,7 +83,7 @@ def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt
 
 
 def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
-    """Every second prompt greedy, the others seeded, with all settings in turn."""
+    """Return ``prompts`` with settings: every second prompt greedy, the others seeded, with all settings in turn."""
     found = []
     for number, tokens in enumerate(prompts):
         params = SETTINGS[number // 2 % len(SETTINGS)] if number % 2 else SamplingParams(temperature=0.0)
@@ -91,6 +93,6 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
 
 
 def as_pooled(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """``prompts`` for an engine that pools: the mean over every second one, the first too, the others' last tokens."""
+    """Return ``prompts`` for an engine that pools: the mean of every second one from the first, else last tokens."""
     last, mean = [msgspec.structs.replace(each, seed=0, max_tokens=1, ignore_eos=True) for each in POOLER_SETTINGS]
     return [Prompt(prompt.tokens, last if number % 2 else mean) for number, prompt in enumerate(prompts)]
