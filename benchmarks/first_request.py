@@ -6,9 +6,9 @@ Every combination of a sampling setting and a prompt length gets boots of its ow
 which it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
 different, so that none finds another in the prefix cache; over HTTP every request opens a connection.
 
-The threads of an idle engine sleep, and the kernel may wake two of them on one core, which is a matter of chance. The
-first request finds them asleep, the repeats do not. So more requests follow, each after a pause, as a steady state that
-is as idle as the first request found it.
+The threads of an idle engine sleep, and by chance the kernel may wake two of them on one core. The first request finds
+them asleep, the repeats do not. So more requests follow, each after a pause: a steady state as idle as the first
+request found it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prompts(length: int, count: int) -> list[list[int]]:
 
 
 def timed(ask: Callable[[list[int]], object], length: int, repeats: int) -> list[float]:
-    """Milliseconds of each request: the first one, ``repeats`` at once behind it, ``PAUSES`` after a pause each."""
+    """Return milliseconds of each request: the first, ``repeats`` right behind it, ``PAUSES`` after a pause each."""
     found = []
     for number, prompt in enumerate(prompts(length, 1 + repeats + PAUSES)):
         if number > repeats:
@@ -58,7 +58,7 @@ def timed(ask: Callable[[list[int]], object], length: int, repeats: int) -> list
 
 
 def offline(setting: str, length: int, repeats: int, options: dict[str, Any]) -> list[float]:
-    """In this process, which is a fresh one."""
+    """Measure in this process, a fresh one."""
     from preheat import LLM, SamplingParams
 
     llm = LLM(**options)

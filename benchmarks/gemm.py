@@ -1,4 +1,4 @@
-"""Linear maps on a GPU: what serves against cuBLAS, with and without leave to cut the inputs into parts.
+"""Linear maps on a GPU: the serving kernels against cuBLAS, with and without leave to cut the inputs into parts.
 
     python -m benchmarks gemm [--model bundled] [--rows 1 8 32 64 128 256 1024] [--replays 9]
 
@@ -27,7 +27,7 @@ from preheat.settings import Settings
 def measure(
     shape: LinearShape, rows: list[int], found: KernelConfigs, replays: int, bandwidth: float | None
 ) -> list[dict[str, Any]]:
-    """One line for each number of rows."""
+    """Return one line for each number of rows."""
     proven, bench, lines = prove(found, [shape], rows), Bench(shape, max(rows)), []
     weights = shape.outputs * shape.inputs * shape.dtype.itemsize
     for size in rows:

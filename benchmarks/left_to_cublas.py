@@ -1,4 +1,4 @@
-"""What `preheat verify` says of an engine whose linear maps are left to cuBLAS: the negative control, at the 8B shape.
+"""The negative control at the 8B shape: `preheat verify` on an engine that leaves its linear maps to cuBLAS.
 
     python -m benchmarks left_to_cublas [--layers 2] [--prompts 300]
 

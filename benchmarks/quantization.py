@@ -1,4 +1,4 @@
-"""What a format of weights costs: the held-out loss of the bundled model, and its bytes.
+"""The cost of weight formats: the held-out loss of the bundled model, and its bytes.
 
     python -m benchmarks quantization [--windows 24] [--write KIND FOLDER]
 
@@ -28,7 +28,7 @@ WINDOW = 1024
 
 
 def heldout(llm: LLM, windows: int) -> list[list[int]]:
-    """The first ``windows`` windows of the held-out code, as token ids."""
+    """Return the first ``windows`` windows of the held-out code, as token ids."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = (path for name, path in library_files(stdlib) if path_hash(name) % HELDOUT_ONE_IN == 0)
     found: list[list[int]] = []
@@ -39,7 +39,7 @@ def heldout(llm: LLM, windows: int) -> list[list[int]]:
 
 
 def loss_of(windows: int, **options: Any) -> float:
-    """Nats per token."""
+    """Return the loss in nats per token."""
     llm = LLM(max_model_len=WINDOW + 1, skip_warmup=True, boot_check="off", cache_dir="off", on_cold="off", **options)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
@@ -53,7 +53,7 @@ def loss_of(windows: int, **options: Any) -> float:
 
 
 def sizes_of(folder: Path, method: str | None) -> dict[str, int]:
-    """Bytes of the weights on a GPU."""
+    """Return the bytes of the weights on a GPU, by scheme."""
     return bytes_by_scheme(read_spec(read_config(folder), method), facts_of("cuda"), 2)
 
 

@@ -1,4 +1,4 @@
-"""What sampling costs a step: microseconds by rows, vocabulary and kind of request, packing and drawing apart.
+"""The cost of sampling a step: microseconds by rows, vocabulary and kind of request, packing and drawing apart.
 
     python -m benchmarks sampler [--device cuda] [--rows 1 32 256] [--vocab 4096 128256] [--repeats 9]
 
@@ -41,7 +41,7 @@ STEPS = 50  # of a GPU, in one graph
 
 
 def median(prepare: Callable[[], None], run: Callable[[], object], repeats: int) -> float:
-    """Median microseconds of ``run`` after ``prepare``, the first time left out."""
+    """Return the median microseconds of ``run`` after ``prepare``, the first time left out."""
     spent = []
     for _ in range(repeats + 1):
         prepare()
@@ -52,7 +52,7 @@ def median(prepare: Callable[[], None], run: Callable[[], object], repeats: int)
 
 
 def filled(rows: int, vocab: int, params: SamplingParams) -> Slots:
-    """So many sequences that are sampled under ``params``."""
+    """Return slots with ``rows`` sequences sampled under ``params``."""
     rng, slots = np.random.default_rng(0), Slots(rows, 1024, 64)
     for number in range(rows):
         prompt = rng.integers(0, min(vocab, 4096), PROMPT)
@@ -61,7 +61,7 @@ def filled(rows: int, vocab: int, params: SamplingParams) -> Slots:
 
 
 def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Figures of each kind, for a step in which all rows are of that kind."""
+    """Return the figures of each kind, for a step with all rows of that kind."""
     rng, places = np.random.default_rng(0), np.arange(rows)
     fresh = torch.from_numpy((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
     logits, figures = fresh.clone(), {}
@@ -89,7 +89,7 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def on_gpu(rows: int, vocab: int, repeats: int) -> dict[str, float]:
-    """Microseconds that the kernels of each kind's step take."""
+    """Return the microseconds of the kernels of each kind's step."""
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.sampler import CudaSampler
 
