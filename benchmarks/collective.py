@@ -53,7 +53,10 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def measure(rank: int, world: int, folder: str, output: str) -> None:
-    """Measure as one process of the group; rank 0 prints and saves the figures."""
+    """Measure as one process of the group.
+
+    Rank 0 prints and saves the figures.
+    """
     import torch.distributed._symmetric_memory as symm
 
     from preheat.backends.cuda.backend import CudaBackend

@@ -57,7 +57,10 @@ def new_weights(llm: LLM, seed: int) -> dict[str, Tensor]:
 
 
 def measure_update(boot: Callable[..., LLM]) -> dict[str, Any]:
-    """Return the seconds of an update of all weights; its digest must equal a fresh boot's with these weights."""
+    """Return the seconds of an update of all weights.
+
+    Its digest must equal a fresh boot's with these weights.
+    """
     fresh = boot(seed=1)
     digest, tensors = fresh.state.digest, new_weights(fresh, 1)
     del fresh
@@ -117,7 +120,10 @@ def measure_offload(boot: Callable[..., LLM], length: int, block_size: int) -> d
 
 
 def measure_sleep(boot: Callable[..., LLM], length: int) -> dict[str, Any]:
-    """Measure level 1 down and up, and requests after it. The engine proves its digest before it is awake."""
+    """Measure level 1 down and up, and requests after it.
+
+    The engine proves its digest before it is awake.
+    """
     llm = boot(enable_sleep_mode=True)
     prompt = [i % 400 + 1 for i in range(length)]
     _, answer = first_token(llm, prompt)

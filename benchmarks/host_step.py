@@ -90,7 +90,10 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
 
 
 def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuBackend) -> Attention:
-    """Return a platform's attention, which cuts a step into work; only its host part is used."""
+    """Return a platform's attention, which cuts a step into work.
+
+    Only its host part is used.
+    """
     if packer == "cpu":
         return backend.attention([layer], limits, contiguous=True)
     from preheat.backends.cuda.attention import CudaAttention
@@ -166,7 +169,10 @@ def _timing(method: Any, times: list[float]) -> Any:
 
 
 def gaps(listed: Sequence[Span]) -> list[float]:
-    """Return the idle microseconds behind each step but the last; ``listed`` is in order of start."""
+    """Return the idle microseconds behind each step but the last.
+
+    ``listed`` is in order of start.
+    """
     found, busy_until = [], 0.0
     for span, behind in pairwise(listed):
         busy_until = max(busy_until, span.end)

@@ -45,7 +45,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
-    """Return the figures of one engine, by name; if it failed, end this process with its status."""
+    """Return the figures of one engine, by name.
+
+    If it failed, end this process with its status.
+    """
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         asked = [f"--shape={own.shape}", f"--output={folder}", f"--seconds={own.seconds:g}", *(["--tiny"] * own.tiny)]
         command = [sys.executable, "-m", "benchmarks", "latency", *asked, *flags]

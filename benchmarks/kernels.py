@@ -75,7 +75,10 @@ def bandwidth(device: torch.device) -> float:
 
 
 def idle(listed: Iterable[Span]) -> float:
-    """Return the idle microseconds between the first start and the last end; ``listed`` is in order of start."""
+    """Return the idle microseconds between the first start and the last end.
+
+    ``listed`` is in order of start.
+    """
     total, busy_until = 0.0, None
     for span in listed:
         if busy_until is not None:

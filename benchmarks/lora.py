@@ -139,7 +139,10 @@ Kinds = Mapping[str, tuple[Measured, Adapters]]
 
 
 def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, float]:
-    """Return the best seconds of ``TRIES`` by kind, see :meth:`Measured.seconds`; the kinds take turns."""
+    """Return the best seconds of ``TRIES`` by kind, see :meth:`Measured.seconds`.
+
+    The kinds take turns.
+    """
     best = dict.fromkeys(kinds, math.inf)
     for _ in range(TRIES):
         for kind, (engine, adapters) in kinds.items():
@@ -254,7 +257,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """Return the sizes of the run; the first long case is the only one."""
+    """Return the sizes of the run.
+
+    The first long case is the only one.
+    """
     sizes = TINY if args.tiny else replace(FULL, batches=(1, 32, 128), prompts=8, streams=16, long=((8, 32768),))
     rows, context = sizes.long[0]
     batches = tuple(args.batches) if args.batches else sizes.batches

@@ -1,4 +1,6 @@
-"""The time that adapters add to single layers on a GPU; the plain layer and layers with adapters take turns.
+"""The time that adapters add to single layers on a GPU.
+
+The plain layer and layers with adapters take turns.
 
     python -m benchmarks lora_layers [--shape llama-3.1-8b] [--rows 1 32 128 2048] [--adapters 8] [--rank 16]
         [--replays 30]

@@ -72,7 +72,10 @@ async def _health(port: int) -> float:
 
 
 async def _longest_pause(port: int) -> float:
-    """Return the most milliseconds between two reads of an endless stream; runs until cancelled."""
+    """Return the most milliseconds between two reads of an endless stream.
+
+    Runs until cancelled.
+    """
     longest = 0.0
     try:
         while True:

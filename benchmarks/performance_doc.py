@@ -27,7 +27,10 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 720, 300, 50, 40
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """Return ``text`` with new text between its marks; a mark has a name of ``WRITERS`` and a shape."""
+    """Return ``text`` with new text between its marks.
+
+    A mark has a name of ``WRITERS`` and a shape.
+    """
     return BLOCK.sub(lambda found: found[1] + WRITERS[found[2]](found[3], results) + found[4], text)
 
 
@@ -136,7 +139,10 @@ def plot(shape: str, results: Path) -> str:
 
 
 def svg(shape: str, results: Path) -> str | None:
-    """Return the picture of :func:`plot`: bars for our and vLLM's figures; None without ours."""
+    """Return the picture of :func:`plot`: bars for our and vLLM's figures.
+
+    Returns None without ours.
+    """
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
     if not ours:
         return None

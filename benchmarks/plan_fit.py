@@ -84,7 +84,10 @@ def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
 
 
 def planning_seconds(count: int) -> float:
-    """Return the best seconds of five plans of about ``count`` candidates; other processes do not count."""
+    """Return the best seconds of five plans of about ``count`` candidates.
+
+    Other processes do not count.
+    """
     side = round(count**0.5)
     limits = Limits(
         max_model_len=side * 16,

@@ -58,7 +58,10 @@ class Card:
 
 
 def steadily(work: Callable[[], int], seconds: float, card: Card, numbers: int) -> dict[str, Any]:
-    """Repeat ``work``, which returns its number of tokens; return the figures of the second half."""
+    """Repeat ``work``, which returns its number of tokens.
+
+    Returns the figures of the second half.
+    """
     half = time.perf_counter() + seconds / 2
     while time.perf_counter() < half:
         work()

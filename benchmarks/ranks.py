@@ -89,7 +89,10 @@ class Rank:
         return round(min(found[1:]), 1)
 
     def telling(self, calls: int) -> dict[str, float]:
-        """Return the microseconds of telling a step; the other rank reads it before the next one is told."""
+        """Return the microseconds of telling a step.
+
+        The other rank reads it before the next one is told.
+        """
         figures, step, together = {}, np.zeros(STEP_BYTES, np.uint8), self._links["memory"]
         for way, site in self._sites.items():
             assert self._line is not None

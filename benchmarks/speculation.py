@@ -157,7 +157,10 @@ def _report(
     ran: tuple[list[list[int]], dict[str, float]],
     right: list[list[int]],
 ) -> None:
-    """Keep and print the figures of a run; its answers must be ``right``."""
+    """Keep and print the figures of a run.
+
+    Its answers must be ``right``.
+    """
     answers, found = ran
     if answers != right:
         raise AssertionError(f"{name}: {label} changed an answer")

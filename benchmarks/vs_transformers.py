@@ -61,7 +61,10 @@ def make_loads(vocab_size: int) -> dict[str, TokenLoad]:
 
 
 def make_preheat(model: str, dtype: str, threads: int, options: dict[str, Any]) -> Run:
-    """Return a run of preheat; with prefix caching, every run but the first would find its prompts in the cache."""
+    """Return a run of preheat.
+
+    With prefix caching, every run but the first would find its prompts in the cache.
+    """
     asked = {"enable_prefix_caching": False, "max_num_seqs": SEATS} | options
     llm = LLM(model, dtype=dtype, num_threads=threads, **asked)
 

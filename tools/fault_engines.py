@@ -40,7 +40,10 @@ ENGINES = tuple(_OPTIONS)
 
 
 def options(engine: str, folder: Path) -> dict[str, Any]:
-    """Return the settings of ``engine``; its own model, if it has one, is written into ``folder``."""
+    """Return the settings of ``engine``.
+
+    Its own model, if it has one, is written into ``folder``.
+    """
     if engine not in _MODELS:
         return _OPTIONS[engine]
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,10 @@ MATRIX = """
 
 
 def verdicts(rows: Sequence[Row] = ROWS) -> dict[frozenset[str], list[Row | None]]:
-    """Return the rows on each pair of traits; None: an engine has one of the two at most."""
+    """Return the rows on each pair of traits.
+
+    None: an engine has one of the two at most.
+    """
     found: dict[frozenset[str], list[Row | None]] = {frozenset(pair): [] for pair in combinations(TRAITS, 2)}
     for group in ONE_OF:
         for pair in combinations(group.split(), 2):
@@ -82,7 +85,10 @@ def _refused() -> str:
 
 
 def _lacking() -> str:
-    """Return the table of features that platforms lack; the page of execution modes lists each platform's modes."""
+    """Return the table of features that platforms lack.
+
+    The page of execution modes lists each platform's modes.
+    """
     rows = [
         f"{facts.name} | {' with '.join(TRAITS[name].name for name in names)} | {reason}"
         for facts in FACTS.values()

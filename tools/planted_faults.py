@@ -92,9 +92,9 @@ class Seen(NamedTuple):
 
 
 def plant(fault: Fault | None) -> Path:
-    """Copy the sources and tests, and plant ``fault`` unless it is None; return the folder.
+    """Copy the sources and tests, and plant ``fault`` unless it is None.
 
-    Raises AssertionError if the sources no longer have the place.
+    Returns the folder. Raises AssertionError if the sources no longer have the place.
     """
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
     for name in ("src", "tests", "tools", "docs", "benchmarks"):

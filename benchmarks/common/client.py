@@ -22,9 +22,9 @@ ECHO = b"HTTP/1.1 200 OK\r\n\r\n" + b"data: {}\n\n" * 2
 
 @dataclass
 class Served:
-    """One request as a client saw it; times in seconds, since ``began`` of ``time.perf_counter``.
+    """One request as a client saw it.
 
-    ``error`` is the failure, if there was one.
+    Times in seconds, since ``began`` of ``time.perf_counter``. ``error`` is the failure, if there was one.
     """
 
     asked: int
@@ -41,7 +41,10 @@ class Served:
 
 
 class Client:
-    """Asks the server at ``port``; prompts are random ids below ``vocabulary``, the same in every run."""
+    """Asks the server at ``port``.
+
+    Prompts are random ids below ``vocabulary``, the same in every run.
+    """
 
     def __init__(self, port: int, vocabulary: int) -> None:
         self._port = port
@@ -141,7 +144,10 @@ class Client:
 
 
 def summary(found: Sequence[Served], wall: float) -> dict[str, Any]:
-    """Return the figures of several requests, in milliseconds and tokens a second; ``wall`` seconds for all."""
+    """Return the figures of several requests, in milliseconds and tokens a second.
+
+    ``wall`` seconds for all.
+    """
     good = [each for each in found if each.error is None]
     firsts = [each.first for each in good if each.first is not None]
     gaps = [gap for each in good for gap in each.gaps]

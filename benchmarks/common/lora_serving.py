@@ -18,11 +18,12 @@ from preheat.errors import PreheatError
 def loading_over_http(
     options: dict[str, Any], adapters: dict[str, str], new: dict[str, str], sizes: Sizes, vocabulary: int
 ) -> dict[str, Any]:
-    """Return the figures of a server with ``options`` that loads adapters; adapters are folders by name.
+    """Return the figures of a server with ``options`` that loads adapters.
 
-    ``sizes.streams`` streams without an adapter or with one of ``adapters``, in turn, begin again as they end. Reported
-    is the time between their tokens in three phases: while nothing else happens, while requests with ``adapters`` begin
-    one after the other, and while each of ``new`` is loaded and has a first request.
+    Adapters are folders by name. ``sizes.streams`` streams without an adapter or with one of ``adapters``, in turn,
+    begin again as they end. Reported is the time between their tokens in three phases: while nothing else happens,
+    while requests with ``adapters`` begin one after the other, and while each of ``new`` is loaded and has a first
+    request.
     """
     modules = [f"{name}={path}" for name, path in adapters.items()]
     runtime = {"lora_modules": modules, "allow_runtime_lora_updating": True}
@@ -102,14 +103,20 @@ class _Streams:
 
 
 def _checked(served: Served) -> float:
-    """Return the seconds until the first token. Raises PreheatError for a request that failed."""
+    """Return the seconds until the first token.
+
+    Raises PreheatError for a request that failed.
+    """
     if served.error is not None or served.first is None:
         raise PreheatError(f"a request failed: {served.error}")
     return served.first
 
 
 def load(port: int, name: str, path: str) -> None:
-    """Make the server at ``port`` load an adapter. Raises PreheatError if it does not."""
+    """Make the server at ``port`` load an adapter.
+
+    Raises PreheatError if it does not.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port)
     body = json.dumps({"lora_name": name, "lora_path": path})
     connection.request("POST", "/v1/load_lora_adapter", body, {"Content-Type": "application/json"})

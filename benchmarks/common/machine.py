@@ -58,7 +58,10 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit, with a plus sign when files differ from it; None outside of a checkout."""
+    """Return the commit, with a plus sign when files differ from it.
+
+    None outside of a checkout.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -71,7 +74,10 @@ def _commit() -> str | None:
 
 
 def _torch() -> dict[str, Any]:
-    """Return threads, instruction set and GPU; ``gpu`` is None where preheat cannot use one."""
+    """Return threads, instruction set and GPU.
+
+    ``gpu`` is None where preheat cannot use one.
+    """
     import torch
 
     from preheat.backends.registry import pick_backend

@@ -1,4 +1,7 @@
-"""Child processes: Python with this package importable, and servers. Nothing here imports torch."""
+"""Child processes: Python with this package importable, and servers.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from preheat.errors import PreheatError
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return our environment with ``more``; in it ``python -m benchmarks`` works from any folder."""
+    """Return our environment with ``more``.
+
+    In it ``python -m benchmarks`` works from any folder.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 

@@ -16,7 +16,10 @@ Rounded = dict[str, Tensor]
 
 
 def _whole(bits: int, group: int, symmetric: bool) -> Callable[[Tensor], Rounded]:
-    """Return the rounding of compressed-tensors' pack-quantized; a group of 0 is a whole row."""
+    """Return the rounding of compressed-tensors' pack-quantized.
+
+    A group of 0 is a whole row.
+    """
 
     def module(weight: Tensor) -> Rounded:
         outputs, inputs = weight.shape

@@ -17,7 +17,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parser(doc: str | None, module: str) -> argparse.ArgumentParser:
-    """Return a parser for the benchmark ``module``; the docstring ``doc`` is its help."""
+    """Return a parser for the benchmark ``module``.
+
+    The docstring ``doc`` is its help.
+    """
     prog = f"benchmarks {module.rpartition('.')[2]}"
     return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -44,9 +47,9 @@ class Clock:
 
 
 class PartReport:
-    """The figures of one ``part`` of the suite in the file ``path``; the file is complete after every figure.
+    """The figures of one ``part`` of the suite in the file ``path``.
 
-    Other parts in the file stay as they are.
+    The file is complete after every figure. Other parts in the file stay as they are.
     """
 
     def __init__(self, path: Path, part: str, options: dict[str, Any]) -> None:
@@ -78,7 +81,10 @@ class PartReport:
 
 
 def read_parts(path: Path) -> dict[str, Any]:
-    """Return the parts in a file that ``PartReport`` wrote, by name; empty if there is no such file."""
+    """Return the parts in a file that ``PartReport`` wrote, by name.
+
+    The result is empty if there is no such file.
+    """
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]

@@ -1,4 +1,7 @@
-"""The measured models: published sizes with random weights; speed does not depend on the weights."""
+"""The measured models: published sizes with random weights.
+
+Speed does not depend on the weights.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,10 @@ TOKENS = {1: 320, 32: 160, 256: 96}
 
 
 class Synthetic:
-    """A proposer that knows the answers, by prompt; each token is right with a probability of ``right``."""
+    """A proposer that knows the answers, by prompt.
+
+    Each token is right with a probability of ``right``.
+    """
 
     writes_cache = False
 

@@ -21,7 +21,10 @@ def anchors() -> dict[str, Any]:
 
 
 def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
-    """Return a line for each figure that either side has. ``parts``: see ``report.read_parts``."""
+    """Return a line for each figure that either side has.
+
+    ``parts``: see ``report.read_parts``.
+    """
     ours = flat(parts)
     theirs = anchors()["shapes"].get(shape, {})
     default, invariant = (_flat_anchor(theirs.get(kind, {})) for kind in ("default", "invariant"))

@@ -104,7 +104,10 @@ class Offline:
                 report.put(round(self._steady(rows, context), 3), "itl_ms_long", f"{rows}x{context}")
 
     def _late(self, report: PartReport, what: str, seconds: float) -> bool:
-        """Return whether ``what``, which takes about ``seconds``, would come too late; note it in that case."""
+        """Return whether ``what``, which takes about ``seconds``, would come too late.
+
+        Note it in that case.
+        """
         late = self._clock.left < seconds
         if late:
             report.leave_out(what, "out of time")
@@ -127,9 +130,9 @@ class Offline:
         return prompts * length / self.seconds([self.prompt(length) for _ in range(prompts)], greedy(1))
 
     def _steady(self, rows: int, context: int) -> float:
-        """Return milliseconds between tokens while all ``rows`` decode; the last row counts the tokens.
+        """Return milliseconds between tokens while all ``rows`` decode.
 
-        The time runs from the last row's first token until the first row ends.
+        The last row counts the tokens. The time runs from the last row's first token until the first row ends.
         """
         llm, frontend = self.llm, self.llm.frontend
         params = greedy(long_answer(self.sizes, rows, context))

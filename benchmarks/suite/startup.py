@@ -15,7 +15,10 @@ from benchmarks.common.report import Clock, PartReport
 
 
 def startup(report: PartReport, options: dict[str, Any], folder: Path, clock: Clock) -> None:
-    """Boot twice, each in a process of its own; both compile into ``folder``, which is empty at first."""
+    """Boot twice, each in a process of its own.
+
+    Both compile into ``folder``, which is empty at first.
+    """
     for name in ("cold", "second"):
         if clock.left < 1:
             report.leave_out(name, "out of time")

@@ -28,7 +28,10 @@ VIEWS = ("view", "unsqueeze", "squeeze", "slice", "select", "transpose", "permut
 
 
 class Launch(NamedTuple):
-    """A kernel and everything that its program depends on. ``constants`` are values of compiled-in arguments."""
+    """A kernel and everything that its program depends on.
+
+    ``constants`` are values of compiled-in arguments.
+    """
 
     kernel: Any
     grid: tuple[int, ...]

@@ -50,7 +50,10 @@ WITH: dict[str, dict[str, Any]] = {
     "splits": {"tp_invariant": True},
     "splits, adapters": _ADAPTERS | {"tp_invariant": True},
 }
-"""Further options of an engine. On one rank a layer keeps all its splits: more of them meet than on several ranks."""
+"""Further options of an engine.
+
+On one rank a layer keeps all its splits: more of them meet than on several ranks.
+"""
 
 
 PRELOADED = (
@@ -99,7 +102,10 @@ def cells() -> Iterator[Cell]:
 
 
 def _shared(thorough: bool) -> Iterator[tuple[int, str]]:
-    """Yield ranks and further options. With adapters, the digest also covers logits without any."""
+    """Yield ranks and further options.
+
+    With adapters, the digest also covers logits without any.
+    """
     yield from itertools.product((1, 2), ("plain", "adapters"))
     yield from [(1, "splits"), (1, "splits, adapters"), (4, "adapters")]
     if thorough:
@@ -210,7 +216,10 @@ def forked_rank(rank: int) -> Any:
 
 
 def in_a_fork(cell: Cell) -> tuple[int, Connection]:
-    """Fork a process that boots ``cell``; return its id and the connection for its result."""
+    """Fork a process that boots ``cell``.
+
+    Returns its id and the connection for its result.
+    """
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid:

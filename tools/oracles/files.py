@@ -40,9 +40,9 @@ def chosen(names: list[str], only: str) -> list[str]:
 def finish(
     args: argparse.Namespace, of: Cells, find: Callable[[], Cells], change: Callable[[Any], Any] | None = None
 ) -> int:
-    """Find the cells, then store or compare them as ``args`` say; return the exit status.
+    """Find the cells, then store or compare them as ``args`` say.
 
-    ``change`` reduces a cell to the part that is compared.
+    Returns the exit status. ``change`` reduces a cell to the part that is compared.
     """
     if args.write is not None:
         cells = dict(sorted(find().items()))
@@ -95,7 +95,10 @@ def _text(content: Cells) -> str:
 
 
 def cells_in(path: Path) -> dict[str, Any]:
-    """Return the cells of the file ``path``; none if it does not exist."""
+    """Return the cells of the file ``path``.
+
+    The result is empty if it does not exist.
+    """
     return _cells(json.loads(path.read_text())) if path.exists() else {}
 
 

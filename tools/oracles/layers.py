@@ -140,7 +140,10 @@ def split(
     backend: Card, scheme: Scheme | None, adapted: bool, seen: Seen, *, world: int, among: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Made:  # fmt: skip
-    """Return a layer with inputs split over ``world`` ranks; ``among``: its adapters' first matrices are split too."""
+    """Return a layer with inputs split over ``world`` ranks.
+
+    ``among``: its adapters' first matrices are split too.
+    """
     ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
     rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
@@ -286,7 +289,10 @@ def _experts_by(config: ExpertsConfig, shape: ExpertsShape, tokens: int) -> obje
 
 
 def traces(backend: Card, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Seen]]:
-    """Yield the trace of each kind and number of rows; with adapters also of a step in which no row has one."""
+    """Yield the trace of each kind and number of rows.
+
+    With adapters also of a step in which no row has one.
+    """
     seen = Seen()
     for kind, make in kinds(backend, seen):
         wanted = [f"{kind}, {count} rows" for count in ROWS if chosen(f"{kind}, {count} rows")]

@@ -28,7 +28,9 @@ def bucket_sizes(
     pad_max: int | None = None,
     pad_percent: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the ascending values from ``min`` to ``max`` of one dimension; ``max`` is always the last.
+    """Return the ascending values from ``min`` to ``max`` of one dimension.
+
+    ``max`` is always the last.
 
     ``linear``: ``min``, which doubles up to ``step``, then multiples of ``step``.
     ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``. A ``min`` of 0 or 1 is

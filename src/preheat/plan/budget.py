@@ -14,12 +14,18 @@ from preheat.errors import SettingsError
 from preheat.plan.buckets import Bucket, Phase
 
 Capture = Callable[[Phase, Bucket, int], int]
-"""Captures a bucket, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError skips it."""
+"""Captures a bucket, the n-th (from 1) of its phase's queue.
+
+Returns the bytes taken. MemoryError skips it.
+"""
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """The division of the free memory, in bytes. A block of the cache takes ``block_bytes``."""
+    """The division of the free memory, in bytes.
+
+    A block of the cache takes ``block_bytes``.
+    """
 
     free: int
     usable: int
@@ -60,7 +66,10 @@ def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reser
 
 @dataclass(frozen=True)
 class Skipped:
-    """A bucket that runs without a graph; ``failed`` if its capture was tried."""
+    """A bucket that runs without a graph.
+
+    ``failed`` if its capture was tried.
+    """
 
     bucket: Bucket
     reason: str

@@ -43,7 +43,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A phase before its dispatcher is built. ``over`` are the buckets that exceed a limit, each with the reason."""
+    """A phase before its dispatcher is built.
+
+    ``over`` are the buckets that exceed a limit, each with the reason.
+    """
 
     region: Region
     axes: tuple[Axis, ...]
@@ -57,9 +60,10 @@ class Candidates:
 
 
 def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
-    """Return every bucket that the options ask for, phase by phase; warn of ranges without effect.
+    """Return every bucket that the options ask for, phase by phase.
 
-    Raises SettingsError, with the change to make, for a policy, strategy or range that makes no sense.
+    Warn of ranges without effect. Raises SettingsError, with the change to make, for a policy, strategy or range that
+    makes no sense.
     """
     if limits.num_blocks < 2:
         raise SettingsError(
@@ -169,9 +173,10 @@ def _values(options: PlanOptions, policy: Policy, name: str, span: Span) -> tupl
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: Policy) -> tuple[Candidates, ...]:
-    """Return the candidates of a bucket file; its lines are ``(rows, query)`` or ``(rows, query, blocks)``.
+    """Return the candidates of a bucket file.
 
-    A query of 1 is a decode bucket. Lines that cannot be a bucket are skipped with a warning.
+    Its lines are ``(rows, query)`` or ``(rows, query, blocks)``. A query of 1 is a decode bucket. Lines that cannot be
+    a bucket are skipped with a warning.
     """
     try:
         text = read_text(path)
@@ -205,7 +210,10 @@ def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], buckets:
 
 
 def _over_budget(limits: Limits, bucket: Bucket) -> str | None:
-    """Return the reason why a bucket exceeds the token budget; its region has bounded each size by itself."""
+    """Return the reason why a bucket exceeds the token budget.
+
+    Its region has bounded each size by itself.
+    """
     budget = limits.max_num_batched_tokens
     if bucket.tokens > budget:
         return f"over budget: {bucket.tokens:,} tokens exceed --max-num-batched-tokens {budget:,}"

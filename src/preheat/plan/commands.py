@@ -35,7 +35,10 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def buckets(args: argparse.Namespace) -> str:
-    """Return the output of ``preheat buckets``: the sizes of one dimension. Raises SettingsError for a bad range."""
+    """Return the output of ``preheat buckets``: the sizes of one dimension.
+
+    Raises SettingsError for a bad range.
+    """
     optional = {"count": args.count, "pad_max": args.pad_max, "pad_percent": args.pad_percent}
     values = bucket_sizes(args.strategy, args.min, args.step, args.max, **optional)
     if args.json:

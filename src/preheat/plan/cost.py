@@ -105,7 +105,10 @@ class ModelSizes:
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
-        """Return the sizes of ``spec``; activations are the most of any layer, residual and normed input included."""
+        """Return the sizes of ``spec``.
+
+        Activations are the most of any layer, residual and normed input included.
+        """
         widest = 2 * spec.hidden_size + max(layer.activations for layer in spec.layers)
         return cls(
             hidden=spec.hidden_size,
@@ -162,7 +165,10 @@ class Costs:
         return self._known(name, times * flops, times * moved, 2 * logits, times * overhead)
 
     def check(self, name: str) -> Cost:
-        """Return the cost of a cross-check at boot: a few short steps. Its memory is not estimated."""
+        """Return the cost of a cross-check at boot: a few short steps.
+
+        Its memory is not estimated.
+        """
         flops = 2.0 * self.sizes.layer_params * CHECK_TOKENS
         return self._known(name, flops, 0, 0, CHECK_STEPS * self.machine.step_overhead)
 

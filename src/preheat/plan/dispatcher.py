@@ -70,7 +70,10 @@ class PhaseDispatcher:
     field_b: int
 
     def example(self, bucket: Bucket) -> StepSize | None:
-        """Return the heaviest step size found that chooses ``bucket``; None if no step of this phase does."""
+        """Return the heaviest step size found that chooses ``bucket``.
+
+        Returns None if no step of this phase does.
+        """
         if bucket == self.fallback:
             return self.gap
         cell = self.grid.last_cells.get(bucket)
@@ -78,7 +81,10 @@ class PhaseDispatcher:
 
 
 class Dispatcher:
-    """The buckets of all phases; immutable. ``on_miss`` is called for every step that takes a fallback."""
+    """The buckets of all phases; immutable.
+
+    ``on_miss`` is called for every step that takes a fallback.
+    """
 
     __slots__ = ("_on_miss", "_phases")
     _phases: dict[Phase, PhaseDispatcher]
@@ -103,7 +109,10 @@ class Dispatcher:
         return (*regular, *(phase.fallback for phase in self._phases.values() if phase.fallback))
 
     def find(self, size: StepSize) -> Bucket | None:
-        """Return the cheapest bucket that holds ``size``, fallbacks left out, or None. Used for admission."""
+        """Return the cheapest bucket that holds ``size``, fallbacks left out, or None.
+
+        Used for admission.
+        """
         phase = self._phases[size.phase]
         i = bisect_left(phase.a, size[phase.field_a])
         j = bisect_left(phase.b, size[phase.field_b])
@@ -182,9 +191,10 @@ def _columns(buckets: Sequence[Bucket]) -> dict[str, np.ndarray]:
 
 
 class _Grid:
-    """The plane of a region cut at the dimensions of its buckets; ``best`` is the first bucket that holds each cell.
+    """The plane of a region cut at the dimensions of its buckets.
 
-    ``buckets`` are in order of cost, so the first is the cheapest and a running minimum over positions finds it.
+    ``best`` is the first bucket that holds each cell. ``buckets`` are in order of cost, so the first is the cheapest
+    and a running minimum over positions finds it.
     """
 
     def __init__(self, region: Region, buckets: Sequence[Bucket]) -> None:
@@ -235,7 +245,10 @@ class _Grid:
         return self.step_size(int(flat[-1])) if len(flat) else None
 
     def winner(self, rank: int) -> Bucket | None:
-        """Return the cheaper bucket for a step of exactly this bucket's size; None if there is no such step."""
+        """Return the cheaper bucket for a step of exactly this bucket's size.
+
+        Returns None if there is no such step.
+        """
         cell = self.where[0][rank], self.where[1][rank]
         return self.buckets[self.best[cell]] if self.reachable[cell] else None
 
@@ -246,12 +259,18 @@ class _Grid:
         return self.region.step_size(a, min(int(self.b_high[j]), int(self.region.top(np.asarray(a)))))
 
     def cells(self) -> tuple[tuple[Bucket | None, ...], ...]:
-        """Return the grid as nested tuples of buckets; tuples index faster than arrays."""
+        """Return the grid as nested tuples of buckets.
+
+        Tuples index faster than arrays.
+        """
         buckets = [*self.buckets, None]
         return tuple(tuple(buckets[rank] for rank in row) for row in self.best.tolist())
 
 
 def _edges(values: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and last coordinate of each interval between ``values``; the last one ends at ``bound``."""
+    """Return the first and last coordinate of each interval between ``values``.
+
+    The last one ends at ``bound``.
+    """
     high = np.minimum(np.append(values, bound), bound)
     return np.append(1, high[:-1] + 1), high

@@ -35,13 +35,19 @@ logger = logging.getLogger(__name__)
 Stage = Literal["after_cache", "last"]
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Sizes of a compaction step in pairs of swapped blocks; every step is padded to one of them."""
+"""Sizes of a compaction step in pairs of swapped blocks.
+
+Every step is padded to one of them.
+"""
 
 MAX_DETERMINISM_TOKENS = 128
 
 
 class NothingToRun(Exception):
-    """Raised by an item that has no work within the limits; the message is the reason."""
+    """Raised by an item that has no work within the limits.
+
+    The message is the reason.
+    """
 
 
 class ItemRunner(Protocol):
@@ -67,13 +73,19 @@ class ItemRunner(Protocol):
         """Encode ``images`` images at once."""
 
     def swap(self, pairs: int) -> None:
-        """Run the program that swaps ``pairs`` pairs of blocks; blocks 0 and 1 change places."""
+        """Run the program that swaps ``pairs`` pairs of blocks.
+
+        Blocks 0 and 1 change places.
+        """
 
     def transfer(self, transfer: Transfer) -> None:
         """Copy the pad block to the host, or back."""
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
-        """Call ``run`` ``count`` times with the log lines of the determinism warm-up; log a failing pass too."""
+        """Call ``run`` ``count`` times with the log lines of the determinism warm-up.
+
+        Log a failing pass too.
+        """
 
     def build_grammar(self, name: str) -> None:
         """Compile the grammar ``name`` and build the states on some paths through it.
@@ -82,10 +94,16 @@ class ItemRunner(Protocol):
         """
 
     def run_check(self, name: str) -> None:
-        """Run a cross-check; raise NotInvariant if it fails and NothingToRun if it does not apply."""
+        """Run a cross-check.
+
+        Raises NotInvariant if it fails and NothingToRun if it does not apply.
+        """
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
-        """Time a step of ``bucket`` that has run before; with ``draft`` it is a step of the draft model's plan."""
+        """Time a step of ``bucket`` that has run before.
+
+        With ``draft`` it is a step of the draft model's plan.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +149,18 @@ class Item(ABC):
 
     @property
     def name(self) -> str:
-        """Unique within a plan and the same on every boot; the key in records."""
+        """Unique within a plan and the same on every boot.
+
+        The key in records.
+        """
         return f"({', '.join(map(str, [self.kind, *self.shape.values()]))})"
 
     @property
     def program(self) -> Program[Any] | None:
-        """The program that the item runs; None if it only runs other items' programs again."""
+        """The program that the item runs.
+
+        None if it only runs other items' programs again.
+        """
         return None
 
     def cost(self, costs: Costs) -> Cost:
@@ -171,7 +195,10 @@ class ForwardItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[ForwardItem]:
-        """Yield buckets phase by phase, largest first; a fallback is larger than any other bucket."""
+        """Yield buckets phase by phase, largest first.
+
+        A fallback is larger than any other bucket.
+        """
         for phase in plan.dispatcher.phases.values():
             if phase.fallback:
                 yield cls(phase.fallback, fallback=True)
@@ -205,7 +232,10 @@ class ForwardItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class SamplerItem(Item):
-    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`; with ``batch_changed`` the rows are new."""
+    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`.
+
+    With ``batch_changed`` the rows are new.
+    """
 
     KIND = "sampler"
     rows: int
@@ -295,7 +325,10 @@ class PoolerItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem(Item):
-    """The program that encodes ``images`` images; only models that see images have any."""
+    """The program that encodes ``images`` images.
+
+    Only models that see images have any.
+    """
 
     KIND = "encoder"
     images: int
@@ -403,7 +436,10 @@ class SwapItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class TransferItem(Item):
-    """A copy of a cache block to the host, or back; exists only with ``kv_offloading_size``."""
+    """A copy of a cache block to the host, or back.
+
+    Exists only with ``kv_offloading_size``.
+    """
 
     KIND = "offload"
     transfer: Transfer
@@ -453,7 +489,10 @@ class DraftItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class PaceItem(Item):
-    """A decode or verify step, timed after its first run; the times decide how many tokens are drafted."""
+    """A decode or verify step, timed after its first run.
+
+    The times decide how many tokens are drafted.
+    """
 
     KIND, stage = "pace", "last"
     bucket: Bucket
@@ -528,7 +567,10 @@ class DeterminismItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[DeterminismItem]:
-        """Return passes over a decode step of a usual batch size; none without batch invariance."""
+        """Return passes over a decode step of a usual batch size.
+
+        The result is empty without batch invariance.
+        """
         rows = min(plan.limits.max_rows, MAX_DETERMINISM_TOKENS)
         bucket = plan.dispatcher.peek(StepSize("decode", rows, rows, longest=1, blocks=rows))
         passes = plan.options.determinism_warmup_iterations if plan.options.batch_invariant else 0

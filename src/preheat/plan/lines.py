@@ -29,7 +29,10 @@ def bucket_config(phase: Candidates) -> str:
 
 
 def generated(phase: Phase, buckets: Iterable[Bucket], *, whole: bool = True) -> str:
-    """Return the line with a phase's buckets in ascending order; only the first and the last unless ``whole``."""
+    """Return the line with a phase's buckets in ascending order.
+
+    Only the first and the last unless ``whole``.
+    """
     buckets = list(buckets)
     return f"Generated {len(buckets)} {phase} buckets: {_listed(buckets, whole=whole)}"
 
@@ -43,7 +46,10 @@ def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *,
 
 
 def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int, *, whole: bool = True) -> str:
-    """Return the line that lists a phase's captured buckets; only the first and the last unless ``whole``."""
+    """Return the line that lists a phase's captured buckets.
+
+    Only the first and the last unless ``whole``.
+    """
     share = 100 * len(buckets) / total if total else 100.0
     return (
         f"Graph/{phase.capitalize()} captured:{len(buckets)} ({share:.1f}%) used_mem:{format_bytes(used)} "
@@ -57,12 +63,18 @@ def progress(done: int, total: int, current: str, seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """Return ``about 12 s left``; at least 1 s, since something is left."""
+    """Return ``about 12 s left``.
+
+    At least 1 s, since something is left.
+    """
     return f"about {max(round(seconds), 1)} s left"
 
 
 def finished(seconds: float, used: int, *, place: str = "device") -> str:
-    """Return the last line of warm-up; it took ``used`` bytes of the memory of ``place``."""
+    """Return the last line of warm-up.
+
+    It took ``used`` bytes of the memory of ``place``.
+    """
     return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of {place} memory"
 
 
@@ -105,7 +117,10 @@ def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float
 
 
 def sampler_start(sizes: Sequence[int], settings: Iterable[tuple[str, bool]]) -> list[str]:
-    """Return the lines before the sampler's items; ``settings`` are (text, batch_changed) pairs in their order."""
+    """Return the lines before the sampler's items.
+
+    ``settings`` are (text, batch_changed) pairs in their order.
+    """
     lines = [f"Warming up sampler with batch sizes: {list(sizes)} and following configs:"]
     lines += [f"{text}, batch_changed={changed}" for text, changed in settings]
     return [*lines, "Starting sampler warmup..."]

@@ -32,9 +32,10 @@ LAZY_MODE = "lazy_mode (PT_HPU_LAZY_MODE)"
 
 
 def asked(settings: Settings) -> Mode | None:
-    """Return the mode that the settings name, or None. Raises SettingsError if they name two.
+    """Return the mode that the settings name, or None.
 
-    ``lazy_mode`` is often set by the environment of another machine, so it gives way to the other settings.
+    Raises SettingsError if they name two. ``lazy_mode`` is often set by the environment of another machine, so it gives
+    way to the other settings.
     """
     bridge = BY_BRIDGE[settings.lazy_mode, settings.enforce_eager]
     if settings.execution_mode == "auto":

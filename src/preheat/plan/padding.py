@@ -33,7 +33,10 @@ class Padding:
 
 
 def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[str, Padding]:
-    """Return the padding of each phase, fallbacks included; with ``context`` contexts are padded too."""
+    """Return the padding of each phase, fallbacks included.
+
+    With ``context`` contexts are padded too.
+    """
     return {phase: _measure(dispatcher, *_sampled(part.region), context) for phase, part in dispatcher.phases.items()}
 
 

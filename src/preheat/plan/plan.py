@@ -104,7 +104,10 @@ class Plan:
         return self.sampler_sizes[bisect_left(self.sampler_sizes, rows)]
 
     def padded(self, rows: int, tokens: int, longest: int) -> int:
-        """Return the padded tokens of a step with prompts in it; admission counts them against the budget."""
+        """Return the padded tokens of a step with prompts in it.
+
+        Admission counts them against the budget.
+        """
         if longest == 1:
             return tokens  # decoding rows; their number is bounded by the slots
         bucket = self.dispatcher.find(StepSize(self.policy.prefill, rows, tokens, longest=longest))
@@ -155,7 +158,10 @@ class Plan:
 
 
 def largest(buckets: Iterable[Bucket]) -> Bucket:
-    """Return the bucket with the most tokens, then rows, then context; memory grows with them in this order."""
+    """Return the bucket with the most tokens, then rows, then context.
+
+    Memory grows with them in this order.
+    """
     return max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows, bucket.blocks, bucket.longest))
 
 

@@ -56,7 +56,10 @@ class Policy(ABC):
         """Return the default range of a dimension such as "prompt_bs"."""
 
     def count(self, name: str, high: int) -> int | None:
-        """Return the number of exponential sizes of a dimension up to ``high``; None means one a doubling."""
+        """Return the number of exponential sizes of a dimension up to ``high``.
+
+        None means one a doubling.
+        """
         return None
 
     def beyond(self, name: str, high: int, most: int) -> tuple[int, ...]:
@@ -161,7 +164,10 @@ class SplitPolicy(Policy):
         return max(1, math.ceil(math.log2(high))) if name == "prompt_seq" and high > 1 else None
 
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """Return the bucket of a line; a prompt's blocks are its context and no part of its program here."""
+        """Return the bucket of a line.
+
+        A prompt's blocks are its context and no part of its program here.
+        """
         if region.phase == "prompt":
             return region.bucket(rows, query)
         if blocks < 1 and len(region.dimensions) > 1:

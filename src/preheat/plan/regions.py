@@ -67,7 +67,10 @@ class Region(Protocol):
 
 @dataclass(frozen=True)
 class PromptRegion(Region):
-    """Rows (a) and longest row (b) of a prompt step. Other rows may be short, so only a + b - 1 tokens are sure."""
+    """Rows (a) and longest row (b) of a prompt step.
+
+    Other rows may be short, so only a + b - 1 tokens are sure.
+    """
 
     max_rows: int
     max_len: int
@@ -159,7 +162,10 @@ class DecodeByBlocks(Region):
 
 @dataclass(frozen=True)
 class DecodeByLength(Region):
-    """Rows (a) and the longest row's context in tokens (b); each other row holds at least one block."""
+    """Rows (a) and the longest row's context in tokens (b).
+
+    Each other row holds at least one block.
+    """
 
     max_rows: int
     max_len: int

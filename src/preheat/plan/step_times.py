@@ -37,12 +37,18 @@ class StepTimes:
         return max(float(np.interp(rows, *line)) for each, line in self._lines.items() if each <= width)
 
     def drafting(self, rows: int) -> float:
-        """Return the seconds of one draft token for each of ``rows`` rows; 0 without a draft model."""
+        """Return the seconds of one draft token for each of ``rows`` rows.
+
+        Returns 0 without a draft model.
+        """
         return float(np.interp(rows, *self._draft)) if self._plan.draft else 0.0
 
     @cached_property
     def _lines(self) -> dict[int, _Line]:
-        """Rows and seconds, by the width of a verify step; 0 for a step without drafts."""
+        """Rows and seconds, by the width of a verify step.
+
+        0 for a step without drafts.
+        """
         phases = self._plan.dispatcher.phases
         buckets = (*phases["decode"].buckets, *phases["verify"].buckets)
         own = {bucket: seconds for (whose, bucket), seconds in self._measured.items() if whose == "target"}

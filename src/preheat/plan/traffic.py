@@ -35,10 +35,10 @@ class Measured:
 
 
 def best_sizes(steps: Mapping[int, int], run: Seconds, boot: Seconds, largest: int, align: int = 1) -> tuple[int, ...]:
-    """Return the bucket sizes with the least cost; ``largest`` is the last of them.
+    """Return the bucket sizes with the least cost.
 
-    The cost is the sum of ``boot`` over the sizes, and of ``run`` of the smallest size that holds it for each step.
-    ``steps`` counts steps by size.
+    ``largest`` is the last of them. The cost is the sum of ``boot`` over the sizes, and of ``run`` of the smallest size
+    that holds it for each step. ``steps`` counts steps by size.
     """
     counts: dict[int, int] = {largest: 0}
     for size, count in steps.items():

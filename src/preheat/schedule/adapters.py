@@ -37,7 +37,10 @@ Loads = list[tuple[int, Adapter]]
 
 
 class AdapterPlaces:
-    """``count`` adapter slots. Pending ``loads`` must be copied to the device before the next step."""
+    """``count`` adapter slots.
+
+    Pending ``loads`` must be copied to the device before the next step.
+    """
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -51,7 +54,10 @@ class AdapterPlaces:
         return adapter is None or adapter.digest in self._placed or bool(self._free) or self._idle() is not None
 
     def claimed(self, blocked: Collection[str]) -> str | None:
-        """Return the digest of the adapter to wait for; the digests ``blocked`` are waited for already."""
+        """Return the digest of the adapter to wait for.
+
+        The digests ``blocked`` are waited for already.
+        """
         return next((digest for digest in self._placed if digest not in blocked), None)
 
     def begin(self, adapter: Adapter) -> int:
@@ -69,7 +75,10 @@ class AdapterPlaces:
         return self._placed[digest]
 
     def end(self, adapter: Adapter) -> None:
-        """Release the slot for one sequence; the adapter stays in it until another one needs it."""
+        """Release the slot for one sequence.
+
+        The adapter stays in it until another one needs it.
+        """
         self._users[adapter.digest] -= 1
         if not self._users[adapter.digest]:
             del self._users[adapter.digest]
@@ -93,7 +102,10 @@ class AdapterPlaces:
                 self._free.append(self._placed.pop(adapter.digest))
 
     def forget(self) -> None:
-        """Free every slot, as something else was put into it. No sequence may hold one."""
+        """Free every slot, as something else was put into it.
+
+        No sequence may hold one.
+        """
         assert not self._users, "a running sequence would lose its adapter"
         self._free, self._loads = list(range(self.count)), []
         self._placed.clear()

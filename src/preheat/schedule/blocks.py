@@ -30,7 +30,10 @@ class Tier(Protocol):
         """Keep the contents of ``block``, which is about to be overwritten."""
 
     def load(self, block: int, block_hash: bytes) -> bool:
-        """Load the contents with this hash into ``block``; return False if that fails."""
+        """Load the contents with this hash into ``block``.
+
+        Returns False if that fails.
+        """
 
     def forget(self) -> None:
         """Drop all contents."""
@@ -72,7 +75,10 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` blocks with one reference each. Raises RuntimeError, taking none, if fewer are free."""
+        """Return ``count`` blocks with one reference each.
+
+        Raises RuntimeError, taking none, if fewer are free.
+        """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free: the scheduler must check first")
         blank = min(count, len(self._blank))

@@ -44,7 +44,10 @@ class DraftLength(Protocol):
         """
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Note that of the ``drafted`` tokens of each row ``accepted`` were accepted; both int [rows]."""
+        """Note that of the ``drafted`` tokens of each row ``accepted`` were accepted.
+
+        Both int [rows].
+        """
 
 
 class FixedLength:
@@ -102,7 +105,10 @@ class MeasuredLength:
         return each.cumprod()
 
     def most(self, rows: int, limit: int) -> int:
-        """Return the number that pays best if all rows have ``limit`` drafts; with fewer drafts no more would pay."""
+        """Return the number that pays best if all rows have ``limit`` drafts.
+
+        With fewer drafts no more would pay.
+        """
         if (rows, limit) not in self._known:
             asking, spent = self._asking(rows), self._spent.get(rows.bit_length(), 0.0)
             best = self._best(rows, [limit] * rows, asking, spent, self._found)
@@ -114,7 +120,10 @@ class MeasuredLength:
         return self._tried_again(min(self._choices[1], limit), trial_after)
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
-        """Keep all drafts of a draft model, since they are paid for; choose again once a lookup's result is known."""
+        """Keep all drafts of a draft model, since they are paid for.
+
+        Choose again once a lookup's result is known.
+        """
         if self._trying or self._waits or self._asking(rows):
             return max(lengths)
         return self._best(rows, lengths, 0.0)

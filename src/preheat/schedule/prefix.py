@@ -95,9 +95,10 @@ class PrefixCache:
         pool.release(held)
 
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
-        """Publish the logical blocks ``first`` to ``last`` - 1; their keys and values must be in the cache.
+        """Publish the logical blocks ``first`` to ``last`` - 1.
 
-        ``tokens`` and ``table``, both int32, are the sequence's rows of the slots' arrays.
+        Their keys and values must be in the cache. ``tokens`` and ``table``, both int32, are the sequence's rows of the
+        slots' arrays.
         """
         if not self.enabled:
             return
@@ -126,7 +127,10 @@ class PrefixCache:
         return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
-        """Return the hash of logical block ``index``; hashes are kept in the sequence."""
+        """Return the hash of logical block ``index``.
+
+        Hashes are kept in the sequence.
+        """
         hashes, size = sequence.block_hashes, self.pool.block_size
         while len(hashes) <= index:
             done = len(hashes)

@@ -15,10 +15,10 @@ from preheat.schedule.slots import Slots
 
 
 class Proposer(Protocol):
-    """Drafts at most ``num_speculative_tokens`` tokens a row; with 0 it is not called.
+    """Drafts at most ``num_speculative_tokens`` tokens a row.
 
-    With ``writes_cache`` it keeps keys and values of its own in a row's blocks; the row must have the blocks before the
-    proposer is asked.
+    With 0 it is not called. With ``writes_cache`` it keeps keys and values of its own in a row's blocks; the row must
+    have the blocks before the proposer is asked.
     """
 
     num_speculative_tokens: int
@@ -31,4 +31,7 @@ class Proposer(Protocol):
         """
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Note that the sequences in the slots ``stopped`` have ended; the slots are not given back yet."""
+        """Note that the sequences in the slots ``stopped`` have ended.
+
+        The slots are not given back yet.
+        """

@@ -52,10 +52,11 @@ def process_results(
     totals: Stats,
     drafting: Drafting | None = None,
 ) -> Delta:
-    """Write ``result`` into the slots and report the changes. There is no Python loop over plain rows.
+    """Write ``result`` into the slots and report the changes.
 
-    ``drafting`` learns how many drafts were accepted and which sequences ended. Call this in the order in which the
-    steps run. Raises ValueError, changing nothing, unless the result has one token for each sampled position.
+    There is no Python loop over plain rows. ``drafting`` learns how many drafts were accepted and which sequences
+    ended. Call this in the order in which the steps run. Raises ValueError, changing nothing, unless the result has one
+    token for each sampled position.
     """
     if result.tokens.shape != (schedule.total_sampled,):
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
@@ -147,7 +148,10 @@ def lose_cache(running: RunningSequences, error: Exception) -> Delta:
 
 
 def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
-    """Return whether each row's sequence still runs, bool [rows]. A freed or reused slot has another id."""
+    """Return whether each row's sequence still runs, bool [rows].
+
+    A freed or reused slot has another id.
+    """
     live: np.ndarray = running.ids.take(schedule.slots) == schedule.ids
     return live
 
@@ -180,7 +184,10 @@ def _take(
 
 
 def _wrong_drafts(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """Return where the draft differs from the sampled token, bool; meaningless at a row's last token, without draft."""
+    """Return where the draft differs from the sampled token, bool.
+
+    Meaningless at a row's last token, without draft.
+    """
     wrong: np.ndarray = slots.tokens[sampled.slots, sampled.positions] != sampled.tokens
     return wrong
 
@@ -249,7 +256,10 @@ def _at_max_len(slots: Slots, sampled: _Tokens) -> np.ndarray:
 
 
 def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
-    """Return the indices in ``kept`` at which a sequence ends. A stop id takes precedence over the length."""
+    """Return the indices in ``kept`` at which a sequence ends.
+
+    A stop id takes precedence over the length.
+    """
     stop, ended = _stops(slots, kept), {}
     for j in (stop | _at_max_len(slots, kept)).nonzero()[0].tolist():
         ended[j] = Finish("stop", stop_id=int(kept.tokens[j])) if stop[j] else Finish("length")
@@ -257,9 +267,9 @@ def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
 
 
 def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Finish]) -> dict[int, Finish]:
-    """Advance the grammars of the rows ``held`` to one by their tokens; return the indices of refused tokens.
+    """Advance the grammars of the rows ``held`` to one by their tokens.
 
-    A stop token is no text and does not advance its grammar.
+    Returns the indices of refused tokens. A stop token is no text and does not advance its grammar.
     """
     found = {}
     for j in held.nonzero()[0].tolist():
@@ -276,7 +286,10 @@ def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Fin
 def _pooled(
     running: RunningSequences, schedule: Schedule, hidden: dict[int, list[np.ndarray]], live: np.ndarray
 ) -> dict[int, bytes]:
-    """Add each row's hidden states to its sequence's pool; return the results of ended sequences, by request id."""
+    """Add each row's hidden states to its sequence's pool.
+
+    Returns the results of ended sequences, by request id.
+    """
     done = {}
     for row, states in hidden.items():
         if not live[row]:
@@ -291,7 +304,10 @@ def _pooled(
 def _prompt_logprobs(
     running: RunningSequences, schedule: Schedule, result: StepResult, live: np.ndarray
 ) -> dict[int, list[TokenLogprobs | None]]:
-    """Add each chunk's entries to its sequence; return the lists of fully computed prompts, by request id."""
+    """Add each chunk's entries to its sequence.
+
+    Returns the lists of fully computed prompts, by request id.
+    """
     slots, done = running.slots, {}
     owed = slots.prompt_logprobs.take(schedule.slots) != NO_LOGPROBS
     for row in (owed & live).nonzero()[0].tolist():

@@ -1,8 +1,8 @@
-"""The running sequences with their slots, blocks and adapter slots. Every block reference is taken and dropped here.
+"""The running sequences with their slots, blocks and adapter slots.
 
-A freed block may be reused at once, even while a step in flight still writes a token of its former owner to it: steps
-run in order, so the new owner writes later. Such a block is not in the prefix cache: only blocks with all tokens
-processed are published.
+Every block reference is taken and dropped here. A freed block may be reused at once, even while a step in flight still
+writes a token of its former owner to it: steps run in order, so the new owner writes later. Such a block is not in the
+prefix cache: only blocks with all tokens processed are published.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class RunningSequences:
         return self.sequence(int(self.order[-1]))
 
     def start(self, sequence: Sequence, cached: list[int]) -> int:
-        """Give ``sequence`` a slot that begins with the blocks ``cached``, now shared; return the slot."""
+        """Give ``sequence`` a slot that begins with the blocks ``cached``, now shared.
+
+        Returns the slot.
+        """
         slots = self.slots
         slot = slots.take(sequence.request, sequence.tokens)
         self.pool.share(cached)
@@ -93,7 +96,10 @@ class RunningSequences:
             self.slots.num_blocks[slot] = count + lacking
 
     def grow_each(self, grown: np.ndarray) -> None:
-        """Allocate one more block for each of the slots ``grown``; enough must be free."""
+        """Allocate one more block for each of the slots ``grown``.
+
+        Enough must be free.
+        """
         slots = self.slots
         slots.set_blocks(grown, slots.num_blocks[grown], self.pool.allocate(len(grown)))
         slots.num_blocks[grown] += 1

@@ -135,7 +135,10 @@ class Scheduler:
         self.waiting.arrive(Sequence(request, grammar, adapter))
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request and free its slot and blocks at once; False if it is not here (any more)."""
+        """Drop a request and free its slot and blocks at once.
+
+        Returns False if it is not here (any more).
+        """
         slot = self.running.slot_of(request_id)
         if slot is None:
             return self.waiting.pop(request_id, None) is not None
@@ -209,10 +212,10 @@ class Scheduler:
         self.reset_prefix_cache()
 
     def schedule(self) -> Schedule | None:
-        """Return the next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
+        """Return the next step, with its blocks allocated and its lengths moved.
 
-        Returns None when nothing can run now: with nothing in flight that means :attr:`idle`, otherwise the oldest
-        results must be processed first.
+        Pack it before scheduling another. Returns None when nothing can run now: with nothing in flight that means
+        :attr:`idle`, otherwise the oldest results must be processed first.
         """
         try:
             step = self._compose()
@@ -361,7 +364,10 @@ class Scheduler:
             self._totals.preemptions += 1
 
     def _decoding(self) -> NextStep:
-        """Begin a step with the rows that have one token to compute; preempt if blocks are lacking."""
+        """Begin a step with the rows that have one token to compute.
+
+        Preempt if blocks are lacking.
+        """
         slots, batch = self.slots, self._last_batch()
         step = NextStep(self._decode_slots() if batch is None or self._drafts else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
@@ -371,7 +377,10 @@ class Scheduler:
         return step
 
     def _decode_slots(self) -> np.ndarray:
-        """Return the slots with one token to compute; with drafting, only slots with known tokens."""
+        """Return the slots with one token to compute.
+
+        With drafting, only slots with known tokens.
+        """
         decode: np.ndarray = self.running.order[self._due() == 1]
         return self._drafts.visible(self.slots, decode) if self._drafts else decode
 
@@ -479,7 +488,10 @@ class Scheduler:
         return fits
 
     def _budget(self, decoding: int) -> int:
-        """Return the most tokens of a step with ``decoding`` rows; always enough for one more row."""
+        """Return the most tokens of a step with ``decoding`` rows.
+
+        Always enough for one more row.
+        """
         most = self.limits.max_num_batched_tokens
         if self._mixed_tokens is None or not decoding or not self.chunked:
             return most

@@ -29,7 +29,10 @@ class Pooled:
         self.count += len(states)
 
     def mean(self) -> bytes:
-        """Return the mean as bytes, fp32 [hidden]; for a single token its own state."""
+        """Return the mean as bytes, fp32 [hidden].
+
+        For a single token its own state.
+        """
         return (self.total / np.float32(self.count)).tobytes()
 
 
@@ -57,7 +60,10 @@ class Sequence:
         return np.array(self.request.prompt, np.int32)
 
     def preempted(self, tokens: np.ndarray) -> None:
-        """Keep a copy of all known ``tokens``; the prompt logprobs are computed again."""
+        """Keep a copy of all known ``tokens``.
+
+        The prompt logprobs are computed again.
+        """
         self.tokens = tokens.copy()
         self.prompt_logprobs = [None]
         self.pooled = None

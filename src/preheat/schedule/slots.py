@@ -124,7 +124,10 @@ class Slots(SamplingFields):
         return len(self._free)
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
-        """Give ``request`` the lowest free slot; ``tokens`` is its prompt plus its output so far."""
+        """Give ``request`` the lowest free slot.
+
+        ``tokens`` is its prompt plus its output so far.
+        """
         slot = self._take(request, tokens)
         self.prompt_len[slot] = len(request.prompt)
         self.device_len[slot] = len(tokens)

@@ -12,7 +12,10 @@ _Entry = tuple[tuple[int, int], int]
 
 
 class WaitingQueue(dict[int, Sequence]):
-    """Waiting sequences by request id. A sequence that waits again after a preemption keeps its rank."""
+    """Waiting sequences by request id.
+
+    A sequence that waits again after a preemption keeps its rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +36,10 @@ class WaitingQueue(dict[int, Sequence]):
         heapq.heappush(self._heaps.setdefault(sequence.adapter_digest, []), (sequence.rank, sequence.request.id))
 
     def first(self, passed_over: Collection[str] = ()) -> Sequence | None:
-        """Return the next sequence in rank without an adapter of ``passed_over``; None if there is none."""
+        """Return the next sequence in rank without an adapter of ``passed_over``.
+
+        Returns None if there is none.
+        """
         found = (self._head(adapter) for adapter in [*self._heaps] if adapter not in passed_over)
         return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
 

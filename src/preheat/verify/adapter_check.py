@@ -58,7 +58,10 @@ class AdapterCheck:
         return torch.stack(self._expected)
 
     def run(self) -> int:
-        """Compare and return how often. Raises NotInvariant, and CheckFailed if an adapter changes nothing."""
+        """Compare and return how often.
+
+        Raises NotInvariant, and CheckFailed if an adapter changes nothing.
+        """
         first, second, base = self.first()
         if any(torch.equal(one, other) for one, other in ((first, second), (first, base), (second, base))):
             raise CheckFailed("adapters: a context has the same logits with different adapters, or without one")

@@ -75,14 +75,20 @@ class Server:
 
 
 def _neutral(name: str) -> tuple[object, ...]:
-    """Return the values of a field that need not be sent; other servers may not know the field."""
+    """Return the values of a field that need not be sent.
+
+    Other servers may not know the field.
+    """
     return {"top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}.get(name, ())
 
 
 def verify_server(
     url: str, size: Size, prompts: Sequence[Prompt] | None = None, api_key: str | None = None
 ) -> Iterator[PathResult]:
-    """Yield the paths that a client can cause in a server. Raises PreheatError for unexpected answers."""
+    """Yield the paths that a client can cause in a server.
+
+    Raises PreheatError for unexpected answers.
+    """
     try:
         server = Server(url, api_key)
         prompts = prompts or make_prompts(size, VOCAB_SIZE, server.max_model_len)

@@ -15,7 +15,10 @@ ASKED = SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=2 * WIDTH
 
 
 def beam_search(engine: Engine, longest: int) -> PathResult:
-    """Search from prompts of up to ``longest`` tokens; each step finds the blocks of the step before in the cache."""
+    """Search from prompts of up to ``longest`` tokens.
+
+    Each step finds the blocks of the step before in the cache.
+    """
     draw = random.Random(COUNT)
     longest = max(min(longest, engine.ready.max_model_len - TOKENS), 1)
     prompts = [[draw.randrange(engine.vocab_size) for _ in range(draw.randint(1, longest))] for _ in range(COUNT)]
@@ -27,7 +30,10 @@ def beam_search(engine: Engine, longest: int) -> PathResult:
 
 
 def _search(engine: Engine, prompts: list[list[int]], *, cold: bool) -> list[Seen]:
-    """Return the best sequences of each prompt; if ``cold``, compute each request alone and from its beginning."""
+    """Return the best sequences of each prompt.
+
+    If ``cold``, compute each request alone and from its beginning.
+    """
     params = BeamSearchParams(WIDTH, TOKENS)
     searches = [Beams(params, len(prompt), ()) for prompt in prompts]
     for _ in range(TOKENS):

@@ -79,7 +79,10 @@ class BootCheck:
 
     @cached_property
     def _expected(self) -> list[tuple[Tensor, Bucket | None]]:
-        """Each context's logits, alone in one step, and the step's bucket; their digest goes into the record."""
+        """Each context's logits, alone in one step, and the step's bucket.
+
+        Their digest goes into the record.
+        """
         found, bits = [], hashlib.blake2b(digest_size=DIGEST_BYTES)
         for tokens in [*self._contexts, *self._long]:
             (logits,) = large_steps(self.runner, tokens)

@@ -112,7 +112,10 @@ class CheckRunner:
 
     @contextmanager
     def neighbours(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yield slots for other rows of a step; nobody reads their results, and their blocks are the pad block."""
+        """Yield slots for other rows of a step.
+
+        Nobody reads their results, and their blocks are the pad block.
+        """
         taken: list[int] = []
         try:
             for number, (cached, lacking) in enumerate(rows, 1):
@@ -139,7 +142,10 @@ class CheckRunner:
         return slot
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
-        """Return a slot for ``request``, with ``tokens`` known. The caller gives it back."""
+        """Return a slot for ``request``, with ``tokens`` known.
+
+        The caller gives it back.
+        """
         if not self.slots.num_free:
             raise NothingToRun(f"all {self.slots.num_slots} slots are taken")
         return self.slots.take(request, tokens)

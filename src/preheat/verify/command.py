@@ -1,4 +1,7 @@
-"""``preheat verify`` for the command line. Torch is imported only where an engine is booted."""
+"""``preheat verify`` for the command line.
+
+Torch is imported only where an engine is booted.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
 
 
 def fuzz(boot: Boot, settings: Settings, asked: Asked, say: Say) -> Verdict:
-    """Run rounds of random loads; print the command that repeats a round if it differs."""
+    """Run rounds of random loads.
+
+    Print the command that repeats a round if it differs.
+    """
     from preheat.verify.fuzz import Fuzz
 
     rounds = Fuzz(boot, settings, asked.random_models, asked.fuzz_seed)
@@ -90,7 +96,10 @@ def server(settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
 
 
 def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
-    """Compare this boot's digest with the one stored in ``path``; return the exit status, 0 if the bits are equal."""
+    """Compare this boot's digest with the one stored in ``path``.
+
+    Returns the exit status, 0 if the bits are equal.
+    """
     stored = read_proof(path)
     transport = InlineTransport()
     boot(settings, transport)

@@ -59,7 +59,10 @@ class PathResult(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """All results. ``digest`` covers the first run; ``blocked_reason`` is the failure of the check at boot."""
+    """All results of a verification.
+
+    ``digest`` covers the first run. ``blocked_reason`` is the failure of the check at boot.
+    """
 
     paths: list[PathResult]
     positions: int = 0

@@ -20,7 +20,10 @@ from preheat.verify.check_runner import CheckRunner, Row
 from preheat.warmup.dummy_batch import rows_of
 
 Ways = Generator[Tensor, None, None]
-"""Logits, each computed in its own way. Slots are taken until the generator ends or is closed."""
+"""Logits, each computed in its own way.
+
+Slots are taken until the generator ends or is closed.
+"""
 
 ContextPath = Callable[[CheckRunner, np.ndarray], Ways]
 
@@ -39,7 +42,10 @@ POISONED = Row(5, 1)
 
 
 def alone(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute the whole context in one step of its own; all other paths are compared with it."""
+    """Compute the whole context in one step of its own.
+
+    All other paths are compared with it.
+    """
     with runner.sequence(tokens) as slot:
         yield runner.step(slot)
 
@@ -200,7 +206,10 @@ def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute it in as few steps as hold it; the long context is compared with this."""
+    """Compute it in as few steps as hold it.
+
+    The long context is compared with this.
+    """
     size = len(tokens)
     while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
         size //= 2

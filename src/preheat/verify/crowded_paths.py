@@ -45,7 +45,10 @@ class Crowd:
 
     @classmethod
     def of(cls, engine: Engine, outputs: int) -> Self | None:
-        """Return as many prompts as the engine takes at once; None if it has blocks for all of their answers."""
+        """Return as many prompts as the engine takes at once.
+
+        Returns None if it has blocks for all of their answers.
+        """
         limits, usable = engine.loop.scheduler.limits, engine.loop.scheduler.pool.num_usable
         size, count, outputs = limits.block_size, min(limits.max_num_seqs, usable), min(outputs, MOST)
         room = limits.max_model_len - outputs
@@ -73,7 +76,10 @@ class Crowd:
 
 
 def penalties_interrupted(engine: Engine, outputs: int) -> PathResult | None:
-    """Compare each token with the contract, given all earlier draws; return None with blocks for all answers."""
+    """Compare each token with the contract, given all earlier draws.
+
+    Returns None with blocks for all answers.
+    """
     crowd = Crowd.of(engine, outputs)
     if crowd is None:
         return None
@@ -86,7 +92,10 @@ def penalties_interrupted(engine: Engine, outputs: int) -> PathResult | None:
 
 
 def grammars_interrupted(engine: Engine, outputs: int) -> PathResult | None:
-    """Check that each text counts on; return None with blocks for all answers, or without grammars."""
+    """Check that each text counts on.
+
+    Returns None with blocks for all answers, or without grammars.
+    """
     crowd, grammars = Crowd.of(engine, outputs), engine.loop.grammars
     if crowd is None or isinstance(grammars, str):
         return None
@@ -108,7 +117,10 @@ def grammars_interrupted(engine: Engine, outputs: int) -> PathResult | None:
 
 
 def _first_wrong(text: str) -> int:
-    """Return the first character of ``text`` that :data:`COUNTING` forbids there; -1 if there is none."""
+    """Return the first character of ``text`` that :data:`COUNTING` forbids there.
+
+    Returns -1 if there is none.
+    """
     for place, character in enumerate(text):
         allowed = LETTERS if place % 2 else DIGITS[place // 2 % len(DIGITS)]
         if character not in allowed:

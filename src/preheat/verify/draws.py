@@ -136,9 +136,10 @@ def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int
 
 
 def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
-    """Return a slot for each of ``rows``; the caller gives it back, and none is left taken after an error.
+    """Return a slot for each of ``rows``.
 
-    Requests count from ``number``: the sampler would take an equal request for the same sequence.
+    The caller gives it back, and none is left taken after an error. Requests count from ``number``: the sampler would
+    take an equal request for the same sequence.
     """
     taken: list[int] = []
     try:

@@ -71,7 +71,10 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """A booted loop with a logit watcher; ``answers`` are the last run's, in the order of its prompts."""
+    """A booted loop with a logit watcher.
+
+    ``answers`` are the last run's, in the order of its prompts.
+    """
 
     def __init__(self, boot: Boot, settings: Settings) -> None:
         self._transport, self._settings = InlineTransport(), settings
@@ -85,7 +88,10 @@ class Engine:
 
     @cached_property
     def frontend(self) -> Frontend:
-        """A frontend of this engine that handles token ids; messages are encoded as between two processes."""
+        """A frontend of this engine that handles token ids.
+
+        Messages are encoded as between two processes.
+        """
         folder = find_model(self._settings, with_weights=False)
         tokenizer = NoTokenizer(folder, ModelFiles(folder, self._settings.hf_overrides))
         frontend = Frontend(
@@ -115,7 +121,10 @@ class Engine:
             self.loop.scheduler.images.forget()
 
     def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
-        """Run ``prompts`` and return the output of each. Raises PreheatError if the engine fails a request."""
+        """Run ``prompts`` and return the output of each.
+
+        Raises PreheatError if the engine fails a request.
+        """
         first = self._take_ids(len(prompts))
         ids = range(first, first + len(prompts))
         waiting = deque(prompt.request(id) for id, prompt in zip(ids, prompts, strict=True))
@@ -234,7 +243,10 @@ def _answers(deltas: Sequence[Delta], ids: range) -> list[Answer]:
 
 
 def _num_finished(delta: Delta, ids: range) -> int:
-    """Return how many of the requests ``ids`` have ended. Raises PreheatError for a failed one."""
+    """Return how many of the requests ``ids`` have ended.
+
+    Raises PreheatError for a failed one.
+    """
     for finish in delta.finished.values():
         if finish.reason == "error":
             raise PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
@@ -242,7 +254,10 @@ def _num_finished(delta: Delta, ids: range) -> int:
 
 
 class LogitWatcher:
-    """Digests the logits of every step of ``executor`` from now on. Only :meth:`take` waits for the device."""
+    """Digests the logits of every step of ``executor`` from now on.
+
+    Only :meth:`take` waits for the device.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._backend = executor.backend

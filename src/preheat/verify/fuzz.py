@@ -123,7 +123,10 @@ def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
 
 
 def _shown(options: dict[str, Any], folder: Path) -> list[str]:
-    """Return ``options`` as text. Files are named within ``folder``, which differs in another run."""
+    """Return ``options`` as text.
+
+    Files are named within ``folder``, which differs in another run.
+    """
     return [f"{name}={value}".replace(f"{folder}/", "") for name, value in options.items()]
 
 

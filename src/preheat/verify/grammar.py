@@ -23,7 +23,10 @@ from preheat.verify.check_runner import CheckRunner
 LEAST, MOST = 2, 12
 CHARACTERS = b"abcdefgh ()_"
 PARAMS = StructuredOutputsParams(regex=f"[abcdefgh ()_]{{{LEAST},{MOST}}}")
-"""A grammar whose texts never have a single continuation; llguidance would allow only one tokenization of that."""
+"""A grammar whose texts never have a single continuation.
+
+llguidance would allow only one tokenization of that.
+"""
 
 TEMPERATURES = (0.0, 1.0, 1.5)
 LIKELY, UNLIKELY = 8, -8.0
@@ -34,13 +37,19 @@ LOOKED_AT = 4096
 
 @dataclass
 class GrammarCheck:
-    """Check a grammar's draws; raise NothingToRun if there is no room for two sequences."""
+    """Check a grammar's draws.
+
+    Raise NothingToRun if there is no room for two sequences.
+    """
 
     runner: CheckRunner
     grammars: Grammars
 
     def _word(self, token: int) -> bytes:
-        """Return the text of a token; none for a token that never stands for text."""
+        """Return the text of a token.
+
+        None for a token that never stands for text.
+        """
         backend = self.grammars.backend
         return b"" if backend.is_special(token) else backend.text([token])
 
@@ -55,7 +64,10 @@ class GrammarCheck:
         return self.grammars.backend.end
 
     def run(self) -> None:
-        """Draw texts until they end. Raises CheckFailed for the first token that should not have been drawn."""
+        """Draw texts until they end.
+
+        Raises CheckFailed for the first token that should not have been drawn.
+        """
         if self.runner.slots.num_free < 2 or self.runner.slots.max_model_len < MOST + 3:
             raise NothingToRun("two sequences of a text are more than the limits allow")
         for seed, temperature in enumerate(TEMPERATURES):

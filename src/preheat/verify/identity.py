@@ -19,7 +19,10 @@ DIGEST = re.compile(r"(simulated-)?[0-9a-f]{8,}")
 
 
 def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
-    """Return a proof without a digest yet; the plan among ``parts`` is reduced to a fingerprint."""
+    """Return a proof without a digest yet.
+
+    The plan among ``parts`` is reduced to a fingerprint.
+    """
     short = {name: fingerprint({name: part}) if name == "plan" else part for name, part in parts.items()}
     return Proof(level=level, parts=json.loads(json.dumps(short)))  # tuples become lists, as in a file
 

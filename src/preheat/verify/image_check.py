@@ -108,7 +108,10 @@ class ImageCheck:
         return size
 
     def _compare_embeddings(self) -> int:
-        """Compare each program's embeddings, at each index, with the image's alone; return how many were compared."""
+        """Compare each program's embeddings, at each index, with the image's alone.
+
+        Returns how many were compared.
+        """
         expected = [self._encoded([image])[0] for image in self._images]
         count = 0
         for size in ENCODER_SIZES:

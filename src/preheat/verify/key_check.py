@@ -59,7 +59,10 @@ def _sequence(
 
 
 def _publish(cache: PrefixCache, sequence: Waiting) -> None:
-    """Publish two blocks of the sequence's own; blocks that are published already stay."""
+    """Publish two blocks of the sequence's own.
+
+    Blocks that are published already stay.
+    """
     blocks = cache.pool.allocate(2)
     cache.publish(sequence, sequence.tokens, np.array(blocks, np.int32), 0, 2)
 

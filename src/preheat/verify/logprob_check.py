@@ -27,9 +27,10 @@ CLOSE = 1e-4
 
 
 def check_logprobs(runner: CheckRunner) -> int:
-    """Draw for rows that ask for `TOLD`, together and each alone; return how many rows were compared.
+    """Draw for rows that ask for `TOLD`, together and each alone.
 
-    Raises CheckFailed for values that are not the distribution's or differ, NothingToRun if there are too few tokens.
+    Returns how many rows were compared. Raises CheckFailed for values that are not the distribution's or differ,
+    NothingToRun if there are too few tokens.
     """
     ids, line = known_logits(runner)
     asked = [[*(ids[place] for place in told), 0] if told else [] for told in TOLD]

@@ -16,7 +16,10 @@ CHOICES = [*(f"yes, in {days} days" for days in range(2, 9)), "no"]
 
 
 def _begins_as_json(text: bytes) -> bool:
-    """Return whether ``text``, which may have been cut, begins as an object. :func:`_is_json` reads a whole one."""
+    """Return whether ``text``, which may have been cut, begins as an object.
+
+    :func:`_is_json` reads a whole one.
+    """
     return text.lstrip()[:1] in (b"", b"{")
 
 

@@ -21,7 +21,10 @@ BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 
 
 class Asked(NamedTuple):
-    """The facts that decide the checks of an engine. ``windows`` are the model's; ``pools``: it has no head."""
+    """The facts that decide the checks of an engine.
+
+    ``windows`` are the model's; ``pools``: it has no head.
+    """
 
     settings: Settings
     limits: Limits
@@ -130,9 +133,9 @@ def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
 
 
 def long_context(limits: Limits, facts: Facts) -> int | None:
-    """Return the length in tokens of a context of three KV splits; None if no sequence can have it.
+    """Return the length in tokens of a context of three KV splits.
 
-    Three is the least number of splits with an order of merging.
+    Returns None if no sequence can have it. Three is the least number of splits with an order of merging.
     """
     length = 2 * facts.split + 44
     fits = length < limits.max_model_len and -(-length // limits.block_size) < limits.num_blocks

@@ -46,8 +46,11 @@ GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
 """The numbers of requests that run together, repeated as needed."""
 
 Which = Literal["asked", "tight", "without drafts"]
-"""The engine with the given settings; one with small steps and few blocks, so that chunks, preemption and compaction
-are frequent; one in which nothing drafts, since drafts must not change a bit."""
+"""The engines of paths.
+
+"asked" has the given settings. "tight" has small steps and few blocks, so that chunks, preemption and compaction are
+frequent. "without drafts" drafts nothing, since drafts must not change a bit.
+"""
 
 
 @dataclass

@@ -112,9 +112,9 @@ CLOSE = 1e-4
 
 
 def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Run long prompts with penalties and greedy draws; each token must be the best of the penalised logits.
+    """Run long prompts with penalties and greedy draws.
 
-    The tokens that the model likes stand at the beginning.
+    Each token must be the best of the penalised logits. The tokens that the model likes stand at the beginning.
     """
     plain, tokens = SamplingParams(temperature=0.0), random_tokens(engine, 3, LONG, sizes.outputs)
     engine.run([prompt_of(each, plain, sizes.outputs) for each in tokens])
@@ -161,9 +161,10 @@ SHORT, COUNT, LEAST = 40, 12, 2
 
 
 def short_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Run prompts with penalties, greedy and at random; two have prompt logprobs, two have min_tokens.
+    """Run prompts with penalties, greedy and at random.
 
-    The stop ids of prompts with min_tokens are the first tokens of their answers without stop ids.
+    Two have prompt logprobs, two have min_tokens. The stop ids of prompts with min_tokens are the first tokens of their
+    answers without stop ids.
     """
     params = [
         replace(PENALTIES, temperature=float(number % 2), prompt_logprobs=2 if number < 2 else None)
@@ -183,7 +184,10 @@ def short_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def masked_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Run prompts with grammars, then as many without, each alone; none where there are no grammars."""
+    """Run prompts with grammars, then as many without, each alone.
+
+    The result is empty where there are no grammars.
+    """
     if isinstance(engine.loop.grammars, str):
         return PromptSet([])
     draw, end, masked, plain = random.Random(9), end_token(engine), list[Prompt](), list[Prompt]()
@@ -214,8 +218,10 @@ TEXT = 40
 """Tokens before an image, and behind it."""
 
 PICTURES = ((0,), (1,), (0,), (2, 1), (1, 2), (2,), (3,))
-"""The images of each prompt, by number. All prompts begin with the same text, and prompts with as many images have the
-same tokens."""
+"""The images of each prompt, by number.
+
+All prompts begin with the same text, and prompts with as many images have the same tokens.
+"""
 
 
 def images(engine: Engine, sizes: Sizes) -> PromptSet:
@@ -251,7 +257,10 @@ BASE_EVERY = 3
 
 
 def adapters(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Run prompts that name adapters in turn, see :func:`names_of`; none where there are no adapters."""
+    """Run prompts that name adapters in turn, see :func:`names_of`.
+
+    The result is empty where there are no adapters.
+    """
     names = names_of(engine)
     if not names:
         return PromptSet([])
@@ -266,7 +275,10 @@ def adapters(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def names_of(engine: Engine) -> list[str]:
-    """Return the adapters of ``engine``; if it has none, serve random ones, one more than adapter slots."""
+    """Return the adapters of ``engine``.
+
+    If it has none, serve random ones, one more than adapter slots.
+    """
     adapters, seats = engine.loop.adapters, engine.loop.executor.adapters
     if isinstance(adapters, str) or seats is None:
         return []

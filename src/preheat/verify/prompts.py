@@ -33,15 +33,18 @@ FULL = Size(prompts=1_492, runs=4, outputs=128, longest=LONGEST)
 REDUCED = Size(prompts=32, runs=2, outputs=24, longest=400)
 
 SETTINGS = tuple(params for name, params in SAMPLER_SETTINGS.items() if name != "prompt_logprobs" and not params.greedy)
-"""The settings of every second prompt, in turn; the others are greedy. Prompts with prompt_logprobs are left out: they
-do not use the prefix cache."""
+"""The settings of every second prompt, in turn; the others are greedy.
+
+Prompts with prompt_logprobs are left out: they do not use the prefix cache.
+"""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens`` and how to continue them; ``params`` have a seed and a length.
+    """``tokens`` and how to continue them.
 
-    ``salt`` is the prefix cache's, ``segments`` are the places of images, ``lora_name`` is the adapter's.
+    ``params`` have a seed and a length. ``salt`` is the prefix cache's, ``segments`` are the places of images,
+    ``lora_name`` is the adapter's.
     """
 
     tokens: list[int]

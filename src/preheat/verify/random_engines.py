@@ -26,7 +26,10 @@ class Features(NamedTuple):
 
 
 def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> Features:
-    """Return features for the model of ``config``, or for an unknown one; a draft model goes into ``folder``."""
+    """Return features for the model of ``config``, or for an unknown one.
+
+    A draft model goes into ``folder``.
+    """
     both, loaded = dict[str, Any](), dict[str, Any]()
     if config is not None and "quantization_config" not in config and draw.random() < 0.15:
         both["quantization"] = "fp8"

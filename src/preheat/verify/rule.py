@@ -47,7 +47,10 @@ def drawn(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Sequ
 
 
 def _apart(falling: np.ndarray, count: int) -> bool:
-    """Return whether the first ``count`` are clear. Equal numbers are clear: the lower id goes first."""
+    """Return whether the first ``count`` are clear.
+
+    Equal numbers are clear: the lower id goes first.
+    """
     return len(falling) <= count or not 0 < falling[count - 1] - falling[count] <= CLEAR
 
 

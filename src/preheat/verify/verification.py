@@ -28,7 +28,10 @@ AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_e
 
 @dataclass
 class Verification:
-    """The verification of the engine that ``boot`` makes from ``settings``; the first run is a fresh engine's."""
+    """The verification of the engine that ``boot`` makes from ``settings``.
+
+    The first run is a fresh engine's.
+    """
 
     boot: Boot
     settings: Settings
@@ -47,7 +50,10 @@ class Verification:
         return self.paths.sets["texts"].first
 
     def results(self) -> Iterator[PathResult]:
-        """Yield each path's result as soon as it is known. Raises PreheatError if an engine fails."""
+        """Yield each path's result as soon as it is known.
+
+        Raises PreheatError if an engine fails.
+        """
         yield from self._as_asked()
         gc.collect()  # two engines at once may not fit into memory
         few = tight(self.settings, self.paths.for_few_blocks)

@@ -22,9 +22,10 @@ READ = 5
 
 
 def check_windows(runner: CheckRunner) -> int:
-    """Check each window of the model that a sequence can exceed; return how many results were compared.
+    """Check each window of the model that a sequence can exceed.
 
-    Raises CheckFailed for a window of the wrong length, NothingToRun if no sequence is that long.
+    Returns how many results were compared. Raises CheckFailed for a window of the wrong length, NothingToRun if no
+    sequence is that long.
     """
     layers, count = runner.executor.decoder.spec.layer_windows, 0
     room = runner.pool.num_free * runner.slots.block_size

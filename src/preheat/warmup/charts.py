@@ -1,4 +1,7 @@
-"""The layout of the drawings on the record's page, in pixels; the template prints them."""
+"""The layout of the drawings on the record's page, in pixels.
+
+The template prints them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ WARM_UP = "warm-up"
 
 
 class Bar(NamedTuple):
-    """A rectangle with its tooltip; ``label`` is empty if it would not fit."""
+    """A rectangle with its tooltip.
+
+    ``label`` is empty if it would not fit.
+    """
 
     x: float
     width: float
@@ -58,7 +64,10 @@ class Timeline:
 
 
 class Cell(NamedTuple):
-    """An item in a grid; ``number`` is its index in the record, ``level`` 0 (never hit) to 4 (most often)."""
+    """An item in a grid.
+
+    ``number`` is its index in the record, ``level`` 0 (never hit) to 4 (most often).
+    """
 
     x: float
     y: float

@@ -29,7 +29,10 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
 
 
 class ColdSources:
-    """The sources that a backend watches after warm-up; ``close()``, or the end of this object, removes the hooks."""
+    """The sources that a backend watches after warm-up.
+
+    ``close()``, or the end of this object, removes the hooks.
+    """
 
     def __init__(self, backend: Backend, others: Mapping[str, Counted] = MappingProxyType({})) -> None:
         """Start watching; ``others`` are the sources of other processes, by their names."""

@@ -118,7 +118,10 @@ class DummyBatches:
         return [DummyRow(cached, count, count == 1, count) for count in shares]
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
-        """Return a request with an id no client has; ``row`` is its last step and ``room`` tokens may follow."""
+        """Return a request with an id no client has.
+
+        ``row`` is its last step and ``room`` tokens may follow.
+        """
         prompt = tokens[: row.cached] if (row.decoding or row.sampled > 1) and row.cached else tokens
         return Request(
             id=OWN_ID - number,

@@ -98,7 +98,10 @@ def warm_up_frontend(send: Callable[[DummyRequest], None], frontend: Frontend) -
 
 
 def warm_up_loop(loop: Loop, *, pools: bool = False) -> None:
-    """Run dummy requests through ``loop`` and drop its messages. Its scheduler must be idle; its counts are reset."""
+    """Run dummy requests through ``loop`` and drop its messages.
+
+    Its scheduler must be idle; its counts are reset.
+    """
     room = loop.scheduler.limits.max_model_len - 1
 
     def send(dummy: DummyRequest) -> None:

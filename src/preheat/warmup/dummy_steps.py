@@ -58,7 +58,10 @@ class DummySteps:
         self.run(program, run)
 
     def sample(self, program: Program[int], params: SamplingParams, times: int) -> bool:
-        """Sample the rows of ``program`` ``times`` times from random hidden states; return False if it has no rows."""
+        """Sample the rows of ``program`` ``times`` times from random hidden states.
+
+        Returns False if it has no rows.
+        """
         rows = self._batches.sampled(program.size, params)
         with self._batches.work(rows, params, places=self._places(program)) as schedule:
             if not schedule.rows:

@@ -32,7 +32,10 @@ from preheat.warmup.record import ItemRecord, Record
 logger = logging.getLogger(__name__)
 
 GRAPHS, COMPILE = "graphs", "compile"
-"""The execution modes that capture graphs, and that compile layers; only the first reserves memory for graphs."""
+"""The execution modes that capture graphs, and that compile layers.
+
+Only the first reserves memory for graphs.
+"""
 
 GRAPH_OPTIONS = (
     "graph_reserved_mem",
@@ -49,13 +52,19 @@ Captures = dict[Phase, PhaseCaptures]
 
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
-    """Divide the ``free`` bytes for an execution mode. Raises SettingsError if no cache fits."""
+    """Divide the ``free`` bytes for an execution mode.
+
+    Raises SettingsError if no cache fits.
+    """
     reserved = settings.graph_reserved_mem if mode == GRAPHS else 0.0
     return split_memory(free, block_bytes, utilization=settings.gpu_memory_utilization, reserved=reserved)
 
 
 def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: int) -> None:
-    """Log the division of memory for a cache of ``num_blocks`` blocks. Warn of options that act on graphs alone."""
+    """Log the division of memory for a cache of ``num_blocks`` blocks.
+
+    Warn of options that act on graphs alone.
+    """
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
         if given:
@@ -68,15 +77,24 @@ def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: 
 
 @dataclass
 class NoGraphs:
-    """The handling of graphs in warm-up; this one captures none, and every program runs as it is."""
+    """The handling of graphs in warm-up.
+
+    This one captures none, and every program runs as it is.
+    """
 
     steps: DummySteps
 
     def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Compile kernels before anything runs. ``step`` measures a named step of the boot."""
+        """Compile kernels before anything runs.
+
+        ``step`` measures a named step of the boot.
+        """
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """Run a forward program for the first time; one layer of each kind calls everything that the others do."""
+        """Run a forward program for the first time.
+
+        One layer of each kind calls everything that the others do.
+        """
         self.steps.run(program, self.steps.executor.prepare)
 
     def after_sampling(self, program: Program[int]) -> None:

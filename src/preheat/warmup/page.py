@@ -32,7 +32,10 @@ class Figure(NamedTuple):
 
 
 def render(record: Record) -> str:
-    """Return the page of a record. The same record gives the same bytes."""
+    """Return the page of a record.
+
+    The same record gives the same bytes.
+    """
     listed = _listed(record)
     return _template("record.html").render(
         record=record,
@@ -49,7 +52,10 @@ def render(record: Record) -> str:
 
 
 def render_progress(progress: Progress, model: str) -> str:
-    """Return the page before there is a record; it reloads itself until there is one."""
+    """Return the page before there is a record.
+
+    It reloads itself until there is one.
+    """
     return _template("starting.html").render(progress=progress, model=model)
 
 

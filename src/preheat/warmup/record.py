@@ -22,7 +22,9 @@ MAX_EVENTS = 100
 
 
 class ItemRecord(msgspec.Struct):
-    """One item. ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
+    """An item of the plan with its outcome.
+
+    ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
 
     ``ready``: it was run. ``reused``: it was run, and its compiled code came from the store. ``dropped`` and ``failed``
     items have a ``reason``, and so have items without a ``graph`` if others have one. ``hits`` counts steps after

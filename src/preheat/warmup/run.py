@@ -53,7 +53,10 @@ class Check(Protocol):
         """Compute the reference of all checks: the first run of the process."""
 
     def run(self, name: str) -> None:
-        """Run a check; raise NotInvariant if it fails and NothingToRun if it does not apply."""
+        """Run a check.
+
+        Raises NotInvariant if it fails and NothingToRun if it does not apply.
+        """
 
 
 @dataclass(kw_only=True)

@@ -48,9 +48,9 @@ PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 class Store:
-    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept.
+    """The folder of one fingerprint in ``root``, made if need be.
 
-    It never stops a boot: it logs a warning if something cannot be read or written.
+    Without a root nothing is kept. It never stops a boot: it logs a warning if something cannot be read or written.
     """
 
     def __init__(self, root: Path | None, fingerprint: str) -> None:
@@ -61,7 +61,10 @@ class Store:
 
     @cached_property
     def last(self) -> Record | None:
-        """The last record with this fingerprint, as it was at first access; None if there is none."""
+        """The last record with this fingerprint, as it was at first access.
+
+        None if there is none.
+        """
         if self._home is None:
             return None
         path = self._home / RECORD
@@ -152,9 +155,10 @@ def boot_parts(
 
 
 def file_part(path: Path) -> list[object]:
-    """Return name, size and digest of a weight file; the digest covers its safetensors header and spread samples.
+    """Return name, size and digest of a weight file.
 
-    Reads a few hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
+    The digest covers its safetensors header and spread samples. Reads a few hundred KiB whatever the file's size, so a
+    change of a single weight may go unseen, but not training.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
