@@ -1,4 +1,5 @@
-"""``python -m benchmarks [NAME ...] [arguments]``: run benchmarks; without a name, list them."""
+"""``python -m benchmarks [NAME ...] [arguments]``: run benchmarks; without a name, list them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from preheat.utils.text import did_you_mean
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmarks named in ``words`` and return the exit status: 0, or 1 where a benchmark failed."""
+    """Run the benchmarks named in ``words``.
+
+    Returns the exit status: 0, or 1 where a benchmark failed.
+    """
     if not words:
         print(listing())
         return 0

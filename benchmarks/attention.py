@@ -1,10 +1,11 @@
-"""Paged attention on a GPU: decoding beside the bytes of its keys and values, reading prompts beside its operations.
+"""Paged attention on a GPU, decoding and reading prompts.
 
     python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64] [--kv-cache-dtype auto]
 
-Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
-medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row.
-Reading: PROMPTSxTOKENS, causal.
+Decoding is measured beside the bytes of its keys and values, reading prompts beside its operations. Figures are median
+microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds.
+Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row. Reading:
+PROMPTSxTOKENS, causal.
 ``by_block_us``: with another layout of the cache, the layers of a block side by side in place of a layer's blocks.
 """
 
@@ -91,7 +92,10 @@ def whole_numbers(values: Any) -> Tensor:
 
 
 def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_block: bool) -> float:
-    """Return microseconds of a layer in which every sequence has one token and ``drafts`` drafts."""
+    """Return microseconds of a decoding layer.
+
+    Every sequence has one token and ``drafts`` drafts.
+    """
     rows, width, pages = len(lengths), 1 + drafts, Pages(lengths, heads, by_block)
     first, extend = np.asarray(lengths) - width, np.full(rows, width)
     tile = verify_queries(heads.heads, heads.kv_heads, width, heads.dim, torch.bfloat16)

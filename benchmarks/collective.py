@@ -1,8 +1,9 @@
-"""Microseconds of the sum of all ranks' fp32 partials [rows, 4096] in a graph, beside NCCL and torch.
+"""Microseconds of the sum of all ranks' partials, beside NCCL and torch.
 
     python -m benchmarks collective [--world 2] [--output FOLDER]
 
-Our sum has a stated order; NCCL and torch add in their own order. The machine needs ``--world`` GPUs.
+Partials are fp32 [rows, 4096]; calls run in a graph. Our sum has a stated order; NCCL and torch add in their own order.
+The machine needs ``--world`` GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changes in a running engine: new weights in place, blocks back from the host, sleep and wake.
+"""Changes in a running engine: weights, offloaded blocks, sleep.
 
     python -m benchmarks elastic [--shape llama-3.1-8b] [--device cuda] [--parts update,offload,sleep] [--save] [--tiny]
 
@@ -45,7 +45,10 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def new_weights(llm: LLM, seed: int) -> dict[str, Tensor]:
-    """Return the dummy weights of ``seed`` on the host, as an engine on the device of ``llm`` would have them."""
+    """Return the dummy weights of ``seed`` on the host.
+
+    They equal those of an engine on the device of ``llm``.
+    """
     decoder, backend, source = llm.loop.executor.decoder, llm.loop.executor.backend, DummyTensors(seed)
     dtype = llm.loop.executor.cache.data.dtype
     found = {}
@@ -80,14 +83,20 @@ def measure_update(boot: Callable[..., LLM]) -> dict[str, Any]:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, object]:
-    """Return the seconds to the first token of ``prompt``, and the token with its log-probabilities."""
+    """Return the seconds to the first token of ``prompt``.
+
+    Also return the token with its log-probabilities.
+    """
     outputs = []
     took = seconds(lambda: outputs.extend(llm.generate([prompt], FIRST, use_tqdm=False)))
     return took, outputs[0].outputs[0]
 
 
 def measure_offload(boot: Callable[..., LLM], length: int, block_size: int) -> dict[str, Any]:
-    """Measure two prompts in a cache with room for one: each evicts the other to the host."""
+    """Measure two prompts in a cache with room for one.
+
+    Each evicts the other to the host.
+    """
     blocks = length // block_size
     size = 4.0 if length > 1000 else 0.02  # GiB on the host: both prompts
     llm = boot(num_gpu_blocks_override=blocks + 3, kv_offloading_size=size, enable_prefix_caching=True)

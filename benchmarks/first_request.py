@@ -1,4 +1,4 @@
-"""The first request after ready against the same request later: the promise, measured.
+"""The first request after ready against the same request later.
 
     python -m benchmarks first_request [--repeats 15] [--offline-only] [--boot-options '{"max_num_seqs": 32}']
 
@@ -46,7 +46,10 @@ def prompts(length: int, count: int) -> list[list[int]]:
 
 
 def timed(ask: Callable[[list[int]], object], length: int, repeats: int) -> list[float]:
-    """Return milliseconds of each request: the first, ``repeats`` right behind it, ``PAUSES`` after a pause each."""
+    """Return the milliseconds of each request.
+
+    They are the first, ``repeats`` right behind it, and ``PAUSES`` after a pause each.
+    """
     found = []
     for number, prompt in enumerate(prompts(length, 1 + repeats + PAUSES)):
         if number > repeats:

@@ -1,4 +1,4 @@
-"""The host's work in a step of decoding rows, and the time that a GPU waits for it.
+"""The host's work in a decoding step, and a GPU's wait.
 
     python -m benchmarks host_step [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256]
         [--options JSON]
@@ -53,7 +53,10 @@ PACKERS = ("cpu", *(["cuda"] if find_spec("triton") else []))
 
 
 def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
-    """Return a scheduler with ``rows`` sequences past their prompt, and the packer of a platform."""
+    """Return a scheduler and the packer of a platform.
+
+    ``rows`` sequences are past their prompt.
+    """
     spec, size = read_spec(read_config(BUNDLED_PATH)), CPU.block_size if packer == "cpu" else 64
     limits = Limits(
         max_model_len=2048,
@@ -182,7 +185,10 @@ def gaps(listed: Sequence[Span]) -> list[float]:
 
 
 def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
-    """Return the median microseconds of a step's parts, and the mean of the whole step."""
+    """Return the median microseconds of a step's parts.
+
+    The whole step is the mean.
+    """
     with timed(llm) as spent:
         started = time.perf_counter()
         for _ in range(steps):

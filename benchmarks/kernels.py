@@ -1,11 +1,11 @@
-"""The time of a decoding step by kernel, beside the least time of its bytes, and the idle time between kernels.
+"""The time of a decoding step by kernel, and its idle time.
 
     python -m benchmarks kernels [--shape llama-3.1-8b] [--format fp8] [--rows 1 32 256] [--context 1024] [--steps 20]
 
-Profiles steps in which all rows decode. The bandwidth is measured by a copy on this device, read and written bytes
-counted. Kernels are told apart by their names; a kind's floor is its bytes over that bandwidth. Kernels launched behind
-each other overlap: a kernel's time runs from the end of the kernels before it. On a CPU, where there are no kernels,
-torch's operations stand in for them.
+Profiles steps in which all rows decode. A kernel's time is beside the least time of its bytes. The bandwidth is
+measured by a copy on this device, read and written bytes counted. Kernels are told apart by their names; a kind's floor
+is its bytes over that bandwidth. Kernels launched behind each other overlap: a kernel's time runs from the end of the
+kernels before it. On a CPU, where there are no kernels, torch's operations stand in for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ KINDS = {
     "embedding": ("embed", "index_select"),
     "linear": ("in_order", "_wide", "linear", "gemm", "matmul", "_dequantize", "nvjet", "cutlass", "sm90_", "splitk"),
 }
-"""The words of each kind: a kernel is of the first kind with a word in the kernel's name."""
+"""The words of each kind of kernel.
+
+A kernel is of the first kind with a word in the kernel's name.
+"""
 
 
 def kind_of(name: str) -> str:
@@ -47,9 +50,10 @@ def kind_of(name: str) -> str:
 
 
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
-    """Return the least bytes that a step reads: each weight of a linear map once, each key and value once.
+    """Return the least bytes that a step reads.
 
-    Weights that are not quantized are bfloat16, and so is the cache.
+    It reads each weight of a linear map once, and each key and value once. Weights that are not quantized are bfloat16,
+    and so is the cache.
     """
     weights = sum(spec.weight_bytes(2).values()) - (0 if spec.tied else 2 * spec.embedding.params)
     cache = rows * context * spec.kv_bytes_per_token(2)
@@ -88,7 +92,10 @@ def idle(listed: Iterable[Span]) -> float:
 
 
 def table(listed: list[Span], steps: int, floors: dict[str, float]) -> list[dict[str, Any]]:
-    """Return a line for each kernel and each kind: microseconds and calls of one step, the longest first."""
+    """Return the microseconds and calls of one step by kernel.
+
+    There is a line for each kernel and each kind, the longest first.
+    """
     spent: dict[tuple[str, str], list[float]] = defaultdict(list)
     busy_until = 0.0
     for span in listed:

@@ -118,9 +118,9 @@ class Measured:
         self.llm.advance()
 
     def long(self, rows: int, context: int, adapters: Adapters) -> dict[str, float]:
-        """Return milliseconds to read one of ``rows`` prompts given at once, and between tokens while all decode.
+        """Return milliseconds to read a prompt, and between tokens.
 
-        Each prompt has ``context`` tokens.
+        One of ``rows`` prompts given at once is read; then all decode. Each prompt has ``context`` tokens.
         """
         prompt = min(self.seconds(rows, context, 1, adapters) for _ in range(2)) / rows
         asked = [adapters[row % len(adapters)] for row in range(rows)]
@@ -151,9 +151,9 @@ def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, floa
 
 
 def figures(kinds: Kinds, batches: Sequence[int], sizes: Sizes) -> dict[str, dict[str, float]]:
-    """Return by kind the milliseconds between tokens, by rows, and the milliseconds of a prompt.
+    """Return by kind the milliseconds between tokens and of a prompt.
 
-    A prompt's time is taken of several read one after the other.
+    Times between tokens are by rows. A prompt's time is taken of several read one after the other.
     """
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     for rows in batches:
@@ -181,10 +181,10 @@ def make(args: argparse.Namespace, folder: Path, sizes: Sizes, **more: Any) -> M
 
 
 def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) -> dict[str, float | None]:
-    """Return the milliseconds to load ``new`` while ``rows`` rows decode, and the gaps between their steps.
+    """Return the milliseconds to load ``new``, and gaps meanwhile.
 
-    Gaps are taken while nothing else happens, while a request without an adapter begins, and while ``new`` is read and
-    a request with it begins.
+    ``rows`` rows decode; gaps are between their steps. Gaps are taken while nothing else happens, while a request
+    without an adapter begins, and while ``new`` is read and a request with it begins.
     """
     executor, advance, context = engine.llm.loop.executor, engine.advance, engine.sizes.context
     placed = list[float]()
@@ -226,7 +226,10 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
 
 
 def table(plain: dict[str, float], found: dict[str, dict[str, float]]) -> str:
-    """Return the milliseconds of the engine without adapters, and the excess of each kind of rows in percent."""
+    """Return the milliseconds without adapters, and the excess with.
+
+    The excess is in percent for each kind of rows.
+    """
     kinds = [kind for kind in found if kind != "without"]
     lines = [f"{'rows':<8}{'without, ms':>13}" + "".join(f"{kind:>22}" for kind in kinds)]
     for what, before in plain.items():
@@ -268,7 +271,10 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """Return the figures of the server, then of the engines here, one at a time."""
+    """Return the figures of the server, then of the engines here.
+
+    Engines run one at a time.
+    """
     spec, served = read_spec(config_of(args.shape if not args.tiny else BUNDLED)), list[LoRARequest]()
     modules = {name: shape for name, shape in adapted_modules(spec).items() if not name.endswith("lm_head")}
     modules |= expert_modules(spec) if args.experts else {}
@@ -335,7 +341,10 @@ def over_http(
 def long_contexts(
     args: argparse.Namespace, folder: Path, sizes: Sizes, adapters: Adapters, adapted: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the figures of long prompts without adapters, and with all of them in turn."""
+    """Return the figures of long prompts.
+
+    They run without adapters, and with all of them in turn.
+    """
     (rows, context), length = sizes.long[0], long_length(sizes)
     config = config_of(BUNDLED if args.tiny else args.shape)
     token = (8 if args.tiny else 4) * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]

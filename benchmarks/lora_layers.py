@@ -1,14 +1,12 @@
 """The time that adapters add to single layers on a GPU.
 
-The plain layer and layers with adapters take turns.
-
     python -m benchmarks lora_layers [--shape llama-3.1-8b] [--rows 1 32 128 2048] [--adapters 8] [--rank 16]
         [--replays 30]
 
-A graph walks copies of a layer, with adapters of their own, each behind a kernel that writes its inputs; the weights of
-all are larger than the L2 cache. Medians, in microseconds a layer: plain, with one adapter for all rows, and with all
-adapters. Below 512 rows each row then has the next adapter, as where many requests decode. From 512 rows on the rows of
-an adapter follow each other, as the rows of prompts do.
+The plain layer and layers with adapters take turns. A graph walks copies of a layer, with adapters of their own, each
+behind a kernel that writes its inputs; the weights of all are larger than the L2 cache. Medians, in microseconds a
+layer: plain, with one adapter for all rows, and with all adapters. Below 512 rows each row then has the next adapter,
+as where many requests decode. From 512 rows on the rows of an adapter follow each other, as the rows of prompts do.
 """
 
 from __future__ import annotations
@@ -36,7 +34,10 @@ COPIED_BYTES = 200 << 20
 
 
 def layers_of(shape: str) -> dict[str, tuple[int, tuple[int, ...], bool]]:
-    """Return inputs of each linear layer of a decoder layer, outputs of its parts, and whether it is gated."""
+    """Return the sizes of each linear layer of a decoder layer.
+
+    They are inputs, outputs of its parts, and whether it is gated.
+    """
     config = config_of(shape)
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads

@@ -1,4 +1,4 @@
-"""The loss of a model on text that it was not trained on, plain and with other numerics.
+"""The loss on held-out text, plain and with other numerics.
 
     python -m benchmarks loss --set kv_cache_dtype=fp8
     python -m benchmarks loss --set quantization=inc --set quant_config=FILE --set kv_cache_dtype=fp8_inc

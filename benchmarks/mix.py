@@ -1,9 +1,10 @@
-"""The time of the mix of `preheat bench throughput`, by size of step, and the time between steps.
+"""The time of the mix of `preheat bench throughput` by step size.
 
     python -m benchmarks mix [--shape llama-3.1-8b] [--options JSON] [--tiny]
 
-Milliseconds of a step are taken between two events on the device, around its two programs; on a CPU, of the call. The
-second run of the mix is reported. ``--tiny`` is a smoke test: its figures mean nothing.
+The time between steps is summed, too. Milliseconds of a step are taken between two events on the device, around its two
+programs; on a CPU, of the call. The second run of the mix is reported. ``--tiny`` is a smoke test: its figures mean
+nothing.
 """
 
 from __future__ import annotations

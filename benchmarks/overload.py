@@ -1,11 +1,12 @@
-"""Times of /health while clients send large or hostile requests, and the server's memory before and after.
+"""Times of /health while clients send large or hostile requests.
 
     python -m benchmarks overload [--seconds 10] [--clients 4] [--only NAME ...]
 
 A scripted engine answers, so that the server alone is measured, with the bundled model's tokenizer; where files are
 read, the real one does. ``--clients`` connections, in a process of their own, send a row of ``tests/api/abuse.py``
 again and again for ``--seconds``. Meanwhile this process asks for /health every 20 ms, whether it has answered or not,
-and keeps a stream open and reports its longest pause. The last figures, "all", are of all rows together.
+and keeps a stream open and reports its longest pause. The server's memory is read before and after. The last figures,
+"all", are of all rows together.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ async def _longest_pause(port: int) -> float:
 
 
 async def _probe(port: int, attack: subprocess.Popen[str], *, streams: bool) -> tuple[list[float], dict[str, float]]:
-    """Return the milliseconds of /health and their figures, with a stream's if the server ``streams``.
+    """Return the milliseconds of /health, and their figures.
 
-    /health is asked for at a fixed pace, however long answers take: a stall delays many.
+    A stream's figures are included if the server ``streams``. /health is asked for at a fixed pace, however long
+    answers take: a stall delays many.
     """
     stream, asked = asyncio.create_task(_longest_pause(port)) if streams else None, list[asyncio.Task[float]]()
     while attack.poll() is None:
@@ -121,7 +123,10 @@ def _memory(server: Server) -> int:
 
 
 def measure(name: str, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
-    """Return the times of /health during one attack, on a server of its own, and all of its figures."""
+    """Return the times of /health during one attack, and its figures.
+
+    The attack has a server of its own.
+    """
     with abused(ATTACKS[name].server) as server:
         before = _memory(server)
         command = [sys.executable, "-m", "benchmarks.overload", str(server.port), name]

@@ -57,7 +57,10 @@ FORMAT_FIGURES = (
 
 
 def by_format(shape: str, results: Path) -> str:
-    """Return a table of ``shape`` in the model's dtype and in each measured format, ours and vLLM's, a line each."""
+    """Return a table of ``shape`` in each measured format.
+
+    The model's dtype comes first. Ours and vLLM's have a line each.
+    """
     kinds = ["", *(f"_{name}" for name in FORMATS)]
     names = [f"{shape}{kind}{kv}" for kind in kinds for kv in ("", "_kv_fp8")]
     lines = ["\n| Format | | " + " | ".join(FORMAT_FIGURES) + " |\n", "| --- " * (2 + len(FORMAT_FIGURES)) + "|\n"]
@@ -96,7 +99,10 @@ def left_out(parts: dict[str, Any]) -> list[str]:
 
 
 def kernels(shape: str, results: Path) -> str:
-    """Return a table of the kinds of kernels in a decoding step, for each number of rows."""
+    """Return a table of the kinds of kernels in a decoding step.
+
+    There are lines for each number of rows.
+    """
     path = results / f"kernels_{shape}.json"
     if not path.exists():
         return "\nNot measured yet.\n\n"

@@ -2,9 +2,8 @@
 
     python -m benchmarks plan_fit
 
-Plans of growing size; the seconds of planning with 10,000 and with 100,000 candidate buckets; and the time of
-``preheat plan`` for Llama-3.1-8B from start to end: processor time (user and system, of the whole process) and wall
-time.
+Plans of growing size; the seconds of planning with 10,000 and with 100,000 candidate buckets; and the time of ``preheat
+plan`` for Llama-3.1-8B from start to end: processor time (user and system, of the whole process) and wall time.
 """
 
 from __future__ import annotations
@@ -67,7 +66,10 @@ def command_seconds() -> dict[str, float]:
 
 
 def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
-    """Return milliseconds to make a plan, and nanoseconds to choose a bucket with and without making the StepSize."""
+    """Return the times to make a plan and to choose a bucket.
+
+    A plan is in milliseconds. A choice is in nanoseconds, with and without making the StepSize.
+    """
     seconds = _best(lambda: make_plan(limits, options), 5)
     plan = make_plan(limits, options)
     size = StepSize("decode", 200, 200, longest=900, blocks=3000)

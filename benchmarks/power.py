@@ -1,4 +1,4 @@
-"""The speed, clock and power of a card under its power limit, from the first prompt on an idle card on.
+"""The speed, clock and power of a card under its power limit.
 
     python -m benchmarks power [--shape llama-3.1-8b] [--seconds 6]
 

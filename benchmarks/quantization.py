@@ -1,10 +1,11 @@
-"""The cost of weight formats: the held-out loss of the bundled model, and its bytes.
+"""The cost of weight formats in loss and bytes.
 
     python -m benchmarks quantization [--windows 24] [--write KIND FOLDER]
 
-The text is the code of this Python's library that training left out (one file in 64, by a hash of its path), in windows
-of 1,024 tokens that know nothing of each other, through the whole engine. Checkpoints are rounded to nearest, without
-calibration. ``--write`` only leaves such a checkpoint of the bundled model in FOLDER.
+The loss is the bundled model's on held-out text. The text is the code of this Python's library that training left out
+(one file in 64, by a hash of its path), in windows of 1,024 tokens that know nothing of each other, through the whole
+engine. Checkpoints are rounded to nearest, without calibration. ``--write`` only leaves such a checkpoint of the
+bundled model in FOLDER.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Microseconds of exchanges between two ranks on CPUs: through memory, by TCP as between nodes, and by gloo.
+"""Microseconds of exchanges between two ranks on CPUs.
 
     python -m benchmarks ranks [--calls 300] [--output FOLDER]
 
-Both ranks are processes on this machine, so TCP goes over the loopback. The figure of gathering bytes of each rank is
-the best of several rounds; the figure of telling a step is the median of the leader's calls. A step is 8 KiB of
-integers.
+They exchange through memory, by TCP as between nodes, and by gloo. Both ranks are processes on this machine, so TCP
+goes over the loopback. The figure of gathering bytes of each rank is the best of several rounds; the figure of telling
+a step is the median of the leader's calls. A step is 8 KiB of integers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The cost of sampling a step: microseconds by rows, vocabulary and kind of request, packing and drawing apart.
+"""The cost of sampling a step, in microseconds.
 
     python -m benchmarks sampler [--device cuda] [--rows 1 32 256] [--vocab 4096 128256] [--repeats 9]
 
-Logits are normal with a standard deviation of 3; prompts have 500 tokens. "logprobs" asks for 5 alternatives. Medians;
-copying the logits, which the sampler may overwrite, is not counted. On a GPU: the kernels of a step, one after another
-in a graph, on bfloat16 logits.
+Times are by rows, vocabulary and kind of request, packing and drawing apart. Logits are normal with a standard
+deviation of 3; prompts have 500 tokens. "logprobs" asks for 5 alternatives. Medians; copying the logits, which the
+sampler may overwrite, is not counted. On a GPU: the kernels of a step, one after another in a graph, on bfloat16
+logits.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def filled(rows: int, vocab: int, params: SamplingParams) -> Slots:
 
 
 def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Return the figures of each kind, for a step with all rows of that kind."""
+    """Return the figures of each kind of sampling.
+
+    A step has all rows of one kind.
+    """
     rng, places = np.random.default_rng(0), np.arange(rows)
     fresh = torch.from_numpy((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
     logits, figures = fresh.clone(), {}

@@ -1,8 +1,9 @@
-"""The cost of the scheduler: microseconds of a step with many decoding rows; time and memory of a long queue.
+"""The cost of the scheduler for many rows and long queues.
 
     python -m benchmarks scheduler [--rows 256] [--steps 2000]
 
-No model runs: the device's part is a constant array.
+Figures are microseconds of a step with many decoding rows, and time and memory of a long queue. No model runs: the
+device's part is a constant array.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 def queue(count: int) -> dict[str, float]:
-    """Measure ``count`` requests that arrive, leave in random order before any step, and arrive again to be served."""
+    """Measure a queue of ``count`` requests.
+
+    They arrive, leave in random order before any step, and arrive again to be served.
+    """
     rng = random.Random(0)
     requests = [request(number, 64, 2, rng) for number in range(count)]
     order = list(range(count))

@@ -5,8 +5,8 @@
     python -m benchmarks speculation --shape llama-3.1-8b [--batches 1 32 256] [--turns 3] [--options JSON] [--save]
 
 Every run must give the same tokens as the one without speculation; this is checked. ``held-out`` are beginnings of
-Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces
-of the same files, twice in a prompt, with the beginning of a third copy: text that repeats itself, as an edit of code
+Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces of
+the same files, twice in a prompt, with the beginning of a third copy: text that repeats itself, as an edit of code
 does. ``right A`` knows each token of the answer with a probability of A, ``wrong`` is never right: they show the cost
 of steps with drafts. Each is run with a fixed number of drafts and with ``auto``, which chooses by measured times.
 
@@ -58,7 +58,10 @@ def copies(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], dict[str, float]]:
-    """Return the answers and the figures of decoding: all but the last prompt tokens are in the prefix cache."""
+    """Return the answers and the figures of decoding.
+
+    All but the last prompt tokens are in the prefix cache.
+    """
     llm.reset_prefix_cache()
     llm.generate(prompts, replace(params, max_tokens=1), use_tqdm=False)
     llm.loop.scheduler.forget()

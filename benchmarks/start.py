@@ -1,4 +1,4 @@
-"""Seconds from the command to the open port and to ready, seconds of one token, and the imports on the way.
+"""Seconds from the command to the open port and to ready.
 
     python -m benchmarks start [--runs 3] [--options '{"max_num_seqs": 16}']
 
@@ -24,7 +24,10 @@ from benchmarks.common.report import parser, save
 
 
 def boot(options: dict[str, Any], *, imports: bool = False) -> dict[str, Any]:
-    """Serve once; return seconds until anything answers and until ready, and counts of imported modules."""
+    """Serve once and time the start.
+
+    Returns seconds until anything answers and until ready, and counts of imported modules.
+    """
     env = os.environ | ({"PYTHONPROFILEIMPORTTIME": "1"} if imports else {})
     with tempfile.TemporaryFile() as log:
         with serving(options | {"log_level": "error"}, stderr=log, env=env) as server:

@@ -1,10 +1,10 @@
-"""Bucket sizes solved from recorded traffic against exponential ones, on three mixes.
+"""Bucket sizes solved from recorded traffic against exponential ones.
 
     python -m benchmarks traffic [--rounds 3] [--options '{"max_num_seqs": 32}']
 
-Each mix runs on an engine with exponential sizes, and `preheat plan --from-traffic` solves its record. Then the mix
-runs on an engine with the solved sizes. Reported: buckets, warm-up seconds, padding of the tokens computed, and the
-seconds of the mix, the median of rounds in turns.
+There are three mixes. Each mix runs on an engine with exponential sizes, and `preheat plan --from-traffic` solves its
+record. Then the mix runs on an engine with the solved sizes. Reported: buckets, warm-up seconds, padding of the tokens
+computed, and the seconds of the mix, the median of rounds in turns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Tokens a second against llama.cpp: the same weights in GGUF, the same threads, prompts and greedy outputs.
+"""Tokens a second against llama.cpp.
 
     python -m benchmarks vs_llama_cpp [--runs 3] [--threads 2] [--type f16] [--environment FOLDER]
 
-llama.cpp's Python wheel is built from its sources in an environment of its own, the first time, with a compiler and in
-some minutes; it is no part of preheat's. There is no aim: the figures are reported whatever they say. The two take
-turns by load, not by run.
+Both have the same weights, in GGUF for llama.cpp, and the same threads, prompts and greedy outputs. llama.cpp's Python
+wheel is built from its sources in an environment of its own, the first time, with a compiler and in some minutes; it is
+no part of preheat's. There is no aim: the figures are reported whatever they say. The two take turns by load, not by
+run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ CHILD = Path(__file__).parent / "common" / "llama_cpp_run.py"
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of an environment with llama.cpp, made in ``folder`` unless it is there."""
+    """Return the Python of an environment with llama.cpp.
+
+    It is made in ``folder`` unless it is there.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)

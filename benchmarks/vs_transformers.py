@@ -1,12 +1,12 @@
-"""Tokens a second against transformers' generate: same model, dtype, threads and machine, in one run.
+"""Tokens a second against transformers' generate.
 
     python -m benchmarks vs_transformers [--runs 5] [--dtype bfloat16] [--threads 2] [--loads batch_1]
 
-Greedy, end-of-sequence ignored, so that both sides generate exactly the tokens asked for. Loads: one sequence; 32 of
-equal lengths; 32 of ragged lengths, 16-256 in and 16-256 out; and 128 such, at most 32 at a time. transformers takes
-batches of up to 32 as they come, pads the prompts on the left and runs until the longest output is done; only the
-tokens asked for count. The two take turns; medians are reported, by the clock and by the processor time of the process.
-Processor time says more while others use the machine.
+Both have the same model, dtype, threads and machine, in one run. Greedy, end-of-sequence ignored, so that both sides
+generate exactly the tokens asked for. Loads: one sequence; 32 of equal lengths; 32 of ragged lengths, 16-256 in and
+16-256 out; and 128 such, at most 32 at a time. transformers takes batches of up to 32 as they come, pads the prompts on
+the left and runs until the longest output is done; only the tokens asked for count. The two take turns; medians are
+reported, by the clock and by the processor time of the process. Processor time says more while others use the machine.
 """
 
 from __future__ import annotations

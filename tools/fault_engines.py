@@ -1,4 +1,7 @@
-"""The engines that show the faults of :mod:`tools.faults`: options, and small models of random weights."""
+"""The engines that show the faults of :mod:`tools.faults`.
+
+They are options, and small models of random weights.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ def _table(columns: str, rows: list[str]) -> str:
 
 
 def _matrix() -> str:
-    """Return a table with a row for each trait, with its option, and a column for each."""
+    """Return a table of all pairs of traits.
+
+    It has a row for each trait, with its option, and a column for each.
+    """
     said = verdicts()
     rows = []
     for number, (name, trait) in enumerate(TRAITS.items(), 1):

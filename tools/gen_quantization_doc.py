@@ -30,7 +30,10 @@ FORMATS = (
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
 )
-"""Quantization method, its format, the kind of computation, and the key of its measurement, if there is one."""
+"""The supported formats of weights.
+
+Each has a quantization method, a format, the kind of computation, and the key of its measurement, if there is one.
+"""
 
 INVARIANCE = {
     W8A8: "a row's codes and scales are its own; sums in one order",

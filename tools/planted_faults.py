@@ -79,7 +79,10 @@ LEAST = 0.9
 
 
 class Seen(NamedTuple):
-    """The checks at boot and the paths of verify that saw a fault, and whether the nearest test did."""
+    """The checks that saw a fault.
+
+    They are the checks at boot, the paths of verify, and whether the nearest test saw it.
+    """
 
     boot: list[str]
     verify: list[str]

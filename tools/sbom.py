@@ -1,7 +1,7 @@
-"""A bill of materials of preheat and all its dependencies, as installed here: ``python -m tools.sbom > FILE``.
+"""A bill of materials of preheat: ``python -m tools.sbom > FILE``.
 
-CycloneDX 1.6 in JSON, from the metadata of the installed packages. Packages that only extras need are left out. The
-same packages give the same bytes.
+It lists preheat and all its dependencies, as installed here. CycloneDX 1.6 in JSON, from the metadata of the installed
+packages. Packages that only extras need are left out. The same packages give the same bytes.
 """
 
 import json
@@ -53,7 +53,10 @@ def ref(package: Distribution) -> str:
 
 
 def licenses_of(package: Distribution) -> list[dict[str, object]]:
-    """Return the package's SPDX expression, or else the licenses in its classifiers or its field "License"."""
+    """Return the package's licenses.
+
+    It is an SPDX expression, or else the licenses in its classifiers or its field "License".
+    """
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]

@@ -1,6 +1,7 @@
-"""An open-loop client of /v1/completions: it sends on schedule, whether or not earlier answers are there.
+"""An open-loop client of /v1/completions.
 
-A request takes a connection of its own, and its token times are the arrival times of its events.
+It sends on schedule, whether or not earlier answers are there. A request takes a connection of its own, and its token
+times are the arrival times of its events.
 """
 
 from __future__ import annotations

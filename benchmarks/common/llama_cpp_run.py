@@ -1,6 +1,6 @@
-"""Runs llama.cpp in an environment without preheat: a task in JSON on stdin, seconds of each run on stdout.
+"""Runs llama.cpp in an environment without preheat.
 
-See :mod:`benchmarks.vs_llama_cpp`.
+A task in JSON comes on stdin; seconds of each run go to stdout. See :mod:`benchmarks.vs_llama_cpp`.
 """
 
 # mypy: ignore-errors
@@ -43,7 +43,10 @@ def name_of(name: str) -> str:
 
 
 def write(task: dict[str, Any]) -> None:
-    """Write the GGUF file of the weights, without a vocabulary: only token ids go in and out."""
+    """Write the GGUF file of the weights, without a vocabulary.
+
+    Only token ids go in and out.
+    """
     config, weights = task["config"], np.load(task["weights"])
     out = gguf.GGUFWriter(task["gguf"], "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

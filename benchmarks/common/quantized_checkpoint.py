@@ -1,4 +1,7 @@
-"""Quantized checkpoints made by rounding to nearest: the least cost of a format, without anyone's calibration."""
+"""Quantized checkpoints made by rounding to nearest.
+
+They show the least cost of a format, without anyone's calibration.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +87,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Rounded]]] = {
 
 
 def quantize_checkpoint(folder: Path, kind: str, out: Path) -> Path:
-    """Write the checkpoint of ``folder`` to ``out``, with linear layers quantized as ``kind``, and return ``out``.
+    """Write the checkpoint of ``folder``, quantized, to ``out``.
 
-    ``folder`` has one file of tensors.
+    Linear layers are quantized as ``kind``. Returns ``out``. ``folder`` has one file of tensors.
     """
     config, module = KINDS[kind]
     out.mkdir(parents=True, exist_ok=True)

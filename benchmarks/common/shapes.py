@@ -112,7 +112,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str:
-    """Return the name of a result: its shape, and the formats of weights and cache other than the model's own."""
+    """Return the name of a result.
+
+    It has the shape, and the formats of weights and cache other than the model's own.
+    """
     kv = options.get("kv_cache_dtype", "auto")
     return "_".join([shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])])
 

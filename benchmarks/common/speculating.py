@@ -24,15 +24,22 @@ from preheat.schedule.draft_length import FixedLength
 from preheat.schedule.slots import Slots
 
 REPEATED = 24
-"""Tokens of a piece that a first request's prompt repeats, so that n-grams have drafts from its first step on."""
+"""Tokens of a piece that a first request's prompt repeats.
+
+n-grams then have drafts from its first step on.
+"""
 CONTEXT, BLOCK = 256, 64
-"""Tokens of a prompt that are in the prefix cache, all but its last, and tokens of a block."""
+"""Cached tokens of a prompt, and tokens of a block.
+
+All tokens of a prompt but its last are in the prefix cache.
+"""
 
 
 class Case(NamedTuple):
-    """A case: the batch, the chance ``right`` of each draft, ``drafts`` a row (0: by measured times).
+    """A measured case.
 
-    ``wanted`` is the least gain.
+    It has a batch, the chance ``right`` of each draft, and ``drafts`` a row (0: by measured times). ``wanted`` is the
+    least gain.
     """
 
     batch: int
@@ -141,7 +148,10 @@ class Pair:
         return self.speculating.loop.scheduler.drafting
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the speculating engine's first requests of each kind beside later ones, with its own n-grams."""
+        """Return the speculating engine's first requests beside later ones.
+
+        There is a row for each kind, with its own n-grams.
+        """
         chance, known = random.Random(1), max(next(iter(self.prompts.values()))[0])
         found = []
         for name, settings in SETTINGS.items():
@@ -190,7 +200,10 @@ class Pair:
 
 
 def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return first requests and the figures of all cases of ``batches``, printed as they come."""
+    """Return first requests and the figures of all cases of ``batches``.
+
+    They are printed as they come.
+    """
     began = time.perf_counter()
     pair = Pair(shape, batches, TOKENS, options)
     print(f"both engines booted in {time.perf_counter() - began:.0f} s", flush=True)

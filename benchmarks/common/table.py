@@ -15,7 +15,10 @@ Row = tuple[str, float | None, float | None, float | None]
 
 @cache
 def anchors() -> dict[str, Any]:
-    """Return vLLM's figures for the same workloads on one machine: its name, the machine, figures by shape."""
+    """Return vLLM's figures for the same workloads on one machine.
+
+    They have its name, the machine, and figures by shape.
+    """
     found: dict[str, Any] = json.loads(ANCHORS.read_text(encoding="utf-8"))
     return found
 

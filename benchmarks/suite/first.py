@@ -1,4 +1,7 @@
-"""The first request of each kind against later ones: the kinds, the repeats, and the comparison."""
+"""The first request of each kind against later ones.
+
+This module has the kinds, the repeats, and the comparison.
+"""
 
 from __future__ import annotations
 

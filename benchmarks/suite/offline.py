@@ -36,7 +36,10 @@ class Offline:
     def of_shape(
         cls, shape: str, options: dict[str, Any], *, tiny: bool = False, number_format: str | None = None
     ) -> Self:
-        """Return an engine of ``shape`` with ``options`` in this process, without a limit of time."""
+        """Return an engine of ``shape`` with ``options`` in this process.
+
+        There is no limit of time.
+        """
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(**engine_options(shape, options, Path(folder), tiny=tiny, number_format=number_format))
         return cls(llm, TINY if tiny else FULL, vocabulary(shape), Clock(float("inf")))
@@ -52,7 +55,10 @@ class Offline:
         return time.perf_counter() - started
 
     def first(self, report: PartReport) -> None:
-        """Measure this engine's first request of each kind against the median of the next ones."""
+        """Measure the first request of each kind against later ones.
+
+        The engine has not seen the kind before. Later requests count by their median.
+        """
         rows = []
         for name, setting in SETTINGS.items():
             for length in self.sizes.first_lengths:
@@ -66,7 +72,10 @@ class Offline:
             report.put(max(row["ratio"] for row in rows), "worst_ratio")
 
     def latency(self, report: PartReport) -> None:
-        """Measure milliseconds between tokens by batch, to the first token, and the speed of reading prompts."""
+        """Measure times between tokens and to the first one.
+
+        Times between tokens are by batch. The speed of reading prompts is measured, too.
+        """
         for batch in self.sizes.batches:
             if batch > self.llm.loop.scheduler.limits.max_num_seqs:
                 report.leave_out(f"batch {batch}", "max_num_seqs is lower")
@@ -98,7 +107,10 @@ class Offline:
             report.put(found, "nanobench")
 
     def long(self, report: PartReport) -> None:
-        """Measure milliseconds between tokens for rows with a long past, once all of them decode."""
+        """Measure milliseconds between tokens for rows with long contexts.
+
+        They count once all rows decode.
+        """
         for rows, context in self.sizes.long:
             if not self._late(report, f"{rows} rows of {context}", rows * context / 20_000):
                 report.put(round(self._steady(rows, context), 3), "itl_ms_long", f"{rows}x{context}")
@@ -114,7 +126,10 @@ class Offline:
         return late
 
     def _between_tokens(self, batch: int) -> float:
-        """Return milliseconds between tokens: a long answer less a short one, each the best of a few."""
+        """Return milliseconds between tokens.
+
+        It is a long answer less a short one, each the best of a few.
+        """
         sizes = self.sizes
 
         def best(tokens: int, tries: int) -> float:

@@ -1,4 +1,7 @@
-"""Seconds from the start of a process to a ready engine: with empty caches, and with the first boot's caches."""
+"""Seconds from the start of a process to a ready engine.
+
+The first boot has empty caches, the second one the first boot's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def caches(folder: Path) -> dict[str, str]:
 
 
 def boot(options: dict[str, Any], environment: Mapping[str, str], seconds: float) -> dict[str, Any]:
-    """Return the seconds until ready, and of each step on the way, for an engine in a new process."""
+    """Return the seconds until ready, and of each boot step.
+
+    The engine boots in a new process.
+    """
     asked = json.dumps({"options": options, "at": time.time()})
     done = subprocess.run(
         [sys.executable, "-m", __name__, asked], env=environment, timeout=seconds, check=False, capture_output=True

@@ -1,7 +1,7 @@
-"""A simulated Hopper GPU: its kernels are bound, compiled if asked for, and never run. No GPU is needed.
+"""A simulated Hopper GPU.
 
-Inside :func:`watched` the CUDA backend's layers are called with tensors of torch's device "meta". Each launch and each
-new tensor is noted in order.
+Its kernels are bound, compiled if asked for, and never run. No GPU is needed. Inside :func:`watched` the CUDA backend's
+layers are called with tensors of torch's device "meta". Each launch and each new tensor is noted in order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Launch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The launch in a line: name, grid, launch options, constants, and types of arguments except whole numbers."""
+        """The launch in a line.
+
+        It has the name, the grid, launch options, constants, and types of arguments except whole numbers.
+        """
         names = self.kernel.arg_names
         values = {names[path[0]] + "".join(f".{at}" for at in path[1:]): _shown(self.constants[path])
                   for path in sorted(self.constants)}  # fmt: skip

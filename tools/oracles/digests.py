@@ -131,7 +131,10 @@ def fingerprint() -> dict[str, Any]:
 
 
 def digest(cell: Cell, folder: Path) -> str:
-    """Boot ``cell`` and return its digest, or the reason why there is none; ``folder`` is for its model."""
+    """Boot ``cell`` and return its digest.
+
+    Returns the reason if there is none. ``folder`` is for its model.
+    """
     import preheat.boot
     from preheat.core import Ready
     from preheat.errors import PreheatError
@@ -166,7 +169,10 @@ def digest(cell: Cell, folder: Path) -> str:
 
 
 def first_program() -> type:
-    """Return an item class for one program alone: a plan needs some, and the checks run the programs they need."""
+    """Return an item class for one program alone.
+
+    A plan needs some, and the checks run the programs they need.
+    """
     from preheat.plan.items import ForwardItem
 
     class First(ForwardItem):
@@ -239,9 +245,9 @@ def in_a_fork(cell: Cell) -> tuple[int, Connection]:
 
 
 def found(jobs: int, only: str, known: Collection[str] = ()) -> dict[str, str]:
-    """Return the value of every cell with a matching name, without ``known`` ones; an interrupt ends it.
+    """Return the value of every cell with a matching name.
 
-    Cells with few ranks run first.
+    ``known`` cells are left out. An interrupt ends it. Cells with few ranks run first.
     """
     import torch
 

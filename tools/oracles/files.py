@@ -79,9 +79,10 @@ def _short(cell: Any) -> str:
 
 
 def _text(content: Cells) -> str:
-    """Return JSON with a cell in each line, so that a difference between two files can be read.
+    """Return JSON with a cell in each line.
 
-    The texts of cells that are lists are written once; such a cell has their numbers.
+    A difference between two files can then be read. The texts of cells that are lists are written once; such a cell has
+    their numbers.
     """
     texts: dict[str, int] = {}
     lines = []

@@ -92,7 +92,10 @@ class Other(RankSums):
 
 
 class Made(NamedTuple):
-    """A layer: its call with a number of rows, and the rows of its adapters, if it has some."""
+    """A layer: its call with a number of rows.
+
+    ``rows`` are the rows of its adapters, if it has some.
+    """
 
     call: Callable[[int], Any]
     rows: Any = None
@@ -238,7 +241,10 @@ FINISHES: dict[str, dict[str, Any]] = {
 
 
 def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield each row of the shipped tables with a kernel of ours, and each reference, with a function that runs it."""
+    """Yield each row of the shipped tables and each reference.
+
+    A row has a kernel of ours. Each comes with a function that runs it.
+    """
     for table in tables_for(NAME, CAPABILITY, None):
         for entry in table.entries:
             kernel = entry.choice.choice if isinstance(entry.choice, Expanded) else entry.choice

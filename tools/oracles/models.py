@@ -1,4 +1,7 @@
-"""The models of the oracles: a small one of each family, in each storage format of weights."""
+"""The models of the oracles.
+
+There is a small one of each family, in each storage format of weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "max_position_embeddings": 512,
 }  # fmt: skip
-"""An adapter's inputs are cut into parts of 512, so that ``intermediate_size`` has two; four ranks share four heads."""
+"""Sizes of the models.
+
+An adapter's inputs are cut into parts of 512: ``intermediate_size`` has two. Four ranks share four heads.
+"""
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 640}
 PHI: dict[str, Any] = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 512}
@@ -60,7 +66,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 ROUTERS = ["lm_head", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate"]
 BLOCKS = {"head_dim": 128, "intermediate_size": 1024, "moe_intermediate_size": 1024,
           "shared_expert_intermediate_size": 1024}  # fmt: skip
-"""Sizes of models with a scale for each block of 128 x 128 weights: ranks divide whole blocks."""
+"""Sizes of models with a scale for each weight block.
+
+A block is 128 x 128; ranks divide whole blocks.
+"""
 
 
 def _compressed(style: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -115,7 +124,10 @@ ASKED: dict[str, dict[str, Any]] = {"fp8 online": {"quantization": "fp8"}, "inc"
 
 
 def config(family: str, stored: str) -> dict[str, Any]:
-    """Return the ``config.json`` of the model of ``family`` with weights ``stored`` in a format of :data:`FORMATS`."""
+    """Return the ``config.json`` of a model of ``family``.
+
+    Its weights are ``stored`` in a format of :data:`FORMATS`.
+    """
     sizes = {name: value for name, value in SIZES.items() if name not in ELSEWHERE.get(family, ())}
     found = {"architectures": [family], "torch_dtype": "float32", **sizes, **FAMILIES[family]}
     changes = FORMATS[stored]

@@ -35,7 +35,10 @@ def ranges(choose: Callable[[int], Any]) -> str:
 
 
 def _short(choice: Any) -> str:
-    """Return a choice as text: class and fields of a tile, all choices of a list."""
+    """Return a choice as text.
+
+    A tile is its class and fields; a list is all its choices.
+    """
     if isinstance(choice, list):
         return " + ".join(map(_short, choice))
     if hasattr(choice, "_fields"):

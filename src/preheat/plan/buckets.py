@@ -1,4 +1,7 @@
-"""The size of a step, and the bucket that it is padded to: the size of one forward program."""
+"""The size of a step, and its bucket.
+
+A step is padded to its bucket, the size of one forward program.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ class Bucket(NamedTuple):
 
     @classmethod
     def decode(cls, rows: int, *, longest: int = 0, blocks: int = 0) -> Bucket:
-        """Return the bucket of one token for each of ``rows``, with at most one of ``longest`` and ``blocks``."""
+        """Return the bucket of one token for each of ``rows``.
+
+        At most one of ``longest`` and ``blocks`` may be given.
+        """
         return cls("decode", rows, rows, longest, blocks)
 
     @classmethod
@@ -54,7 +60,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def verify(cls, rows: int, width: int) -> Bucket:
-        """Return the bucket of ``rows`` rows of up to ``width`` tokens, all of them sampled.
+        """Return the bucket of ``rows`` sampled rows of up to ``width`` tokens.
 
         Each row is its last known token and the drafts behind it.
         """
@@ -62,12 +68,18 @@ class Bucket(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The most tokens of a row where all rows decode: 1, or more with drafts; 0 where rows may read prompts."""
+        """The most tokens of a row where all rows decode.
+
+        It is 1, or more with drafts; 0 where rows may read prompts.
+        """
         return {"decode": 1, "verify": self.longest}.get(self.phase, 0)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The numbers that identify the bucket within its phase, in the order of the log lines."""
+        """The numbers that identify the bucket within its phase.
+
+        They are in the order of the log lines.
+        """
         if self.phase == "mixed":
             return (self.tokens, self.rows)
         second = self.longest or self.blocks
@@ -81,7 +93,10 @@ class Bucket(NamedTuple):
         return {name: value for name, value in named.items() if value}
 
     def without_context(self) -> Bucket:
-        """Return the bucket for programs that do not depend on contexts: a decode bucket becomes its rows alone."""
+        """Return the bucket for programs that do not depend on contexts.
+
+        A decode bucket becomes its rows alone.
+        """
         return Bucket.decode(self.rows) if self.phase == "decode" else self
 
     def holds(self, size: StepSize) -> bool:

@@ -49,9 +49,10 @@ class MemorySplit:
 
 
 def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reserved: float = 0.1) -> MemorySplit:
-    """Divide ``free`` bytes: ``utilization`` is the usable share, ``reserved`` the graphs' share of the usable bytes.
+    """Divide ``free`` bytes between the cache and graphs.
 
-    Raises SettingsError if not even two blocks fit into the rest.
+    ``utilization`` is the usable share; ``reserved`` is the graphs' share of the usable bytes. Raises SettingsError if
+    not even two blocks fit into the rest.
     """
     usable = int(free * utilization)
     graphs = int(usable * reserved)
@@ -78,7 +79,10 @@ class Skipped:
 
 @dataclass
 class PhaseCaptures:
-    """The captures of one phase: ``captured`` buckets in order with their bytes, ``notes`` on exceeded shares."""
+    """The captures of one phase.
+
+    ``captured`` are buckets in order with their bytes; ``notes`` are on exceeded shares.
+    """
 
     phase: Phase
     total: int

@@ -27,9 +27,10 @@ MAX_CANDIDATES = 1_000_000
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a phase: its range (min, step, max) within the limits, and the bucket sizes in it.
+    """One dimension of a phase, with its range and bucket sizes.
 
-    ``strategy`` spaces the sizes; ``knob`` is the prefix of the variables that set the range.
+    The range is (min, step, max) within the limits. ``strategy`` spaces the sizes; ``knob`` is the prefix of the
+    variables that set the range.
     """
 
     label: str
@@ -81,7 +82,10 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
 
 
 def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates, ...]) -> tuple[Candidates, ...]:
-    """Return ``phases`` and, if anything drafts, the verify phase: the rows of decode buckets by width."""
+    """Return ``phases`` and, if anything drafts, the verify phase.
+
+    Its buckets are the rows of decode buckets by width.
+    """
     if not options.verify_widths:
         return phases
     if options.verify_widths[-1] > limits.max_num_batched_tokens:
@@ -120,7 +124,10 @@ def _sizes_of(regions: Sequence[Region]) -> str:
 
 
 def coarser(axes: Sequence[Axis]) -> str:
-    """Return the advice for fewer buckets: raise the step of the dimension with the most sizes."""
+    """Return the advice for fewer buckets.
+
+    It is to raise the step of the dimension with the most sizes.
+    """
     axis = max(axes, key=lambda axis: len(axis.values))
     return f"raise {axis.knob}_STEP (now {axis.step}, which makes {len(axis.values):,} sizes)"
 
@@ -221,9 +228,10 @@ def _over_budget(limits: Limits, bucket: Bucket) -> str | None:
 
 
 def _fallback(limits: Limits, region: Region) -> Bucket:
-    """Return one bucket that holds every step of the region and stays within every budget.
+    """Return one bucket that holds every step of the region.
 
-    For prompts it is flat: a rectangle for every mix of rows and lengths would exceed the token budget.
+    It stays within every budget. For prompts it is flat: a rectangle for every mix of rows and lengths would exceed the
+    token budget.
     """
     if region.phase == "decode":
         return region.bucket(*region.bounds)

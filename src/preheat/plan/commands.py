@@ -56,9 +56,10 @@ def plan(
     weights: Mapping[str, int] | None = None,
     as_json: bool = False,
 ) -> str:
-    """Return the output of ``preheat plan`` for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``.
+    """Return the output of ``preheat plan`` for a model.
 
-    ``weights`` are the bytes of its weights by quantization.
+    The model has the sizes of ``spec``, was made for ``max_positions`` tokens, and runs in ``dtype``. ``weights`` are
+    the bytes of its weights by quantization.
     """
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token

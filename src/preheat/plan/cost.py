@@ -1,4 +1,7 @@
-"""The cost of items: estimated from the model's sizes and the machine's speed, or measured by an earlier boot."""
+"""The cost of items.
+
+It is estimated from the model's sizes and the machine's speed, or measured by an earlier boot.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,10 @@ class ModelSizes:
         )
 
     def read_by(self, tokens: int) -> float:
-        """Return the bytes of the layers that ``tokens`` tokens read if each chooses its experts independently."""
+        """Return the bytes of the layers that ``tokens`` tokens read.
+
+        Each token chooses its experts independently.
+        """
         return self.layer_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
 
 
@@ -148,7 +154,10 @@ class Costs:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def forward(self, name: str, bucket: Bucket) -> Cost:
-        """Return the cost of one forward step without logits: the slower of arithmetic and of reading memory."""
+        """Return the cost of one forward step without logits.
+
+        It is the slower of arithmetic and of reading memory.
+        """
         sizes = self.sizes
         context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
         flops = 2.0 * (sizes.layer_params + sizes.expert_params * sizes.expert_share) * bucket.tokens
@@ -157,7 +166,10 @@ class Costs:
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
     def sampling(self, name: str, rows: int, times: int = 1) -> Cost:
-        """Return the cost of float32 logits of ``rows`` positions and one token from each, ``times`` times."""
+        """Return the cost of sampling ``rows`` positions ``times`` times.
+
+        A sampling computes float32 logits and one token from each.
+        """
         sizes = self.sizes
         logits = rows * sizes.vocab * 4
         moved = (sizes.head_bytes if rows else 0) + 4 * logits
@@ -180,7 +192,10 @@ class Costs:
         return self._known(name, flops, reads + work, work, self.machine.step_overhead)
 
     def grammar(self, name: str) -> Cost:
-        """Return the cost of compiling a small grammar and building some of its states, on the host."""
+        """Return the cost of compiling a small grammar, on the host.
+
+        Some of its states are built, too.
+        """
         return self._known(name, 0.0, 0, 0, GRAMMAR_SECONDS)
 
     def swap(self, name: str, pairs: int) -> Cost:

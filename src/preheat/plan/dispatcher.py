@@ -29,10 +29,10 @@ OnMiss = Callable[[StepSize, Bucket], None]
 
 
 class WarnOnce:
-    """The default ``on_miss``: warns once of each step size beyond the buckets, and counts it.
+    """The default ``on_miss``: warns once of each size, and counts.
 
-    ``counts`` are misses by step size; the first hundred sizes have names. A step that takes the fallback is warm. The
-    cold monitor reports first runs.
+    It is called for step sizes beyond the buckets. ``counts`` are misses by step size; the first hundred sizes have
+    names. A step that takes the fallback is warm. The cold monitor reports first runs.
     """
 
     def __init__(self, counts: dict[str, int] | None = None) -> None:
@@ -50,11 +50,12 @@ class WarnOnce:
 
 @dataclass(frozen=True)
 class PhaseDispatcher:
-    """One phase: its region, the buckets that steps can choose (cheapest first), and the fallback beyond them.
+    """One phase with its region, buckets and fallback.
 
-    ``cells[i][j]`` is the cheapest bucket for steps up to ``a[i]`` and ``b[j]``; a and b are the fields ``field_a`` and
-    ``field_b`` of a StepSize. ``shadowed`` are buckets that no step chooses, each with its cheaper replacement.
-    ``fallback`` and ``gap``, a step that needs it, are None if the buckets hold every step within the limits.
+    Steps can choose each of the ``buckets``, cheapest first. ``cells[i][j]`` is the cheapest bucket for steps up to
+    ``a[i]`` and ``b[j]``; a and b are the fields ``field_a`` and ``field_b`` of a StepSize. ``shadowed`` are buckets
+    that no step chooses, each with its cheaper replacement. ``fallback`` and ``gap``, a step that needs it, are None if
+    the buckets hold every step within the limits.
     """
 
     region: Region
@@ -119,9 +120,10 @@ class Dispatcher:
         return phase.cells[i][j]
 
     def fit(self, size: StepSize) -> Bucket:
-        """Return the bucket that a step of ``size`` runs in: never smaller, never above a budget.
+        """Return the bucket that a step of ``size`` runs in.
 
-        Raises OutsideLimits for a size that no step within the limits has.
+        It is never smaller than the step and never above a budget. Raises OutsideLimits for a size that no step within
+        the limits has.
         """
         phase = self._phases[size.phase]
         bucket = phase.cells[bisect_left(phase.a, size[phase.field_a])][bisect_left(phase.b, size[phase.field_b])]
@@ -177,7 +179,10 @@ def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) 
 
 
 def _by_cost(buckets: list[Bucket]) -> list[Bucket]:
-    """Return the cheapest first, then the shortest, so that the order does not depend on the input's."""
+    """Return the buckets, cheapest first, then shortest.
+
+    The order does not depend on the input's.
+    """
     column = _columns(buckets)
     length = np.where(column["longest"] + column["blocks"], column["longest"] + column["blocks"], column["tokens"])
     order = np.lexsort([column["rows"], length, np.array([padded_work(bucket) for bucket in buckets])])
@@ -216,7 +221,10 @@ class _Grid:
         self.a_top, self.reachable = self._reach()
 
     def _reach(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each cell the largest a of a step in it, and whether there is any step in it."""
+        """Return the largest a of a step in each cell.
+
+        Also return whether there is any step in the cell.
+        """
         (a_low, a_high), (self.b_low, self.b_high) = (
             _edges(values, bound) for values, bound in zip(self.values, self.region.bounds, strict=True)
         )
@@ -240,7 +248,10 @@ class _Grid:
         return dict(zip(self.buckets, last[:-1].tolist(), strict=True))
 
     def gap(self) -> StepSize | None:
-        """Return the size of a step within the region that no bucket holds, or None."""
+        """Return the size of a step that no bucket holds, or None.
+
+        The step lies within the region.
+        """
         flat = np.flatnonzero(self.reachable & (self.best == len(self.buckets)))
         return self.step_size(int(flat[-1])) if len(flat) else None
 

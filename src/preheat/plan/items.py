@@ -61,7 +61,10 @@ class ItemRunner(Protocol):
         """Log a line on an item that runs next or has run."""
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """Run a step of ``program`` for the first time: all layers, or as few as the capture of its graph needs."""
+        """Run a step of ``program`` for the first time.
+
+        It runs all layers, or as few as the capture of its graph needs.
+        """
 
     def forward(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket``."""
@@ -171,7 +174,10 @@ class Item(ABC):
     def run(self, warm: ItemRunner) -> None: ...
 
     def log_line(self, number: int, total: int, free: int) -> str:
-        """Return the log line before the item runs as ``number`` of ``total`` with ``free`` bytes of memory left."""
+        """Return the log line before the item runs.
+
+        It runs as ``number`` of ``total``, with ``free`` bytes of memory left.
+        """
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,7 +229,10 @@ class ForwardItem(Item):
         self.run_as(self.program, warm)
 
     def run_as(self, program: Program[Any], warm: ItemRunner) -> None:
-        """Run ``program``: the item's own, or its variant with adapters or of the draft model."""
+        """Run ``program``, the item's own or its variant.
+
+        A variant has adapters or is of the draft model.
+        """
         warm.first_run(program)
 
     def log_line(self, number: int, total: int, free: int) -> str:
@@ -244,10 +253,11 @@ class SamplerItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SamplerItem]:
-        """Yield all settings with a changed batch, then with an unchanged one, for each size; `GAUDI_SETTINGS` first.
+        """Yield all settings for each size, `GAUDI_SETTINGS` first.
 
-        A sampler on the host runs the same code for any number of rows. It gets all settings for one row. Other sizes
-        only size arrays and get one setting of each level.
+        Settings with a changed batch come before settings with an unchanged one. A sampler on the host runs the same
+        code for any number of rows. It gets all settings for one row. Other sizes only size arrays and get one setting
+        of each level.
         """
         for rows in () if plan.options.pools else plan.sampler_sizes:
             if plan.options.host_sampler and rows != 1:
@@ -289,7 +299,10 @@ class SamplerItem(Item):
 
     @property
     def _times(self) -> int:
-        """Number of samplings: 2 for an unchanged batch, since only the second one finds it unchanged."""
+        """Number of samplings: 2 for an unchanged batch.
+
+        Only the second one finds the batch unchanged.
+        """
         return 1 if self.batch_changed else 2
 
 
@@ -401,7 +414,10 @@ class SwapItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SwapItem]:
-        """Return the sizes that the blocks can need: each block in use is swapped with a free one."""
+        """Return the sizes that the blocks can need.
+
+        Each block in use is swapped with a free one.
+        """
         most = max(1, (plan.limits.num_blocks - 1) // 2)
         return (cls(pairs) for below, pairs in pairwise((0, *SWAP_SIZES)) if below < most and plan.policy.compacts)
 
@@ -523,7 +539,10 @@ class PaceItem(Item):
 
 
 def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Return buckets with at least twice the rows of the one before, and the largest; they differ in rows alone."""
+    """Return buckets whose rows about double, and the largest.
+
+    Each has at least twice the rows of the one before. The buckets differ in rows alone.
+    """
     ordered = sorted(buckets, key=lambda bucket: bucket.rows)
     chosen: list[Bucket] = []
     for bucket in ordered:

@@ -1,4 +1,7 @@
-"""Log lines of planning and warm-up, in the words of vLLM on Gaudi without its device names."""
+"""Log lines of planning and warm-up.
+
+They have the words of vLLM on Gaudi, without its device names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(size: float) -> str:
-    """Return ``size`` in its largest unit, with four significant digits: 15.83 GiB, 504 MiB, -252 KiB, 0 B."""
+    """Return ``size`` in its largest unit, with four significant digits.
+
+    For example 15.83 GiB, 504 MiB, -252 KiB, 0 B.
+    """
     unit = 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -23,7 +29,10 @@ def format_bytes(size: float) -> str:
 
 
 def bucket_config(phase: Candidates) -> str:
-    """Return the ranges of a phase: ``Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[...]``."""
+    """Return the line on the ranges of a phase.
+
+    For example ``Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[...]``.
+    """
     ranges = ", ".join(f"{axis.label}:[{axis.low}, {axis.step}, {axis.high}]" for axis in phase.axes)
     return f"{phase.phase.capitalize()} bucket config (min, step, max_warmup) {ranges or 'from file'}"
 
@@ -38,7 +47,10 @@ def generated(phase: Phase, buckets: Iterable[Bucket], *, whole: bool = True) ->
 
 
 def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
-    """Return the line before bucket ``number`` of ``total`` runs, with ``free`` bytes of device memory left."""
+    """Return the line before bucket ``number`` of ``total`` runs.
+
+    ``free`` bytes of device memory are left.
+    """
     label = ("Graph/" if graph else "") + phase.capitalize()
     labels = {"tokens": "num_tokens", "rows": "batch_size", "longest": "seq_len", "blocks": "num_blocks"}
     dims = " ".join(f"{labels[name]}:{value}" for name, value in bucket.named_dims().items())
@@ -81,10 +93,10 @@ def finished(seconds: float, used: int, *, place: str = "device") -> str:
 def memory_step(
     what: str, device: tuple[int, int, int] | None, host: tuple[int, int, int], *, in_total: bool = False
 ) -> str:
-    """Return the line on memory taken by one step of the boot, or by several ``in_total``.
+    """Return the line on memory taken by a step of the boot.
 
-    ``device`` and ``host`` are (taken, used now, total) in bytes; negative numbers are released memory. ``device`` is
-    None if the device has no memory of its own.
+    With ``in_total`` it is on several steps. ``device`` and ``host`` are (taken, used now, total) in bytes; negative
+    numbers are released memory. ``device`` is None if the device has no memory of its own.
     """
     figures = {"host": host} if device is None else {"device": device, "host": host}
     parts = [
@@ -95,9 +107,10 @@ def memory_step(
 
 
 def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: float, mode: str = "") -> str:
-    """Return the line on how free memory is divided, ``cache`` bytes of it for the KV cache.
+    """Return the line on how free memory is divided.
 
-    ``reserved`` is the share of usable memory asked for graphs. An execution mode in ``mode`` captures no graphs.
+    ``cache`` bytes of it are for the KV cache. ``reserved`` is the share of usable memory asked for graphs. An
+    execution mode in ``mode`` captures no graphs.
     """
     none = f"; execution mode {mode} captures none" if mode else ""
     return (
@@ -108,7 +121,10 @@ def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: fl
 
 
 def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float) -> str:
-    """Return the line on how the graphs' ``pool``, out of ``free`` bytes, is divided between the phases."""
+    """Return the line on how the graphs' ``pool`` is divided.
+
+    The pool comes out of ``free`` bytes and is divided between the phases.
+    """
     parts = " and ".join(f"{format_bytes(size)} for {phase}" for phase, size in shares.items())
     return (
         f"Using {format_bytes(pool)}/{format_bytes(free)} of free device memory for graphs, {parts} "

@@ -76,7 +76,10 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
 
 
 def with_defaults(settings: Settings, facts: Facts) -> Settings:
-    """Return ``settings`` with the backend's step limits, block size and other defaults where none are set."""
+    """Return ``settings`` with a backend's defaults where none are set.
+
+    They are its step limits, block size and other defaults.
+    """
     sequences, tokens = step_limits(settings, facts)
     usual = {"bucketing_policy": DEFAULT_POLICY, "block_size": facts.block_size} | dict(facts.defaults)
     more: dict[str, Any] = {name: value for name, value in usual.items() if getattr(settings, name) is None}
@@ -84,12 +87,18 @@ def with_defaults(settings: Settings, facts: Facts) -> Settings:
 
 
 def step_limits(settings: Settings, facts: Facts) -> tuple[int, int]:
-    """Return the most sequences and tokens of a step: as set, or else the backend's."""
+    """Return the most sequences and tokens of a step.
+
+    They are as set, or else the backend's.
+    """
     return settings.max_num_seqs or facts.max_num_seqs, settings.max_num_batched_tokens or facts.max_num_batched_tokens
 
 
 def check_options(settings: Settings, facts: Facts) -> None:
-    """Raise SettingsError, with the reason, for an option that has no effect on a backend or with other options."""
+    """Raise SettingsError for an option that has no effect.
+
+    An option may have none on a backend or with other options. The error has the reason.
+    """
     for name, reason in facts.rejected.items():
         default = OPTIONS[name].default
         if bool(getattr(settings, name)) != bool(default):

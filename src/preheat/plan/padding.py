@@ -1,4 +1,7 @@
-"""The padding of a plan, averaged over sampled steps: rows uniform, lengths uniform on a logarithmic scale."""
+"""The padding of a plan, averaged over sampled steps.
+
+Rows are uniform, lengths uniform on a logarithmic scale.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ SAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Padding:
-    """Work added by padding, relative to the work without it: the mean and the worst of ``needs`` samples."""
+    """Work added by padding, relative to the work without it.
+
+    ``mean`` and ``worst`` are over ``needs`` samples.
+    """
 
     mean: float
     worst: float

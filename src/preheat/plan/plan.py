@@ -1,4 +1,7 @@
-"""The plan: everything that may run, derived from the limits alone before any weight is loaded."""
+"""The plan: everything that may run.
+
+It is derived from the limits alone, before any weight is loaded.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ class Plan:
         return "verify" in self.dispatcher.phases
 
     def most_drafts(self, rows: int) -> int:
-        """Return the most drafts of a row in a step of ``rows`` rows that decode; 0 if none fit."""
+        """Return the most drafts of a row in a decoding step.
+
+        The step has ``rows`` rows. Returns 0 if no drafts fit.
+        """
         region = self.dispatcher.phases["verify"].region
         return int(region.top(np.asarray(rows))) - 1 if rows <= region.bounds[0] else 0
 
@@ -124,7 +130,10 @@ class Plan:
         return ", ".join(sorted({axis.strategy for phase in self.phases for axis in phase.axes})) or "file"
 
     def program_of(self, program: Program[Any]) -> Program[Any]:
-        """Return the program that runs: buckets that differ in their context alone may be one program."""
+        """Return the program that runs.
+
+        Buckets that differ in their context alone may be one program.
+        """
         if self.options.pads_context or program.kind != "forward":
             return program
         return program._replace(size=program.size.without_context())
@@ -207,7 +216,10 @@ def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on
 
 
 def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | None) -> Plan:
-    """Return the draft model's plan: the same limits and buckets, without drafts of its own."""
+    """Return the draft model's plan.
+
+    It has the same limits and buckets, without drafts of its own.
+    """
     alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False)
     return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 

@@ -1,4 +1,7 @@
-"""The bucketing policies: the phases of a plan and the ranges of their bucket sizes."""
+"""The bucketing policies.
+
+A policy sets the phases of a plan and the ranges of their bucket sizes.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ class Policy(ABC):
 
     @abstractmethod
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
-        """Return the size of a step of ``rows`` rows that compute ``tokens`` tokens; ``decodes``: one in each row.
+        """Return the size of a step of ``rows`` rows and ``tokens`` tokens.
 
-        ``longest`` and ``blocks`` are as in StepSize and matter only if the policy ``pads_length``.
+        With ``decodes`` each row computes one token. ``longest`` and ``blocks`` are as in StepSize and matter only if
+        the policy ``pads_length``.
         """
 
     @abstractmethod
@@ -71,18 +75,19 @@ class Policy(ABC):
 
     @abstractmethod
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """Return the bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none.
+        """Return the bucket of a line of a bucket file.
 
-        Raises ValueError for an incomplete line.
+        The line is (rows, query, blocks); ``blocks`` is 0 if the line has none. Raises ValueError for an incomplete
+        line.
         """
 
 
 class UnifiedPolicy(Policy):
-    """Phases decode (rows) and mixed (tokens x rows): context length is not part of any program.
+    """Phases decode (rows) and mixed (tokens x rows).
 
-    A mixed step pays for every padding token, a decode step hardly, so mixed buckets lie closer: mean padding is under
-    5 and 10 %. Sizes lie at powers of two, their halves and quarters, where tiles of kernels end: 32 rows padded to 34
-    would do the work of 64.
+    Context length is not part of any program. A mixed step pays for every padding token, a decode step hardly, so mixed
+    buckets lie closer: mean padding is under 5 and 10 %. Sizes lie at powers of two, their halves and quarters, where
+    tiles of kernels end: 32 rows padded to 34 would do the work of 64.
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "unified", "mixed", True, True, False
@@ -137,7 +142,10 @@ class SplitPolicy(Policy):
         return prompt, DecodeByLength(rows, limits.max_model_len, limits.block_size, blocks)
 
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """Return the defaults of vLLM on Gaudi, with at most as many blocks as the cache has."""
+        """Return the defaults of vLLM on Gaudi.
+
+        There are at most as many blocks as the cache has.
+        """
         rows, block, length = limits.max_num_seqs, limits.block_size, limits.max_model_len
         step = min(rows, 2 if options.strategy(name, self.strategy) == "padding_aware" else 32)
         most = max(128, rows * limits.max_blocks_per_seq)
@@ -160,7 +168,10 @@ class SplitPolicy(Policy):
         return (min(2 * high, most), *self.beyond(name, 2 * high, most))
 
     def count(self, name: str, high: int) -> int | None:
-        """Return the count of vLLM on Gaudi, which has one point less for the length of prompts."""
+        """Return the count of vLLM on Gaudi.
+
+        It has one point less for the length of prompts.
+        """
         return max(1, math.ceil(math.log2(high))) if name == "prompt_seq" and high > 1 else None
 
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:

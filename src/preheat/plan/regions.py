@@ -15,13 +15,18 @@ import numpy.typing as npt
 from preheat.plan.buckets import Bucket, Phase, StepSize
 
 UNBOUNDED = 2**62
-"""A bound on the second axis of a phase that has only one: every step is below it."""
+"""A bound on the second axis of a phase without one.
+
+Every step is below it.
+"""
 
 Ints = npt.NDArray[np.int64]
 
 
 class Dimension(NamedTuple):
-    """A dimension with bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log.
+    """A dimension with bucket sizes.
+
+    It has a name in the settings, such as "prompt_bs", and a label in the log.
 
     ``by_row``: its bound depends on the rows, so that buckets are bounded one by one and not its range.
     """
@@ -53,7 +58,10 @@ class Region(Protocol):
         """The largest a and the largest b."""
 
     def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return, for each i, the first and last a with some b in [low[i], high[i]] (none: last < first)."""
+        """Return the first and last a for each i.
+
+        They occur with some b in [low[i], high[i]] (none: last < first).
+        """
 
     def top(self, a: Ints) -> Ints:
         """Return the largest b that occurs with each a."""
@@ -62,7 +70,10 @@ class Region(Protocol):
         """Return the heaviest step at a point."""
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        """Return the bucket of a size on each axis, cut down to the sizes that a step can need."""
+        """Return the bucket of a size on each axis.
+
+        It is cut down to the sizes that a step can need.
+        """
 
 
 @dataclass(frozen=True)
@@ -127,10 +138,10 @@ class DecodeRegion(Region):
 
 @dataclass(frozen=True)
 class DecodeByBlocks(Region):
-    """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's.
+    """Rows (a) and KV blocks summed over them (b).
 
-    ``num_blocks`` bounds the sum where no block is shared. A shared block counts once for each row, so sharing can
-    exceed the blocks of the cache.
+    A row has at least one block and at most a sequence's. ``num_blocks`` bounds the sum where no block is shared. A
+    shared block counts once for each row, so sharing can exceed the blocks of the cache.
     """
 
     max_rows: int
@@ -197,9 +208,10 @@ class DecodeByLength(Region):
 
 @dataclass(frozen=True)
 class MixedRegion(Region):
-    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row.
+    """Tokens (a) and rows (b) of a flat step.
 
-    Rows only size index arrays, so every bucket has room for all rows.
+    A row has at least one token and at most a sequence's length. Rows only size index arrays, so every bucket has room
+    for all rows.
     """
 
     max_tokens: int

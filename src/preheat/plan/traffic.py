@@ -1,8 +1,8 @@
-"""Bucket sizes solved from recorded traffic: the least padded work and boot together. No torch.
+"""Bucket sizes solved from recorded traffic.
 
-The record of a server (``/warmup``) counts the steps of each size and the boot seconds of each bucket. For like traffic
-the best sizes have the least sum of steps x seconds of their bucket and of the boot seconds of each bucket. They are
-found as a shortest path over the sizes that occurred.
+They have the least padded work and boot together. No torch. The record of a server (``/warmup``) counts the steps of
+each size and the boot seconds of each bucket. For like traffic the best sizes have the least sum of steps x seconds of
+their bucket and of the boot seconds of each bucket. They are found as a shortest path over the sizes that occurred.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import numpy as np
 from preheat.errors import SettingsError
 
 ALIGN = {"decode": 1, "mixed": 8}
-"""Sizes are multiples of this, by phase: kernels take a few tokens more in the same time."""
+"""Sizes are multiples of this, by phase.
+
+Kernels take a few tokens more in the same time.
+"""
 
 Seconds = Callable[[int], float]
 
@@ -59,7 +62,10 @@ def best_sizes(steps: Mapping[int, int], run: Seconds, boot: Seconds, largest: i
 
 
 def paid(steps: Mapping[int, int], sizes: Sequence[int], run: Seconds) -> tuple[float, float]:
-    """Return the seconds of ``steps`` in buckets of ``sizes`` (rising), and the padding: computed by asked, less 1."""
+    """Return the seconds of ``steps``, and their padding.
+
+    ``sizes`` are the buckets, rising. The padding is the computed tokens over the asked ones, less 1.
+    """
     buckets = [sizes[min(int(np.searchsorted(sizes, size)), len(sizes) - 1)] for size in steps]
     seconds = sum(count * run(bucket) for bucket, count in zip(buckets, steps.values(), strict=True))
     computed = sum(count * bucket for bucket, count in zip(buckets, steps.values(), strict=True))
@@ -69,10 +75,11 @@ def paid(steps: Mapping[int, int], sizes: Sequence[int], run: Seconds) -> tuple[
 def bucket_file(
     traffic: Mapping[str, Mapping[int, int]], measured: Mapping[str, Mapping[int, tuple[float, float]]], rows: int
 ) -> str:
-    """Return a bucket file with the best sizes for ``traffic`` (steps by size, by phase) and their gain as comments.
+    """Return a bucket file with the best sizes for ``traffic``.
 
-    ``measured`` gives, by phase and size of today's buckets, the seconds of a step and of the boot. A phase without
-    steps keeps today's sizes. ``rows``: the most of a step. Raises SettingsError if there was no traffic.
+    ``traffic`` counts steps by size, by phase. Comments in the file state the gain. ``measured`` gives, by phase and
+    size of today's buckets, the seconds of a step and of the boot. A phase without steps keeps today's sizes. ``rows``:
+    the most of a step. Raises SettingsError if there was no traffic.
     """
     if not any(traffic.values()):
         raise SettingsError("the record has counted no steps yet: take it from /warmup of a server that has served")

@@ -1,9 +1,9 @@
-"""The pool of KV cache blocks: reference counts, and the blocks that can be found by their block hash.
+"""The pool of KV cache blocks.
 
-A block is *used* (referenced by at least one sequence), *cached* (free, but its content has a known block hash and may
-be shared again) or *blank* (free, without such content). A used block may have a known hash as well. Allocation takes
-the lowest blank id, then evicts the least recently used cached block. Block 0 is the pad block: never allocated,
-published or moved.
+It has reference counts, and the blocks that can be found by their block hash. A block is *used* (referenced by at least
+one sequence), *cached* (free, but its content has a known block hash and may be shared again) or *blank* (free, without
+such content). A used block may have a known hash as well. Allocation takes the lowest blank id, then evicts the least
+recently used cached block. Block 0 is the pad block: never allocated, published or moved.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ class BlockPool:
         return int(np.count_nonzero(self.refs[blocks] == 0)) if blocks else 0
 
     def swap(self, pairs: np.ndarray, moved: np.ndarray) -> None:
-        """Swap the records of each of the ``pairs`` [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new.
+        """Swap the records of each of the ``pairs`` of blocks.
 
-        The order of eviction, kept by hash, does not change.
+        ``pairs`` is [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new. The order of eviction, kept by
+        hash, does not change.
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap

@@ -1,6 +1,7 @@
-"""The number of drafted tokens: fixed, or chosen by the cost of steps and the acceptance of earlier drafts.
+"""The number of drafted tokens.
 
-The choice never changes a token: the model samples every token, however many were drafted.
+It is fixed, or chosen by the cost of steps and the acceptance of earlier drafts. The choice never changes a token: the
+model samples every token, however many were drafted.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ StepSeconds = Callable[[int, int], float]
 DECAY = 0.92
 """The factor on the counts of a draft position after each step that drafts there."""
 PRIOR, WEIGHT = 0.5, 2.0
-"""The acceptance rate assumed before any draft was seen, and the number of drafts that it counts for."""
+"""The prior: an acceptance rate, and its weight in drafts.
+
+The rate is assumed before any draft was seen.
+"""
 MARGIN = 1.02
-"""The least gain in tokens a second of a step with drafts: times are measured with an error."""
+"""The least gain in tokens a second of drafting.
+
+Times are measured with an error.
+"""
 TRIALS = 0.01
 """The share of the time that trials may cost where no drafts pay."""
 SOONEST = 160
@@ -32,15 +39,22 @@ class DraftLength(Protocol):
     """Chooses the drafts of a step, before and after the proposer was asked."""
 
     def most(self, rows: int, limit: int) -> int:
-        """Return how many drafts, at most ``limit``, a step of ``rows`` rows asks for; 0: do not ask."""
+        """Return how many drafts a step of ``rows`` rows asks for.
+
+        There are at most ``limit``; 0: do not ask.
+        """
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
-        """Return how many of its drafts a row may use, for rows with ``lengths`` drafts."""
+        """Return how many of its drafts a row may use.
+
+        Rows have ``lengths`` drafts.
+        """
 
     def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
-        """Note the result of asking for up to ``most`` drafts in each of ``rows`` rows.
+        """Note the result of asking for drafts.
 
-        ``found`` drafts came back in all, in ``seconds`` of the host.
+        Up to ``most`` were asked for in each of ``rows`` rows. ``found`` drafts came back in all, in ``seconds`` of the
+        host.
         """
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
@@ -67,11 +81,11 @@ class FixedLength:
 
 
 class MeasuredLength:
-    """The number of drafts with the most tokens a second: expected tokens over the cost of the step.
+    """The number of drafts with the most tokens a second.
 
-    Where no number of drafts pays, none is asked for, and a step costs a lookup until something is learnt again. At
-    first, and when drafts are tried again, a row has few drafts. It gets more once that many were accepted, so wrong
-    drafts cost little.
+    The rate is the expected tokens over the cost of the step. Where no number of drafts pays, none is asked for, and a
+    step costs a lookup until something is learnt again. At first, and when drafts are tried again, a row has few
+    drafts. It gets more once that many were accepted, so wrong drafts cost little.
 
     ``widths`` are the padded tokens of a row. ``asking(rows)`` gives the seconds of drafting one token for ``rows``
     rows. Where it is 0, the recent seconds of drafting on the host count for the step. With ``waits`` the proposer must
@@ -100,7 +114,10 @@ class MeasuredLength:
 
     @property
     def shares(self) -> np.ndarray:
-        """The share of rows expected to have their first 1, 2, ... drafts all accepted, float64 [most]."""
+        """The share of rows with all first drafts accepted.
+
+        It is expected for the first 1, 2, ... drafts, float64 [most].
+        """
         each: np.ndarray = self._accepted / self._tried
         return each.cumprod()
 
@@ -161,13 +178,19 @@ class MeasuredLength:
         return min(best, limit)
 
     def _trial_after(self, rows: int, asking: float) -> int:
-        """Return the steps until a trial with rejected drafts costs no more than the share ``TRIALS``."""
+        """Return the steps until the next trial.
+
+        A trial with rejected drafts then costs no more than the share ``TRIALS``.
+        """
         least = self._choices[1]
         more = (self._seconds(rows, least) + least * asking) / self._seconds(rows, 0) - 1
         return max(SOONEST, math.ceil(more / TRIALS))
 
     def _tried_again(self, least: int, after: int) -> int:
-        """Return 0, but ``least`` drafts after ``after`` steps: the acceptance of drafts may have changed."""
+        """Return 0, but ``least`` drafts after ``after`` steps.
+
+        The acceptance of drafts may have changed.
+        """
         self._since += 1
         if self._since < after:
             return 0

@@ -1,4 +1,7 @@
-"""Drafts for the decoding rows of a step, within its budget and the free blocks."""
+"""Drafts for the decoding rows of a step.
+
+They fit its budget and the free blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import UNSEEN, Slots
 
 Fits = Callable[[int, Callable[[int], tuple[int, int, int]]], int]
-"""``fits(wanted, size)``: the most drafts, up to ``wanted``, with which a step of ``size(drafts)`` fits the budget."""
+"""``fits(wanted, size)``: the most drafts within the budget.
+
+There are at most ``wanted``; ``size(drafts)`` is the step with so many drafts.
+"""
 
 
 @dataclass
@@ -43,7 +49,10 @@ class Drafting:
         self.most = self.length.most(rows, limit) if rows and limit > 0 else 0
 
     def visible(self, slots: Slots, decode: np.ndarray) -> np.ndarray:
-        """Return the rows of ``decode`` that may have drafts: their last token must be known."""
+        """Return the rows of ``decode`` that may have drafts.
+
+        Their last token must be known.
+        """
         if not self.most:
             return decode
         waits = slots.tokens[decode, slots.device_len[decode] - 1] == UNSEEN
@@ -93,7 +102,10 @@ class Drafting:
         return most
 
     def _make_room(self, most: np.ndarray, step: NextStep, running: RunningSequences, fits: Fits | None) -> None:
-        """Lower ``most`` to the drafts of a proposer with a cache, and allocate the blocks for them."""
+        """Lower ``most`` to the drafts of a proposer with a cache.
+
+        The blocks for the drafts are allocated.
+        """
         slots, rows = running.slots, step.decode
         most[slots.has_grammar[rows]] = 0
         if fits is not None:

@@ -1,6 +1,7 @@
-"""Forced tokens: where a grammar allows one continuation, its tokens are drafted, whatever else drafts.
+"""Forced tokens: drafts where a grammar allows one continuation.
 
-They are drafts like any others: verified in one step, and kept if they equal the model's draws through the masks.
+They are drafted whatever else drafts. They are drafts like any others: verified in one step, and kept if they equal the
+model's draws through the masks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ NOTHING = np.empty(0, np.int32)
 
 
 def forced_drafts(slots: Slots, rows: np.ndarray, most: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the forced tokens, int32 [k >= 1], of slots in ``rows``, by row; at most ``most`` int [rows] each."""
+    """Return the forced tokens of slots in ``rows``, by row.
+
+    They are int32 [k >= 1], at most ``most`` int [rows] each.
+    """
     found: dict[int, np.ndarray] = {}
     if not slots.grammars:
         return found

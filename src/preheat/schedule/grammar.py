@@ -1,4 +1,7 @@
-"""The scheduler's view of a grammar: a state of each sequence, advanced by every token."""
+"""The scheduler's view of a grammar.
+
+Each sequence has a state, advanced by every token.
+"""
 
 from __future__ import annotations
 
@@ -19,4 +22,7 @@ class GrammarState(Protocol):
         """
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens with which the text must go on, as far as known; none where there is a choice."""
+        """Return the tokens with which the text must go on.
+
+        They reach as far as known; there are none where there is a choice.
+        """

@@ -94,7 +94,10 @@ def inside(segments: Iterable[Segment], first: int, last: int) -> Iterator[Segme
 
 
 def _parts(schedule: Schedule, slots: Slots) -> Iterator[tuple[int, Segment, int, int]]:
-    """Yield row, segment, and the positions from and up to which the row's tokens are in the segment."""
+    """Yield the parts of segments in the step's rows.
+
+    A part is a row, its segment, and the first and last position of the row's tokens in the segment.
+    """
     rows: Sequence[int] = range(schedule.num_decode, schedule.rows)
     for row in rows:
         request, first, end = slots.request[schedule.slots[row]], int(schedule.first[row]), int(schedule.ends[row])

@@ -1,6 +1,7 @@
-"""Events of the prefix cache's blocks, for routers that send requests to the server with their prefix.
+"""Events of the prefix cache's blocks, for routers.
 
-Names, fields and encoding are vLLM's ``KVCacheEvent``: a batch is an array, an event a map with its ``type``.
+A router sends requests to the server with their prefix. Names, fields and encoding are vLLM's ``KVCacheEvent``: a batch
+is an array, an event a map with its ``type``.
 """
 
 from __future__ import annotations

@@ -22,12 +22,18 @@ class NextStep:
     preempted: bool = False
 
     def with_row(self, chunk: int) -> tuple[int, int, int]:
-        """Return rows, tokens and longest row of the step with one more row of ``chunk`` tokens."""
+        """Return the step's size with one more row of ``chunk`` tokens.
+
+        The size is rows, tokens and longest row.
+        """
         decode = len(self.decode)
         return decode + len(self.prefill) + 1, decode + self.more_tokens + chunk, max(self.longest, chunk)
 
     def with_drafts(self, count: int) -> tuple[int, int, int]:
-        """Return rows, tokens and longest row of the step with ``count`` drafts for one decode slot."""
+        """Return the step's size with ``count`` drafts for one slot.
+
+        The size is rows, tokens and longest row.
+        """
         decode = len(self.decode)
         return decode + len(self.prefill), decode + self.more_tokens + count, max(self.longest, 1 + count)
 

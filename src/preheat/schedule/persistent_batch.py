@@ -1,4 +1,7 @@
-"""The persistent batch: while all running sequences decode, steps keep their rows until a sequence comes or goes."""
+"""The persistent batch of decoding sequences.
+
+While all running sequences decode, steps keep their rows until a sequence comes or goes.
+"""
 
 from __future__ import annotations
 

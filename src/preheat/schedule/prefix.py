@@ -1,8 +1,8 @@
-"""Automatic prefix caching: full blocks of computed tokens are found again by their block hash.
+"""Automatic prefix caching.
 
-A block's hash covers its parent's hash, its own tokens, and the hash and start of each image in it. The chain starts
-from everything else that decides a sequence's keys and values: a salt, the adapter's numbers. Equal hashes therefore
-mean equal cache contents.
+Full blocks of computed tokens are found again by their block hash. A block's hash covers its parent's hash, its own
+tokens, and the hash and start of each image in it. The chain starts from everything else that decides a sequence's keys
+and values: a salt, the adapter's numbers. Equal hashes therefore mean equal cache contents.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
-    """Return the start of the request's chain of hashes: the salt, which keeps equal tokens apart."""
+    """Return the start of the request's chain of hashes.
+
+    It covers the salt, which keeps equal tokens apart.
+    """
     return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 def chained(parent: bytes, request: Request, tokens: np.ndarray, first: int, size: int) -> bytes:
-    """Return the hash of the block of ``size`` tokens from ``first``, behind the block with the hash ``parent``."""
+    """Return the hash of a block of ``size`` tokens.
+
+    The block begins at ``first``, behind the block with the hash ``parent``.
+    """
     content = parent + tokens[first : first + size].tobytes()
     if request.segments:
         content += _images(request, first, size)
@@ -73,7 +79,10 @@ class PrefixCache:
         return blocks
 
     def restore(self, sequence: Sequence) -> None:
-        """Load blocks of a waiting sequence from the pool's tier into free blocks, for :meth:`lookup` to find."""
+        """Load blocks of a waiting sequence from the pool's tier.
+
+        They go into free blocks, for :meth:`lookup` to find.
+        """
         tier, pool = self.pool.tier, self.pool
         if tier is None or not self.reads_for(sequence):
             return
@@ -140,7 +149,10 @@ class PrefixCache:
 
 
 def _images(request: Request, first: int, size: int) -> bytes:
-    """Return hash and distance from ``first`` of each image in the ``size`` tokens from ``first`` on."""
+    """Return the hash and start of each image in a block.
+
+    The block has ``size`` tokens from ``first`` on; starts are counted from ``first``.
+    """
     return b"".join(
         segment.image.hash + (segment.start - first).to_bytes(4, "little", signed=True)
         for segment in _segments(request, first, size)
@@ -153,7 +165,10 @@ def _segments(request: Request, first: int, size: int) -> Iterator[Segment]:
 
 
 def _extra_keys(request: Request, first: int, size: int) -> ExtraKeys | None:
-    """Return the extra keys of the block of ``size`` tokens from ``first`` on, for routers; None without any."""
+    """Return the extra keys of a block, for routers, or None.
+
+    The block has ``size`` tokens from ``first`` on.
+    """
     images = ((each.image.hash.hex(), each.start - first) for each in _segments(request, first, size))
     salt = request.cache_salt if first == 0 else ""
     return (*filter(None, [request.lora_name]), *images, *filter(None, [salt])) or None

@@ -25,9 +25,10 @@ class Proposer(Protocol):
     writes_cache: bool
 
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
-        """Return up to ``most`` int64 [rows] drafts, int32 [k >= 0], for each of the slots ``rows``.
+        """Return up to ``most`` drafts for each of the slots ``rows``.
 
-        The slots decode and their tokens are all known. The scheduler may use only the first few drafts.
+        ``most`` is int64 [rows]; drafts are int32 [k >= 0]. The slots decode and their tokens are all known. The
+        scheduler may use only the first few drafts.
         """
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:

@@ -24,9 +24,10 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class _Tokens(NamedTuple):
-    """Sampled tokens: slot, position, request id, token, and index in the step's result of each.
+    """Sampled tokens with their places.
 
-    A token below zero was drawn from logits that are not finite, see :func:`preheat.core.marked`.
+    Each has a slot, position, request id, token, and index in the step's result. A token below zero was drawn from
+    logits that are not finite, see :func:`preheat.core.marked`.
     """
 
     slots: np.ndarray
@@ -114,7 +115,10 @@ def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _
 
 
 def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarray) -> dict[int, Finish]:
-    """End the sequences of ``rows`` with an error that names their adapter, and free their slots and blocks."""
+    """End the sequences of ``rows`` and free their slots and blocks.
+
+    The error names their adapter.
+    """
     finished = {}
     for row in rows.tolist():
         slot = int(schedule.slots[row])
@@ -130,7 +134,10 @@ def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarr
 
 
 def fail(running: RunningSequences, schedule: Schedule, error: Exception, rows: np.ndarray | None = None) -> Delta:
-    """End the sequences of a failed step, or of its ``rows``, with an error, and free their slots and blocks."""
+    """End the sequences of a failed step, or of its ``rows``.
+
+    They end with an error and free their slots and blocks.
+    """
     live = _live(running, schedule)
     if rows is not None:
         live &= np.isin(np.arange(schedule.rows), rows)
@@ -157,9 +164,10 @@ def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
 
 
 def _kept_tokens(slots: Slots, schedule: Schedule, result: StepResult, live: np.ndarray) -> tuple[_Tokens, np.ndarray]:
-    """Return the tokens that become part of their sequences, and the end of each row, int [rows].
+    """Return the kept tokens, and the end of each row.
 
-    A row's end lies behind its tokens with valid keys and values in the cache.
+    Kept tokens become part of their sequences. Ends are int [rows]. A row's end lies behind its tokens with valid keys
+    and values in the cache.
     """
     if schedule.num_decode == schedule.rows and live.all():
         return _Tokens(schedule.slots, schedule.ends, schedule.ids, result.tokens), schedule.ends
@@ -193,16 +201,20 @@ def _wrong_drafts(slots: Slots, sampled: _Tokens) -> np.ndarray:
 
 
 def _up_to_first(last: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the entries of each row up to and including its first ``last`` one, bool; ``rows`` is sorted."""
+    """Return the entries of each row up to its first ``last`` one.
+
+    The result is bool and includes the first one; ``rows`` is sorted.
+    """
     before = last.cumsum() - last  # in this row and all rows before it
     kept: np.ndarray = before == before[np.searchsorted(rows, rows)]
     return kept
 
 
 def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, ends: np.ndarray) -> None:
-    """Set the lengths of the rows with drafts to their ``ends``, behind the tokens that are kept.
+    """Set the lengths of the rows with drafts to their ``ends``.
 
-    Rejected drafts stay in the slot and the cache, beyond both lengths: they are overwritten before being read.
+    Ends lie behind the tokens that are kept. Rejected drafts stay in the slot and the cache, beyond both lengths: they
+    are overwritten before being read.
     """
     drafted = ((schedule.num_sampled > 1) & live).nonzero()[0]
     slots.cached_len[schedule.slots[drafted]] = ends[drafted]

@@ -124,7 +124,10 @@ class RunningSequences:
         self.order = self.order[self.ids[self.order] != FREE]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the last sequence in rank and return its former slot and the sequence; its tokens must be known."""
+        """Stop the last sequence in rank; its tokens must be known.
+
+        Returns its former slot and the sequence.
+        """
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])
@@ -132,9 +135,10 @@ class RunningSequences:
         return slot, sequence
 
     def swap(self, pairs: np.ndarray) -> None:
-        """Update pool and tables for a swap of the contents of each of the ``pairs`` of blocks [n, 2], no id twice.
+        """Update pool and tables for a swap of blocks.
 
-        Block ids are kept nowhere else: waiting sequences have none.
+        The contents of both blocks of each of the ``pairs`` [n, 2] are swapped, no id twice. Block ids are kept nowhere
+        else: waiting sequences have none.
         """
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]

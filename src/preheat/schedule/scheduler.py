@@ -42,7 +42,10 @@ from preheat.schedule.slots import UNSEEN, Slots
 from preheat.schedule.waiting import WaitingQueue
 
 WATERMARK = 0.01
-"""The share of blocks that stays free when a sequence is admitted, so that no sequence is preempted right away."""
+"""The share of blocks that stays free at an admission.
+
+No sequence is then preempted right away.
+"""
 
 
 class _MustWait(Exception):
@@ -109,9 +112,10 @@ class Scheduler:
         return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
-        """Queue a request, with its adapter and the initial state of its grammar, if it has them.
+        """Queue a request.
 
-        Raises InvalidRequest for a request that could never run; the frontend rejects such requests already.
+        It may have an adapter and the initial state of its grammar. Raises InvalidRequest for a request that could
+        never run; the frontend rejects such requests already.
         """
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
@@ -188,14 +192,18 @@ class Scheduler:
         return swaps
 
     def lose_cache(self, error: Exception) -> Delta:
-        """End all running requests with an error and empty the prefix cache: the cache's contents are unknown."""
+        """End all running requests with an error.
+
+        The cache's contents are unknown, so the prefix cache is emptied.
+        """
         self._nothing_in_flight()
         return results.lose_cache(self.running, error)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the contents of all computed blocks and encoded images: no later sequence finds them.
+        """Forget the contents of all computed blocks and encoded images.
 
-        Running sequences keep their blocks. Blocks that they fill from now on may be found again.
+        No later sequence finds them. Running sequences keep their blocks. Blocks that they fill from now on may be
+        found again.
         """
         self._nothing_in_flight()
         self.pool.forget_contents()
@@ -240,10 +248,11 @@ class Scheduler:
         return delta
 
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
-        """End the requests of a failed step with an error and free their slots and blocks; the others go on.
+        """End the requests of a failed step with an error.
 
-        Their rows in later steps are dropped when the results of these steps are processed. A request also ends if a
-        later step of it sees an image that the failed step should have encoded.
+        Their slots and blocks are freed; the other requests go on. Their rows in later steps are dropped when the
+        results of these steps are processed. A request also ends if a later step of it sees an image that the failed
+        step should have encoded.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
@@ -272,7 +281,10 @@ class Scheduler:
         return any(each.request.lora_name == lora_name for each in (*self.waiting.values(), *running))
 
     def check(self) -> None:
-        """Raise RuntimeError unless the blocks and slots in use are exactly those of the running sequences."""
+        """Raise RuntimeError unless blocks, slots and sequences agree.
+
+        The used blocks and slots must be exactly those of the running sequences.
+        """
         self.running.check()
 
     def _compose(self) -> NextStep:
@@ -291,10 +303,10 @@ class Scheduler:
         return step if self.mixed_steps or step.prefill else self._decoding()
 
     def _book(self, step: NextStep) -> Schedule:
-        """Move the lengths of the rows of ``step`` as if it had run, and return its schedule.
+        """Move the lengths of the rows of ``step``.
 
-        A row with drafts counts them as known and has nothing left to compute, so that it is in no other step until its
-        results are processed.
+        They move as if the step had run. Returns its schedule. A row with drafts counts them as known and has nothing
+        left to compute, so that it is in no other step until its results are processed.
         """
         slots, schedule = self.slots, self._schedule_of(step)
         if step.images and self.images is not None:
@@ -335,14 +347,18 @@ class Scheduler:
         return Schedule(rows, first, extend, num_sampled, len(decode), ids, step.started, num_drafted=len(drafted))
 
     def _last_batch(self) -> PersistentBatch | None:
-        """Return the persistent batch of the last step, if the next step has the same rows."""
+        """Return the persistent batch of the last step, or None.
+
+        The next step must have the same rows.
+        """
         last = self._persistent_batch
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
-        """Return how many tokens each running sequence has to compute, int32, in order of rank.
+        """Return how many tokens each running sequence has to compute.
 
-        It is 0 at the maximum length. It is one more before the end of the last image, as decoding rows have no image.
+        The result is int32, in order of rank. It is 0 at the maximum length. It is one more before the end of the last
+        image, as decoding rows have no image.
         """
         slots = self.slots
         due = slots.device_len - slots.cached_len  # of all slots: cheaper than selecting first
@@ -434,9 +450,10 @@ class Scheduler:
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
 
     def _cached(self, step: NextStep, sequence: Sequence) -> tuple[list[int], int]:
-        """Return the blocks that ``sequence`` may begin with, and how many of them come from the host.
+        """Return the blocks that ``sequence`` may begin with.
 
-        Blocks are brought back from the host once the sequence can start.
+        Also return how many of them come from the host. Blocks are brought back from the host once the sequence can
+        start.
         """
         cached = self.prefix.lookup(sequence)
         if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, cached):
@@ -446,7 +463,10 @@ class Scheduler:
         return found, len(found) - len(cached)
 
     def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
-        """Return how many of ``wanted`` tokens a row may have with a place for each image."""
+        """Return how many of ``wanted`` tokens a row may have.
+
+        Each image of them must have a place.
+        """
         if self.images is None:
             return wanted
         return self.images.reach(step.images, request, first, wanted)
@@ -471,11 +491,17 @@ class Scheduler:
                 self._totals.external_hits += restored_tokens
 
     def _chunk(self, step: NextStep, wanted: int) -> int:
-        """Return the most tokens, up to ``wanted``, that one more row may have within the budget."""
+        """Return the most tokens that one more row may have.
+
+        They are at most ``wanted`` and within the budget.
+        """
         return self._most(wanted, self._budget(len(step.decode)), step.with_row)
 
     def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
-        """Return the most tokens, up to ``wanted``, for which the step's padded ``size`` is within ``budget``."""
+        """Return the most tokens within ``budget``, up to ``wanted``.
+
+        ``size(tokens)`` is the step's size, counted with padding.
+        """
         if not wanted or self.padded(*size(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
@@ -498,10 +524,10 @@ class Scheduler:
         return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 
     def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Return whether there are blocks for all known tokens of ``sequence`` and of the running sequences.
+        """Return whether there are enough free blocks for ``sequence``.
 
-        If only the first chunk had to fit, a long prompt could be started, preempted and started again. A sequence
-        alone always fits.
+        All its known tokens and those of the running sequences need blocks. If only the first chunk had to fit, a long
+        prompt could be started, preempted and started again. A sequence alone always fits.
         """
         if not self.running:
             return True
@@ -509,7 +535,10 @@ class Scheduler:
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
-        """Make room for a block for each of ``slots`` by preempting the last in rank; return the remaining slots."""
+        """Make room for a block for each of ``slots``.
+
+        The last in rank are preempted. Returns the remaining slots.
+        """
         while len(slots) > self.pool.num_free:
             if self._in_flight:
                 raise _MustWait

@@ -1,4 +1,7 @@
-"""A sequence: one request in progress, and the state that it keeps while it has no slot."""
+"""A sequence: one request in progress.
+
+It keeps its state while it has no slot.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ class Sequence:
         self.pooled = None
 
     def pool(self, states: list[np.ndarray]) -> Pooled:
-        """Add the hidden states, fp32 [hidden] each, of the next tokens to the pool and return it."""
+        """Add the hidden states of the next tokens to the pool.
+
+        States are fp32 [hidden] each. Returns the pool.
+        """
         self.pooled = self.pooled or Pooled(np.zeros_like(states[0]))
         self.pooled.add(states)
         return self.pooled

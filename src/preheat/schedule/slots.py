@@ -1,9 +1,9 @@
-"""Slots: everything a step needs to know about a running sequence, in arrays indexed by its slot.
+"""Slots: the arrays of the running sequences.
 
-A step is a list of slots, so packing a batch is a few numpy gathers; their cost hardly grows with the rows. Lengths
-have mini-sglang's names: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens are
-known, ``extend_len = device_len - cached_len`` are to be computed and ``remain_len = max_len - device_len`` may be
-generated.
+They hold everything that a step needs to know about a sequence, indexed by its slot. A step is a list of slots, so
+packing a batch is a few numpy gathers; their cost hardly grows with the rows. Lengths have mini-sglang's names:
+``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens are known, ``extend_len =
+device_len - cached_len`` are to be computed and ``remain_len = max_len - device_len`` may be generated.
 
 Lengths are ahead by the steps in flight: a token that the device is about to sample counts as known, and is ``UNSEEN``
 until the step's results are processed.
@@ -47,10 +47,10 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 class SamplingFields:
-    """The sampling parameters of each slot's request: one array [slots] of the given type for each field.
+    """The sampling parameters of each slot's request.
 
-    ``needs_*`` let a step find the rows with special sampling in one reduction. Free slots have default values, or
-    the values of their last request.
+    Each field is one array [slots] of the given type. ``needs_*`` let a step find the rows with special sampling in one
+    reduction. Free slots have default values, or the values of their last request.
     """
 
     temperature = _param(np.float32, lambda params: params.temperature)
@@ -75,7 +75,10 @@ class SamplingFields:
             setattr(self, name, np.full(num_slots, of(nothing), dtype))
 
     def describe(self, slots: Index, request: Request) -> None:
-        """Fill in the fields of one slot, or of several with requests that differ in nothing here."""
+        """Fill in the fields of one slot, or of several.
+
+        The requests of several slots differ in nothing here.
+        """
         for name, field in FIELDS.items():
             getattr(self, name)[slots] = field.of(request)
 
@@ -136,7 +139,10 @@ class Slots(SamplingFields):
         return slot
 
     def take_alike(self, requests: Sequence[Request], tokens: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the slots, int64, of ``requests`` that differ only in id, prompt and seed; as :meth:`take`."""
+        """Take slots for ``requests`` as :meth:`take`, and return them.
+
+        The requests differ only in id, prompt and seed. Slots are int64.
+        """
         pairs = zip(requests, tokens, strict=True)
         slots = np.array([self._take(request, known) for request, known in pairs], np.int64)
         if len(slots):

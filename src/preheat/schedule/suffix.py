@@ -1,8 +1,9 @@
-"""Suffix decoding: the most frequent tokens behind a sequence's last tokens, in its own text and in past answers.
+"""Suffix decoding: drafts from a sequence's own text and past answers.
 
-Source: SuffixDecoding (Oliaro et al., 2024), the suffix method of vLLM. A tree holds every stretch of up to ``depth``
-tokens of its texts and how often each occurred. A draft starts from the longest end of a sequence that the tree has.
-It follows the most frequent continuations, as long as the product of their shares is at least ``likely``.
+They are the most frequent tokens behind its last tokens. Source: SuffixDecoding (Oliaro et al., 2024), the suffix
+method of vLLM. A tree holds every stretch of up to ``depth`` tokens of its texts and how often each occurred. A draft
+starts from the longest end of a sequence that the tree has. It follows the most frequent continuations, as long as the
+product of their shares is at least ``likely``.
 
 Both trees are bounded. One is built of a running sequence and dropped with it. The other holds at most ``requests``
 past answers and at most :data:`MOST_NODES` stretches, and forgets the oldest answers first.
@@ -24,7 +25,10 @@ MOST_NODES = 500_000
 """The most stretches in a server's tree, of about 300 bytes each."""
 
 MOST_TOKENS = 1024
-"""The most tokens in the trees: the last ones of a running sequence, and the first ones of a past answer."""
+"""The most tokens of a text in the trees.
+
+They are the last ones of a running sequence, and the first ones of a past answer.
+"""
 
 
 @dataclass(slots=True)
@@ -36,13 +40,19 @@ class _Node:
 
 
 class SuffixTree:
-    """All stretches of up to ``depth`` tokens of the texts added to it; ``nodes`` is their number."""
+    """All stretches of up to ``depth`` tokens of its texts.
+
+    ``nodes`` is their number.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth, self.nodes, self._root = depth, 0, _Node()
 
     def add(self, tokens: Sequence[int], fresh: int | None = None, times: int = 1) -> None:
-        """Add a text, or with ``fresh`` only stretches new by its last ``fresh`` tokens; ``times`` -1 removes it."""
+        """Add a text; ``times`` -1 removes it.
+
+        With ``fresh`` only the stretches new by its last ``fresh`` tokens are added.
+        """
         begin = max(len(tokens) - (len(tokens) if fresh is None else fresh), 0)
         for start in range(max(begin - self.depth + 1, 0), len(tokens)):
             self._add_from(tokens, start, max(begin, start), times)
@@ -65,9 +75,10 @@ class SuffixTree:
             node = child
 
     def follow(self, tokens: Sequence[int], most: int, factor: float, likely: float) -> tuple[list[int], float]:
-        """Return the drafts behind the longest end of ``tokens`` with a continuation here, and the sum of their shares.
+        """Return the drafts behind the end of ``tokens``.
 
-        There are at most ``most`` drafts, and at most ``factor`` for each matched token.
+        They follow the longest end with a continuation here. Also return the sum of their shares. There are at most
+        ``most`` drafts, and at most ``factor`` for each matched token.
         """
         for length in range(min(self.depth - 1, len(tokens)), 0, -1):
             node = self._find(tokens[len(tokens) - length :])
@@ -154,7 +165,10 @@ class SuffixProposer:
         return own.tree
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Keep the answers of the ended sequences for later ones, and forget the oldest beyond the bounds."""
+        """Keep the answers of the ended sequences for later ones.
+
+        The oldest answers beyond the bounds are forgotten.
+        """
         for slot in stopped:
             self._own.pop(slot, None)
             request = slots.request[slot]

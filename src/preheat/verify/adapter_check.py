@@ -1,8 +1,8 @@
-"""The check at boot for adapters: a context has the same logits with its adapter in every slot and every batch.
+"""The check at boot for adapters.
 
-The context is computed alone and beside other rows, in any adapter slot, and in a slot that held another adapter. A
-context without an adapter has the same logits beside rows with adapters. The adapters are random, the same at every
-boot.
+A context has the same logits with its adapter in every slot and every batch. The context is computed alone and beside
+other rows, in any adapter slot, and in a slot that held another adapter. A context without an adapter has the same
+logits beside rows with adapters. The adapters are random, the same at every boot.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class AdapterCheck:
         self._expected: list[Tensor] = []
 
     def first(self) -> Tensor:
-        """Return the context's logits alone, with each adapter and without: fp32 [3, vocab] on the host.
+        """Return the context's logits alone, with each adapter and without.
 
-        The first call computes them. The adapter of a small rank is loaded first, into an empty slot.
+        They are fp32 [3, vocab] on the host. The first call computes them. The adapter of a small rank is loaded first,
+        into an empty slot.
         """
         if not self._expected:
             for number in (1, 0):
@@ -99,7 +100,10 @@ class AdapterCheck:
         yield "after it was loaded again", first, self._logits(last)
 
     def _companies(self, last: int) -> Iterator[list[_Beside]]:
-        """Yield other rows with the same adapter, with another one if there is a slot for it, and with none."""
+        """Yield other rows for the same step.
+
+        They have the same adapter, another one if there is a slot for it, and none.
+        """
         mixes, length = self._runner.plan.policy.mixed_steps, len(self._tokens)
         some = [Row(9, 1), Row(0, 17), Row(0, 3)] if mixes else [Row(0, 17), Row(0, 3)]
         for places in ([last, 0, NO_ADAPTER], [last] * 3):
@@ -113,7 +117,10 @@ class AdapterCheck:
         self._runner.executor.load_adapters([(place, self._adapters[number])])
 
     def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
-        """Return the logits of the context in one step, with the adapter in slot ``place``."""
+        """Return the logits of the context in one step.
+
+        The adapter is in slot ``place``.
+        """
         runner = self._runner
         with runner.neighbours([each.row for each in company]) as others, runner.sequence(self._tokens) as slot:
             runner.slots.adapter[slot] = place
@@ -121,7 +128,10 @@ class AdapterCheck:
             return runner.step(slot, before=others) if before else runner.step(slot, behind=others)
 
     def _decoded(self, place: int) -> Tensor:
-        """Return the logits of the context with its last token in a step of its own."""
+        """Return the logits of the context, computed in two steps.
+
+        The last token has a step of its own.
+        """
         runner, length = self._runner, len(self._tokens)
         with runner.sequence(self._tokens) as slot:
             runner.slots.adapter[slot] = place

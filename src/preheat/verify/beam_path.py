@@ -1,4 +1,7 @@
-"""The path of ``preheat verify`` for beam search: each search alone, with nothing in the cache, then all at once."""
+"""The path of ``preheat verify`` for beam search.
+
+Each search runs alone, with nothing in the cache, then all run at once.
+"""
 
 from __future__ import annotations
 

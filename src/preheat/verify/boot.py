@@ -1,7 +1,8 @@
-"""The cross-check at boot: the logits of a few contexts must have the same bits by every path.
+"""The cross-check at boot.
 
-All paths are compared with the first run of the process, before anything is warm. They run last in the warm-up,
-through the packer and the executor that serve, on blocks that go back to the pool.
+The logits of a few contexts must have the same bits by every path. All paths are compared with the first run of the
+process, before anything is warm. They run last in the warm-up, through the packer and the executor that serve, on
+blocks that go back to the pool.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from preheat.warmup.record import Record
 DIGEST_BYTES = 16
 
 SIMULATED = "simulated-"
-"""The prefix of a fake device's digest, so that it is never taken for a real device's."""
+"""The prefix of a fake device's digest.
+
+It is then never taken for a real device's.
+"""
 
 
 Which = Literal["usual", "shortest", "long"]
@@ -68,7 +72,10 @@ class BootCheck:
         self._adapters = AdapterCheck(runner) if "adapters" in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
-        """Return the lengths of the contexts, each halved until there is a bucket for it."""
+        """Return the lengths of the contexts.
+
+        Each is halved until there is a bucket for it.
+        """
         found = []
         for wanted in context_lengths(self.runner.plan.limits, facts):
             length = wanted
@@ -156,7 +163,10 @@ class BootCheck:
                 raise CheckFailed(f"finite: {count} are not finite {where}; {self._not_finite(tokens)}")
 
     def _not_finite(self, tokens: np.ndarray) -> str:
-        """Return the first output that is not finite when ``tokens`` run again, operation by operation."""
+        """Return the first output that is not finite.
+
+        ``tokens`` run again, operation by operation.
+        """
         runner = self.runner
         runner.eager = True
         try:
@@ -204,7 +214,10 @@ class BootCheck:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of floats are equal bit for bit, NaN and the sign of zero included."""
+    """Return whether two tensors of floats are equal bit for bit.
+
+    NaN and the sign of zero are included.
+    """
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 

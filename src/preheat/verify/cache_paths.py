@@ -27,9 +27,10 @@ ONE_TOKEN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=Tru
 
 
 def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
-    """Serve prompts that differ in one token, in their end, in their salt or in their adapter, one of ``names``.
+    """Serve prompts that are nearly equal.
 
-    Each is served alone behind the earlier ones. Returns None where nothing is kept or where no prompt has two blocks.
+    They differ in one token, in their end, in their salt or in their adapter, one of ``names``. Each is served alone
+    behind the earlier ones. Returns None where nothing is kept or where no prompt has two blocks.
     """
     limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
     if not engine.loop.scheduler.prefix.enabled or limits.max_model_len < 3 * size + 2 * OUTPUTS:
@@ -47,7 +48,10 @@ def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
 
 
 def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
-    """Compare each of ``asked`` alone in an empty cache with all of them in turn in one cache."""
+    """Compare prompts alone and together.
+
+    Each of ``asked`` runs alone in an empty cache, then all run in turn in one cache.
+    """
     first, found, states = list[Seen](), list[Seen](), list[RequestState]()
     for prompt in asked:
         engine.forget_prefixes()
@@ -88,9 +92,9 @@ def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[Re
 
 
 def given_up(engine: Engine) -> PathResult | None:
-    """Cancel prompts when their first chunk ends beside a block's end, then run the same prompts again.
+    """Cancel prompts after their first chunk, then run them again.
 
-    Returns None where nothing is kept.
+    The chunk ends beside a block's end. Returns None where nothing is kept.
     """
     limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
     step, longest = limits.max_num_batched_tokens, limits.max_model_len - OUTPUTS
@@ -115,9 +119,9 @@ def _cut(count: int, longest: int) -> list[int]:
 
 
 def moved(engine: Engine) -> PathResult | None:
-    """Move a context's blocks as the last pairs of a swap, for all sizes that free blocks can fill.
+    """Move a context's blocks by swaps of several sizes.
 
-    Returns None where blocks do not move.
+    They are the last pairs of a swap, for all sizes that free blocks can fill. Returns None where blocks do not move.
     """
     if not engine.loop.packer.plan.policy.compacts:
         return None
@@ -137,9 +141,10 @@ def _seen(logits: Tensor) -> Seen:
 
 
 def answers_as_prompts(path: str, engine: Engine, prompts: Sequence[Prompt], first: Sequence[Seen]) -> PathResult:
-    """Compare decoding with reading: each prompt and its answer without the last token as one prompt.
+    """Compare decoding with reading.
 
-    ``first`` and the answers are of the last run of ``engine``. The logits at the last position must be the same.
+    Each prompt and its answer without the last token is one prompt. ``first`` and the answers are of the last run of
+    ``engine``. The logits at the last position must be the same.
     """
     longer = [
         replace(prompt, tokens=[*prompt.tokens, *answer.tokens[:-1]], params=ONE_TOKEN)

@@ -1,7 +1,8 @@
-"""Test sequences on real blocks of the pool, and steps of them through the packer and the executor that serve.
+"""Test sequences on real blocks of the pool.
 
-A test sequence owns a slot, as every running one. Rows follow the scheduler's rules: a row that lacks a single token
-decodes, a row that lacks more prefills, and a row samples once it lacks nothing.
+Their steps go through the packer and the executor that serve. A test sequence owns a slot, as every running one. Rows
+follow the scheduler's rules: a row that lacks a single token decodes, a row that lacks more prefills, and a row samples
+once it lacks nothing.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class CheckRunner:
         prompt: int | None = None,
         segments: Sequence[Segment] = (),
     ) -> Iterator[int]:
-        """Yield the slot of a sequence of ``tokens``, int32, on blocks of its own; give both back afterwards.
+        """Yield the slot of a sequence of ``tokens``, int32.
 
-        The blocks of its first ``cached`` tokens, a multiple of the block size, are the first blocks of slot ``of``.
-        The first ``prompt`` tokens, by default all, are its prompt, with images at ``segments``; it has generated the
-        others.
+        It has blocks of its own. Slot and blocks are given back afterwards. The blocks of its first ``cached`` tokens,
+        a multiple of the block size, are the first blocks of slot ``of``. The first ``prompt`` tokens, by default all,
+        are its prompt, with images at ``segments``; it has generated the others.
         """
         slots, shared = self.slots, cached // self.slots.block_size
         slot = self._take_slot(tokens, cached, prompt=prompt, segments=segments)
@@ -156,7 +157,10 @@ class CheckRunner:
         return self.pool.allocate(count)
 
     def restore(self, slot: int, of: int, count: int) -> None:
-        """Copy the first ``count`` blocks of slot ``of`` by way of the host into the own blocks of ``slot``."""
+        """Copy blocks of slot ``of`` to ``slot`` by way of the host.
+
+        The first ``count`` blocks go into the own blocks of ``slot``.
+        """
         tier, slots = self.pool.tier, self.slots
         if tier is None:
             raise NothingToRun("nothing is kept on the host")
@@ -174,7 +178,10 @@ class CheckRunner:
         self.slots.device_len[slot] = known
 
     def bucket_of(self, rows: Sequence[Row]) -> Bucket | None:
-        """Return the bucket of a step in which ``rows`` compute everything they lack, or None."""
+        """Return the bucket of a step of ``rows``, or None.
+
+        The rows compute everything they lack.
+        """
         limits, lacking = self.plan.limits, [row.lacking for row in rows]
         lengths = [sum(row) for row in rows]
         blocks = sum(-(-length // limits.block_size) for length in lengths)
@@ -192,7 +199,10 @@ class CheckRunner:
         self._run(self._schedule([slot], [count]))
 
     def hidden(self, slot: int, count: int) -> list[np.ndarray]:
-        """Compute the next ``count`` tokens of ``slot`` and return the hidden states that it reports."""
+        """Compute the next ``count`` tokens of ``slot``.
+
+        Returns the hidden states that it reports.
+        """
         batch = self.packer.pack(self._schedule([slot], [count]))
         self.bucket = batch.bucket
         states = self.executor.execute(batch).hidden or {}
@@ -218,16 +228,20 @@ class CheckRunner:
         return self._run(schedule, row)[row].cpu().clone()  # on a host the next step may overwrite them
 
     def write(self, slot: int, begin: int, tokens: np.ndarray) -> None:
-        """Replace the sequence from its token ``begin`` on by ``tokens``, with none of them computed."""
+        """Replace the sequence from its token ``begin`` on by ``tokens``.
+
+        None of the new tokens are computed.
+        """
         slots = self.slots
         slots.tokens[slot, begin : begin + len(tokens)] = tokens
         slots.cached_len[slot] = min(slots.cached_len[slot], begin)
         slots.device_len[slot] = begin + len(tokens)
 
     def verify(self, slot: int, before: Sequence[int] = ()) -> Tensor:
-        """Return the logits after each token that ``slot`` lacks, fp32 [tokens, vocab] on the host.
+        """Return the logits after each token that ``slot`` lacks.
 
-        All tokens but the first are drafts. The slot computes them behind the decoding rows ``before``.
+        They are fp32 [tokens, vocab] on the host. All tokens but the first are drafts. The slot computes them behind
+        the decoding rows ``before``.
         """
         slots, chosen = self.slots, np.array([*before, slot], np.int64)
         extend = slots.device_len[chosen] - slots.cached_len[chosen]
@@ -236,7 +250,10 @@ class CheckRunner:
         return self._run(schedule, len(before))[len(before) :].cpu().clone()
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
-        """Return a step in which each of ``chosen`` computes ``extend`` tokens, by default everything it lacks."""
+        """Return a step of the slots ``chosen``.
+
+        Each computes ``extend`` tokens, by default everything it lacks.
+        """
         cached = self.slots.cached_len[np.array(chosen)]
         lacking = self.slots.device_len[np.array(chosen)] - cached
         some = lacking if extend is None else np.array(extend, np.int32)
@@ -264,7 +281,10 @@ class CheckRunner:
         return logits
 
     def swap_sizes(self, slot: int) -> list[int]:
-        """Return the least swap size that moves the blocks of ``slot``, and the sizes that free blocks can fill."""
+        """Return the swap sizes that can move the blocks of ``slot``.
+
+        They are the least size, and larger sizes that free blocks can fill.
+        """
         count = int(self.slots.num_blocks[slot])
         sizes = [size for size in SWAP_SIZES if size >= count]
         return [size for size in sizes if size == sizes[0] or 2 * size - count <= self.pool.num_free]

@@ -1,4 +1,7 @@
-"""Runs of the same prompts, compared position by position with the first one; the results as a table."""
+"""Runs of the same prompts, compared position by position.
+
+They are compared with the first run; the results are a table.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class Seen(NamedTuple):
 
 
 class Divergence(msgspec.Struct):
-    """The first difference of a run: at ``position`` of the output of ``prompt``, by ``gap``."""
+    """The first difference of a run.
+
+    It is at ``position`` of the output of ``prompt``, by ``gap``.
+    """
 
     run: int
     prompt: int
@@ -35,7 +41,10 @@ class Divergence(msgspec.Struct):
 
 
 class PathResult(msgspec.Struct):
-    """The result of a path: ``identical`` prompts had the first run's bits at every position of every run."""
+    """The result of a path.
+
+    ``identical`` prompts had the first run's bits at every position of every run.
+    """
 
     path: str
     prompts: int

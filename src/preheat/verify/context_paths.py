@@ -1,7 +1,7 @@
-"""The paths that must give the same logits: a function each, for the rows of :mod:`preheat.verify.boot`.
+"""The paths that must give the same logits.
 
-Each takes a context, int32 tokens, and yields the logits after its last token, fp32 [vocab], once for each way of
-computing them by the path.
+Each is a function, for the rows of :mod:`preheat.verify.boot`. Each takes a context, int32 tokens, and yields the
+logits after its last token, fp32 [vocab], once for each way of computing them by the path.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def eager(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute it in front of and behind rows that prefill and, where steps mix, decode."""
+    """Compute it in front of and behind other rows.
+
+    They prefill and, where steps mix, decode.
+    """
     mixes = runner.plan.policy.mixed_steps
     rows = [row for row in BESIDE if mixes or row.lacking > 1]
     while rows and not runner.bucket_of([Row(0, len(tokens)), *rows]):
@@ -71,7 +74,10 @@ def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute the whole context, then its last token, in the next bucket, with just enough other rows to need it."""
+    """Compute the context, then its last token, in the next bucket.
+
+    There are just enough other rows to need the bucket.
+    """
     for last in (len(tokens), 1):
         row = Row(len(tokens) - last, last)
         usual = runner.bucket_of([row])
@@ -82,7 +88,10 @@ def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
-    """Yield rows of the same phase as ``row``, twice as many or as long each time, while there is a bucket for them."""
+    """Yield more and more rows of the same phase as ``row``.
+
+    They are twice as many or as long each time, while there is a bucket for them.
+    """
     size = 1
     rows = [Row(5, 1)] if row.lacking == 1 else [Row(0, 2)]
     while runner.bucket_of([row, *rows]):
@@ -92,7 +101,10 @@ def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
 
 
 def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute the whole context, and its last token, in every bucket of the plan that can hold them."""
+    """Compute it in every bucket of the plan that holds it.
+
+    The whole context is computed, and its last token alone.
+    """
     for bucket in runner.plan.dispatcher.buckets:
         for last in (len(tokens), 1):
             row = Row(len(tokens) - last, last)
@@ -103,7 +115,7 @@ def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
-    """Return the rows with which a step of ``row`` needs ``bucket``, if there are any."""
+    """Return the rows with which ``row`` needs ``bucket``, if any."""
     size = runner.plan.dispatcher.example(bucket)
     rows, tokens = size.rows - 1, size.tokens - row.lacking
     blocks = max(size.blocks - -(-sum(row) // runner.slots.block_size), 0)
@@ -164,9 +176,10 @@ def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute it on blocks that hold NaN, as the numbers of another request may have left them.
+    """Compute it on blocks that hold NaN.
 
-    It runs as a whole and with its last token alone; then its last token runs beside a row that reads NaN.
+    Another request may have left such numbers. It runs as a whole and with its last token alone; then its last token
+    runs beside a row that reads NaN.
     """
     with runner.poisoned(tokens) as slot:
         yield runner.step(slot)
@@ -188,16 +201,19 @@ def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Preempt it after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
+    """Preempt it after its last tokens were generated.
+
+    All blocks are lost; prompt and output are computed again.
+    """
     with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
         yield runner.step(slot)
 
 
 def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute it in two steps, cut behind its first token, at a block's end, in the middle and before its last token.
+    """Compute it in two steps, with cuts at several positions.
 
-    The second step reads the rounded keys and values of the first one from the cache. It must see its own keys and
-    values rounded too.
+    It is cut behind its first token, at a block's end, in the middle and before its last token. The second step reads
+    the rounded keys and values of the first one from the cache. It must see its own keys and values rounded too.
     """
     length, block = len(tokens), runner.slots.block_size
     for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
@@ -217,7 +233,10 @@ def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute it in steps that end beside the thirds, then its last token: steps see one, two and three KV splits."""
+    """Compute it in steps that end beside the thirds.
+
+    Its last token has a step of its own. Steps see one, two and three KV splits.
+    """
     third = len(tokens) // 3
     sizes = [third - 7, third, len(tokens) - 2 * third + 6]
     if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
@@ -249,7 +268,10 @@ def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute the last token again after swaps of the blocks, one of every size that free blocks can fill."""
+    """Compute the last token again after swaps of the blocks.
+
+    There is one swap of every size that free blocks can fill.
+    """
     with _all_but(runner, tokens, 1) as slot:
         for size in runner.swap_sizes(slot):
             runner.move(slot, size)
@@ -258,9 +280,10 @@ def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute its last tokens as right drafts, alone and behind decoding rows, then as wrong drafts computed over.
+    """Compute its last tokens as drafts.
 
-    Where every bucket is tried, the right drafts run in each bucket with drafts.
+    They are right drafts, alone and behind decoding rows, then wrong drafts that are computed over. Where every bucket
+    is tried, the right drafts run in each bucket with drafts.
     """
     count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
     rows = [Row(cached, 1) for cached in (5, 33, 0)]

@@ -1,7 +1,7 @@
-"""The paths of ``preheat verify`` with interrupted answers: blocks run out in the middle of most of them.
+"""The paths of ``preheat verify`` with interrupted answers.
 
-The output of a resumed sequence must count as before, in its penalties and in its grammar. Runs that are wrong in the
-same way would agree, so tokens and texts are compared with rules.
+Blocks run out in the middle of most of them. The output of a resumed sequence must count as before, in its penalties
+and in its grammar. Runs that are wrong in the same way would agree, so tokens and texts are compared with rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ MOST = 24
 """Tokens of an answer."""
 
 LIKED, BIAS = 3, 100.0
-"""The number of tokens in every answer, and the bias on their logits: penalties alone decide which one is next."""
+"""The number of tokens in every answer, and their bias.
+
+With the bias on their logits, penalties alone decide the next token.
+"""
 
 PENALTIES = (
     SamplingParams(temperature=0.0, frequency_penalty=2.0),
@@ -71,7 +74,10 @@ class Crowd:
         ]
 
     def _length(self, number: int) -> int:
-        """Return the tokens of an answer: the last sequences are interrupted and have the longest answers."""
+        """Return the tokens of an answer.
+
+        The last sequences are interrupted and have the longest answers.
+        """
         return max(self.outputs - (self.count - 1 - number) % 4, 1)
 
 

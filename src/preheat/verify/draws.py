@@ -1,4 +1,7 @@
-"""The sampler's check at boot: known logits give exactly the draws of the contract (:mod:`preheat.verify.rule`)."""
+"""The sampler's check at boot.
+
+Known logits give exactly the draws of the contract (:mod:`preheat.verify.rule`).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ IMPOSSIBLE = -128.0
 
 
 class DrawRow(NamedTuple):
-    """A row to draw for: its settings, its key, and its ``position``, the number of generated tokens.
+    """A row to draw for.
 
-    Its one prompt token, its stops and the keys of a logit_bias are indices in `LOGITS`.
+    It has settings, a key, and a ``position``, the number of generated tokens. Its one prompt token, its stops and the
+    keys of a logit_bias are indices in `LOGITS`.
     """
 
     params: SamplingParams
@@ -58,9 +62,10 @@ ROWS = (
     DrawRow(SamplingParams(seed=929, temperature=4.0, top_k=3), position=1),
     DrawRow(SamplingParams(temperature=0.0, logit_bias={4: 4.0})),
 )
-"""Seeds of rows with top_k, top_p and min_p would draw the first token that is left out.
+"""The rows to draw for.
 
-The second row with top_k draws the last token that is kept. Both hold for any size of the vocabulary.
+Seeds of rows with top_k, top_p and min_p would draw the first token that is left out. The second row with top_k draws
+the last token that is kept. Both hold for any size of the vocabulary.
 """
 
 
@@ -85,9 +90,10 @@ def check_draws(runner: CheckRunner) -> None:
 
 
 def known_logits(runner: CheckRunner) -> tuple[list[int], torch.Tensor]:
-    """Return the ids of tokens that can be drawn, in the order of `LOGITS`, and all logits, fp32 [vocab] on the device.
+    """Return the ids of tokens that can be drawn, and all logits.
 
-    Raises NothingToRun if there are too few tokens.
+    Ids are in the order of `LOGITS`; logits are fp32 [vocab] on the device. Raises NothingToRun if there are too few
+    tokens.
     """
     vocab = runner.vocab_size
     if vocab < 2 * len(LOGITS):
@@ -99,9 +105,9 @@ def known_logits(runner: CheckRunner) -> tuple[list[int], torch.Tensor]:
 
 
 def check_drafted_draws(runner: CheckRunner) -> None:
-    """Draw for `ROWS` with generated tokens at all of their positions at once, as if the tokens were drafts.
+    """Draw for `ROWS` at several positions at once.
 
-    Raises as :func:`check_draws`.
+    These are all positions of their generated tokens, as if the tokens were drafts. Raises as :func:`check_draws`.
     """
     try:
         ids, line = known_logits(runner)
@@ -177,7 +183,10 @@ def _request(row: DrawRow, ids: list[int], id: int = OWN_ID) -> Request:
 
 
 def _output(row: DrawRow, ids: list[int]) -> list[int]:
-    """Return the row's generated tokens: the best token first, then the second one again and again."""
+    """Return the row's generated tokens.
+
+    The best token comes first, then the second one again and again.
+    """
     return [ids[min(number, 1)] for number in range(row.position)]
 
 

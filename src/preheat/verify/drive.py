@@ -1,4 +1,7 @@
-"""An engine driven by hand: requests go in at a chosen pace, digests of their logits come out."""
+"""An engine driven by hand.
+
+Requests go in at a chosen pace, digests of their logits come out.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def in_groups(sizes: Iterable[int]) -> Pace:
 
 
 class Answer(NamedTuple):
-    """The answer to a request, and how many of its prompt's tokens the prefix cache had."""
+    """The answer to a request.
+
+    ``cached`` is the number of its prompt's tokens that the prefix cache had.
+    """
 
     tokens: list[int]
     prompt_logprobs: list[TokenLogprobs | None]
@@ -205,7 +211,10 @@ class Engine:
 
     @contextmanager
     def unwatched(self) -> Iterator[CheckRunner]:
-        """Yield a runner of test sequences on the free blocks, while nobody looks at logits."""
+        """Yield a runner of test sequences on the free blocks.
+
+        Nobody looks at logits meanwhile.
+        """
         self.loop.executor.watch_logits(None)
         try:
             yield CheckRunner(self.loop.scheduler.pool, self.loop.packer, self.loop.executor)
@@ -214,9 +223,9 @@ class Engine:
 
     @contextmanager
     def keeping_logits(self) -> Iterator[dict[int, list[Tensor]]]:
-        """Yield the logits of the next run, fp32 [vocab] on the host at each position, by the prompt's number.
+        """Yield the logits of the next run, by the prompt's number.
 
-        For requests served next, they are by the choice's id.
+        They are fp32 [vocab] on the host at each position. For requests served next, they are by the choice's id.
         """
         kept: dict[int, list[Tensor]] = {}
         self._watcher.kept = kept
@@ -275,9 +284,10 @@ class LogitWatcher:
             self._copies.append((batch.schedule.ids[rows], positions, logits.clone()))
 
     def take(self, first: int) -> dict[int, Seen]:
-        """Return digests and greatest logits since the last call, in the order of positions, by request.
+        """Return digests and greatest logits since the last call.
 
-        Copies go to ``kept``, by the number of the request from ``first`` on.
+        They are in the order of positions, by request. Copies go to ``kept``, by the number of the request from
+        ``first`` on.
         """
         if self.kept is not None:
             copies = [(int(owner) - first, int(at), line) for owners, positions, lines in self._copies
@@ -296,6 +306,9 @@ class LogitWatcher:
 
 
 def _in_order(rows: list[tuple[int, int, float]]) -> Seen:
-    """Return the last record of each position: the position behind a rejected draft is computed again."""
+    """Return the last record of each position.
+
+    The position behind a rejected draft is computed again.
+    """
     last = sorted({position: (bits, level) for position, bits, level in rows}.items())
     return Seen(np.array([bits for _, (bits, _) in last]).tolist(), [level for _, (_, level) in last])

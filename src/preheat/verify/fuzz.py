@@ -1,6 +1,7 @@
-"""``preheat verify --fuzz``: rounds of a random load, each request compared with itself alone, bit for bit.
+"""``preheat verify --fuzz``: rounds of a random load.
 
-A round is drawn from its seed alone: with ``--random-models`` the model, then limits, requests and their arrivals.
+Each request is compared with itself alone, bit for bit. A round is drawn from its seed alone: with ``--random-models``
+the model, then limits, requests and their arrivals.
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ class Fuzz:
         return compare(f"seed {seed}", expected, runs, ", ".join([*note, *_shown(load, Path(folder))]))
 
     def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, Features | None, list[str]]:
-        """Return a round's settings without its limits, the features of the engine under load, and the model's draws.
+        """Return a round's settings, features and draws.
 
-        With a given model the features are None: the engine does what its settings ask.
+        The settings are without its limits. The features are of the engine under load, the draws of the model. With a
+        given model the features are None: the engine does what its settings ask.
         """
         settings = replace(self.settings, skip_warmup=True, boot_check="off", require_invariance=False, on_cold="off")
         if not self.random_models:
@@ -115,7 +117,10 @@ class Fuzz:
 
 
 def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """Drop options that a device of ``facts`` rejects, and ranks where it has too few cards; other draws stay."""
+    """Drop options that a device of ``facts`` rejects.
+
+    Ranks are dropped where it has too few cards; other draws stay.
+    """
     refused = set(facts.rejected)
     if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
         refused.add("tensor_parallel_size")
@@ -131,9 +136,9 @@ def _shown(options: dict[str, Any], folder: Path) -> list[str]:
 
 
 def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Sequence[str] = ()) -> list[Prompt]:
-    """Return 5 to 25 prompts of up to ``longest`` tokens, some with the beginning of an earlier one.
+    """Return 5 to 25 prompts of up to ``longest`` tokens.
 
-    Each has one of the adapters ``names`` or, as often, none.
+    Some have the beginning of an earlier one. Each has one of the adapters ``names`` or, as often, none.
     """
     found: list[list[int]] = []
     for _ in range(draw.choice((5, 12, 25))):

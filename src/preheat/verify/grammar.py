@@ -1,7 +1,8 @@
-"""The grammars' check at boot: draws from known logits, through the masks and the sampler that serve.
+"""The grammars' check at boot.
 
-A row with a grammar draws the best of the tokens that the grammar allows, or any of them if it draws at random. A row
-beside it draws as it does without grammars. This module states the grammar's rule again, one token at a time.
+It draws from known logits, through the masks and the sampler that serve. A row with a grammar draws the best of the
+tokens that the grammar allows, or any of them if it draws at random. A row beside it draws as it does without grammars.
+This module states the grammar's rule again, one token at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ llguidance would allow only one tokenization of that.
 
 TEMPERATURES = (0.0, 1.0, 1.5)
 LIKELY, UNLIKELY = 8, -8.0
-"""The number of tokens that the logits set apart from the rest, without ties, and the logit of the rest."""
+"""The number of likely tokens, and the logit of the rest.
+
+The logits set the likely tokens apart from the rest, without ties.
+"""
 
 LOOKED_AT = 4096
 
@@ -89,7 +93,10 @@ class GrammarCheck:
                 raise CheckFailed(f"grammar: {wrong}")
 
     def _judge(self, text: bytes, token: int, line: torch.Tensor, *, greedy: bool) -> None:
-        """Raise CheckFailed unless ``token`` may follow ``text`` and, in a greedy draw, is the best that may."""
+        """Raise CheckFailed unless ``token`` may follow ``text``.
+
+        In a greedy draw it must also be the best that may.
+        """
         if not self._is_allowed(text, token):
             raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, which the grammar does not allow")
         likely = [id for id in (line > UNLIKELY).nonzero().flatten().tolist() if self._is_allowed(text, id)]
@@ -104,9 +111,10 @@ class GrammarCheck:
         return 0 < len(word) <= MOST - len(text) and not word.strip(CHARACTERS)
 
     def _line(self, number: int, *, ends: bool) -> torch.Tensor:
-        """Return logits [vocab] that every dtype holds: a few likely tokens, with and without text of the grammar.
+        """Return logits [vocab] that every dtype holds.
 
-        If it ``ends``, the token that ends a text is the likeliest.
+        A few tokens are likely, with and without text of the grammar. If it ``ends``, the token that ends a text is the
+        likeliest.
         """
         draw = torch.Generator().manual_seed(number)
         line = torch.full((self.runner.vocab_size,), UNLIKELY)
@@ -118,7 +126,10 @@ class GrammarCheck:
         return line
 
     def _drawn(self, request: Request, state: State, line: torch.Tensor, place: int) -> tuple[int, int]:
-        """Return the tokens of a row with the grammar and of a greedy one beside it, drawn in one step."""
+        """Return the tokens of two rows, drawn in one step.
+
+        One row has the grammar, the other is greedy.
+        """
         runner, slots, taken = self.runner, self.runner.slots, list[int]()
         greedy = Request(OWN_ID - 1, [0], SamplingParams(temperature=0.0), 0, 1)
         try:

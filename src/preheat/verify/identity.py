@@ -1,4 +1,7 @@
-"""A boot's digest with everything that the bits may depend on, stored and compared with another boot's."""
+"""A boot's digest with everything that its bits may depend on.
+
+It is stored and compared with another boot's.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
 
 
 def read_proof(path: str) -> Proof:
-    """Return the proof in a JSON file, a record or the output of ``preheat verify --json``.
+    """Return the proof in a JSON file.
 
-    A record comes from ``/warmup`` or ``preheat warm --json``. Raises SettingsError for anything else.
+    The file is a record or the output of ``preheat verify --json``. A record comes from ``/warmup`` or ``preheat warm
+    --json``. Raises SettingsError for anything else.
     """
     try:
         found = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File)
@@ -57,7 +61,10 @@ class _Check(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """A record, or a verdict with the reason why its boot was wrong, if it was."""
+    """A record or a verdict.
+
+    It has the reason why its boot was wrong, if it was.
+    """
 
     proof: Proof
     entries: list[_Check] = []

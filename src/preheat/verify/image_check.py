@@ -1,7 +1,8 @@
-"""The check at boot for models that see images: a context with an image has the same logits by every path.
+"""The check at boot for models that see images.
 
-An image has the same embeddings whatever is encoded with it. The same holds for the pieces of prompts that are
-embeddings, and rows of the embedding table have the logits of their tokens.
+A context with an image has the same logits by every path. An image has the same embeddings whatever is encoded with it.
+The same holds for the pieces of prompts that are embeddings, and rows of the embedding table have the logits of their
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class ImageCheck:
         self._expected: Tensor | None = None
 
     def first(self) -> Tensor:
-        """Return the context's logits in as few steps as hold it, fp32 [vocab] on the host; computed once."""
+        """Return the context's logits in as few steps as hold it.
+
+        They are fp32 [vocab] on the host, computed once.
+        """
         if self._expected is None:
             self._expected = self._logits([self._most()] * 2)
         return self._expected
@@ -54,7 +58,10 @@ class ImageCheck:
         return count + self._compare_embeddings()
 
     def _ways(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield logits of ragged chunks, some of which end within the image, and behind blocks of another sequence."""
+        """Yield the context's logits by each way.
+
+        It is cut into ragged chunks, some of which end within the image, and read behind cached blocks.
+        """
         yield "when it is computed again", self._logits([self._most()] * 2)
         tokens, size = self._runner.plan.limits.image_tokens, self._runner.slots.block_size
         if min(self._most(), tokens) > 1:
@@ -88,9 +95,10 @@ class ImageCheck:
         return 1
 
     def _read(self, slot: int, sizes: list[int]) -> Tensor:
-        """Return the logits after steps of the first size, then of the second one, then for the rest.
+        """Return the logits after steps of the given sizes.
 
-        The image is encoded again.
+        The first step has the first size, all others the second one; the last step has the rest. The image is encoded
+        again.
         """
         runner = self._runner
         runner.images = EncoderCache(runner.plan.limits.max_images, runner.plan.limits.image_tokens)

@@ -1,6 +1,7 @@
-"""The check of the prefix cache's keys, on the host alone: a prompt finds its own published blocks and no others.
+"""The check of the prefix cache's keys, on the host alone.
 
-A block is the prompt's own if it has its tokens behind the same tokens, with the same salt, images and adapter.
+A prompt finds its own published blocks and no others. A block is the prompt's own if it has its tokens behind the same
+tokens, with the same salt, images and adapter.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class _Adapter:
 
 
 def check_keys(size: int) -> None:
-    """Publish two blocks of ``size`` tokens, and the second one again behind another first block.
+    """Publish blocks and look them up by several prompts.
 
-    Raises CheckFailed for a prompt that does not find exactly its own blocks.
+    There are two blocks of ``size`` tokens, and the second one again behind another first block. Raises CheckFailed for
+    a prompt that does not find exactly its own blocks.
     """
     cache, tokens = PrefixCache(BlockPool(9, size)), list(range(1, 2 * size + 4))
     changed = {at: [*tokens[:at], 0, *tokens[at + 1 :]] for at in (0, size - 1, size, 2 * size - 1, 2 * size)}

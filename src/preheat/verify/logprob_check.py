@@ -17,9 +17,10 @@ from preheat.verify.check_runner import CheckRunner
 from preheat.verify.draws import IMPOSSIBLE, LOGITS, ROWS, DrawRow, known_logits, taken_slots
 
 TOLD: tuple[tuple[int, ...], ...] = ((3, 0, 7), (), (5,), (7, 6, 5, 4, 3, 2, 1, 0))
-"""The tokens that each row asks for: indices in `LOGITS`, with token 0, which cannot be drawn, added at the end.
+"""The tokens that each row asks for.
 
-An empty row asks for its own token's log-probability alone.
+They are indices in `LOGITS`; token 0, which cannot be drawn, is added at the end. An empty row asks for its own token's
+log-probability alone.
 """
 
 CLOSE = 1e-4
@@ -45,7 +46,10 @@ def check_logprobs(runner: CheckRunner) -> int:
 
 
 def _compare(ids: list[int], told: list[int], entry: TokenLogprobs) -> None:
-    """Raise CheckFailed unless the drawn token is the most likely one and the told tokens are in order and right."""
+    """Raise CheckFailed unless the log-probabilities are right.
+
+    The drawn token must be the most likely one, and the told tokens in order.
+    """
     value = dict(zip(ids, LOGITS, strict=True))
     total = math.log(math.fsum(map(math.exp, LOGITS)))  # the others add nothing that float64 could hold
     found = [(entry.token, entry.logprob), *entry.top]

@@ -14,7 +14,7 @@ from preheat.settings import OPTIONS, Settings
 from preheat.utils.structured import preloads_of
 
 BEHIND_WINDOW = 8
-"""The tokens by which a sequence must be longer than a window, so that the window is checked."""
+"""The least tokens of a sequence beyond a checked window."""
 
 BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
@@ -49,7 +49,10 @@ class Asked(NamedTuple):
 
     @property
     def images(self) -> bool:
-        """Whether an image or a piece of embeddings fits into a sequence that fits twice into the cache."""
+        """Whether an image fits into a checked context.
+
+        A piece of embeddings counts as one. The cache must hold two such sequences.
+        """
         return bool(self.limits.image_tokens) and image_context(self.limits) <= _room(self.limits)
 
     @property
@@ -121,10 +124,10 @@ def check_names(
 
 
 def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
-    """Return the lengths in tokens of the checked contexts: across a KV split, across a block or two, within one block.
+    """Return the lengths in tokens of the checked contexts.
 
-    Each is at most half of a step's tokens and half of the blocks, to leave room for other rows and a second copy. Each
-    has at least one token.
+    They lie across a KV split, across a block or two, and within one block. Each is at most half of a step's tokens and
+    half of the blocks, to leave room for other rows and a second copy. Each has at least one token.
     """
     lengths = (facts.split + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
@@ -143,7 +146,10 @@ def long_context(limits: Limits, facts: Facts) -> int | None:
 
 
 def image_context(limits: Limits) -> int:
-    """Return the length in tokens of a context with one image, or one piece of embeddings."""
+    """Return the length in tokens of a context with one image.
+
+    A piece of embeddings counts as one.
+    """
     return BEFORE_IMAGE + limits.image_tokens + AFTER_IMAGE
 
 

@@ -1,7 +1,8 @@
-"""The paths of ``preheat verify``, a row each: the engine, the prompts, and the function that runs them.
+"""The paths of ``preheat verify``, a row each.
 
-A path's runs are compared with the first run of its set of prompts (:mod:`preheat.verify.prompt_sets`) on the engine as
-asked, and with the set's rule. Sets of texts, adapters, images and embeddings share the functions.
+A row has the engine, the prompts, and the function that runs them. A path's runs are compared with the first run of its
+set of prompts (:mod:`preheat.verify.prompt_sets`) on the engine as asked, and with the set's rule. Sets of texts,
+adapters, images and embeddings share the functions.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def in_batches(trial: Trial) -> PathResult:
 
 
 def cold_and_cached(trial: Trial) -> PathResult:
-    """Run one by one with nothing in the cache, then with all blocks in the cache."""
+    """Run one by one with an empty cache, then with all blocks."""
     trial.engine.forget_prefixes()
     return trial.compared(*[alone(trial.engine, trial.prompts.prompts) for _ in range(2)], note=trial.hits)
 
@@ -190,7 +191,10 @@ def undrafted(trial: Trial) -> PathResult:
 
 
 def windows(trial: Trial) -> PathResult | None:
-    """Check the model's sliding windows, if a sequence can be longer than one of them."""
+    """Check the model's sliding windows.
+
+    Returns None if no sequence can be longer than one of them.
+    """
     try:
         with trial.engine.unwatched() as runner:
             count = check_windows(runner)
@@ -202,7 +206,10 @@ def windows(trial: Trial) -> PathResult | None:
 
 
 def salts(trial: Trial) -> PathResult:
-    """Run one prompt under several salts: only an equal salt finds it in the prefix cache, all answers are equal."""
+    """Run one prompt under several salts.
+
+    Only an equal salt finds it in the prefix cache; all answers are equal.
+    """
     engine, salts = trial.engine, ("a", "b", "a", "")
     (tokens,) = random_tokens(engine, 1, LONG // 2, trial.size.outputs)
     plain = SamplingParams(temperature=0.0)
@@ -247,7 +254,10 @@ def told_logprobs(trial: Trial) -> PathResult:
 
 
 def prompt_logprobs(trial: Trial) -> PathResult:
-    """Compare prompt logprobs of the engine's last run, with chunked prompts: one entry a token but the first."""
+    """Compare prompt logprobs of the engine's last run.
+
+    Its prompts are chunked. There is one entry a token but the first.
+    """
     prompts = trial.prompts.prompts[:2]
 
     def reported(answers: Sequence[Answer]) -> list[Seen]:
@@ -274,7 +284,10 @@ def grammars(trial: Trial) -> PathResult:
 
 
 def as_tokens(trial: Trial) -> PathResult | None:
-    """Run texts as tokens, and as their rows of the embedding table, where prompts may be embeddings."""
+    """Run texts as tokens, and as rows of the embedding table.
+
+    Returns None where prompts may not be embeddings.
+    """
     engine, encoder = trial.engine, trial.engine.loop.executor.encoder
     if encoder is None or not isinstance(encoder.tower, Given):
         return None

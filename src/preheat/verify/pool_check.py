@@ -1,4 +1,7 @@
-"""The check of an engine that pools: a prompt's pooled states must not depend on how it is cut into chunks."""
+"""The check of an engine that pools.
+
+A prompt's pooled states must not depend on how it is cut into chunks.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ _, ALL = POOLER_SETTINGS
 
 
 def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
-    """Pool all tokens of the context ``tokens``, int32, at once, in ragged chunks and in halves.
+    """Pool all tokens of a context in several ways.
 
-    Returns how many ways were compared. Raises NotInvariant.
+    ``tokens``, int32, are pooled at once, in ragged chunks and in halves. Returns how many ways were compared. Raises
+    NotInvariant.
     """
     whole, chunks = _pooled(runner, tokens, (len(tokens),)), (RAGGED, (-(-len(tokens) // 2),))
     for sizes in chunks:

@@ -1,7 +1,7 @@
-"""The sets of prompts of ``preheat verify``, each with its first run, the reference of the set's paths.
+"""The sets of prompts of ``preheat verify``.
 
-Where every run could be wrong in the same way, a set also has a rule: it finds errors in the answers of the last run,
-in a few lines.
+Each has its first run, the reference of the set's paths. Where every run could be wrong in the same way, a set also has
+a rule: it finds errors in the answers of the last run, in a few lines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ Make = Callable[[Engine, Sizes], PromptSet]
 
 
 def random_tokens(engine: Engine, count: int, length: int, outputs: int) -> list[list[int]]:
-    """Return ``count`` prompts of ``length`` tokens, or of as many as leave room for ``outputs``."""
+    """Return ``count`` prompts of ``length`` tokens.
+
+    They are shorter if that leaves no room for ``outputs``.
+    """
     draw = random.Random(length)
     length = max(min(length, engine.ready.max_model_len - outputs), 1)
     return [[draw.randrange(engine.vocab_size) for _ in range(length)] for _ in range(count)]
@@ -108,7 +111,10 @@ LONG = 1_300
 
 PENALTIES = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=2.0, presence_penalty=1.0)
 CLOSE = 1e-4
-"""Penalised logits this close may be drawn in either order: the rule is computed in another precision."""
+"""Penalised logits this close may be drawn in either order.
+
+The rule is computed in another precision.
+"""
 
 
 def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
@@ -137,7 +143,10 @@ def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -> tuple[int, float]:
-    """Return the index of the first token that is not the best of the penalised logits, else -1, and its distance."""
+    """Return the first token that is not the best, and its distance.
+
+    The token is given by its index, -1 if there is none. Best is meant of the penalised logits.
+    """
     params = prompt.params
     for place, token in enumerate(output):
         line, done = logits[place].double(), output[:place]
@@ -225,7 +234,10 @@ All prompts begin with the same text, and prompts with as many images have the s
 
 
 def images(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Run prompts with images, or with pieces of embeddings: none if no sequence can hold one."""
+    """Run prompts with images, or with pieces of embeddings.
+
+    There are none if no sequence can hold one.
+    """
     encoder = engine.loop.executor.encoder
     if encoder is None:
         return PromptSet([])

@@ -1,4 +1,7 @@
-"""The prompts of ``preheat verify``: the same on every machine, each with its own sampling setting."""
+"""The prompts of ``preheat verify``.
+
+They are the same on every machine, each with its own sampling setting.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ from preheat.plan.sampler_settings import POOLER_SETTINGS, SAMPLER_SETTINGS
 
 LONGEST = 1_900
 SHARED = 3
-"""One prompt in this many shares its beginning with another one, so that the prefix cache has hits."""
+"""One prompt in this many shares its beginning with another.
+
+The prefix cache then has hits.
+"""
 
 FAMILIES = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """The amount of work: ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``."""
+    """The amount of work.
+
+    There are ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``.
+    """
 
     prompts: int
     runs: int
@@ -86,7 +95,10 @@ def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt
 
 
 def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
-    """Return ``prompts`` with settings: every second prompt greedy, the others seeded, with all settings in turn."""
+    """Return ``prompts`` with settings.
+
+    Every second prompt is greedy, the others are seeded, with all settings in turn.
+    """
     found = []
     for number, tokens in enumerate(prompts):
         params = SETTINGS[number // 2 % len(SETTINGS)] if number % 2 else SamplingParams(temperature=0.0)
@@ -96,6 +108,9 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
 
 
 def as_pooled(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return ``prompts`` for an engine that pools: the mean of every second one from the first, else last tokens."""
+    """Return ``prompts`` for an engine that pools.
+
+    Every second one, from the first, asks for its mean, the others for their last tokens.
+    """
     last, mean = [msgspec.structs.replace(each, seed=0, max_tokens=1, ignore_eos=True) for each in POOLER_SETTINGS]
     return [Prompt(prompt.tokens, last if number % 2 else mean) for number, prompt in enumerate(prompts)]

@@ -50,7 +50,10 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
 
 
 def _drafts(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return options to draft by n-grams, by an own model, or by the target itself, which is always right."""
+    """Return options to draft by one of three methods.
+
+    These are n-grams, an own model, or the target itself, which is always right.
+    """
     count = {"num_speculative_tokens": draw.randint(1, 5)}
     if config is None or (by := draw.choice(("ngram", "own", "target"))) == "ngram":
         return {"method": "ngram", "prompt_lookup_min": 1, **count}

@@ -1,4 +1,7 @@
-"""Small models of random sizes, with random weights, for ``preheat verify --fuzz --random-models``. No torch here."""
+"""Small random models for ``preheat verify --fuzz --random-models``.
+
+Sizes and weights are random. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ WITH_EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalL
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
 SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
-"""Families with a field for attention biases or windows: a field that a family does not read is an error."""
+"""Families with a field for attention biases or windows.
+
+A field that a family does not read is an error.
+"""
 
 FAMILIES = (*DENSE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -22,7 +28,10 @@ WIDEST = 4_096
 """The most numbers in all query heads of a token, so that a round takes seconds."""
 
 EVEN = 32
-"""Sizes are multiples of this where ranks share a model, or where groups of its weights have a scale."""
+"""The step of sizes where ranks or groups divide them.
+
+Ranks share a model, or groups of its weights have a scale.
+"""
 
 INT4: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": EVEN, "zero_point": True, "version": "gemm",
@@ -117,7 +126,10 @@ def write_model(folder: Path, draw: random.Random) -> dict[str, Any]:
 
 
 def write_draft(folder: Path, target: dict[str, Any], draw: random.Random) -> None:
-    """Write the config of a model that drafts for ``target``: it knows the same tokens."""
+    """Write the config of a model that drafts for ``target``.
+
+    It knows the same tokens.
+    """
     config = random_config(draw) | {"vocab_size": target["vocab_size"]}
     config.pop("quantization_config", None)
     folder.mkdir(parents=True, exist_ok=True)

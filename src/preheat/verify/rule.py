@@ -1,6 +1,7 @@
-"""The sampling contract, stated again: one row at a time, in float64, over any tokens of a vocabulary.
+"""The sampling contract, stated again.
 
-It shares only the contract with the samplers (:mod:`preheat.ops.sampler`, :mod:`preheat.ops.philox`), and no code.
+It is computed one row at a time, in float64, over any tokens of a vocabulary. It shares only the contract with the
+samplers (:mod:`preheat.ops.sampler`, :mod:`preheat.ops.philox`), and no code.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _MASK = 0xFFFFFFFF
 
 
 def drawn(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Sequence[int]) -> tuple[int, bool]:
-    """Return the token that ``request`` draws behind ``output``, and whether nothing comes close to it.
+    """Return the token that ``request`` draws behind ``output``.
 
-    ``logits`` are the logits of ``tokens``, ascending ids; all other tokens are impossible.
+    Also return whether nothing comes close to it. ``logits`` are the logits of ``tokens``, ascending ids; all other
+    tokens are impossible.
     """
     params, found = request.params, _edited(logits, tokens, request, output)
     order = np.lexsort((tokens, -found))

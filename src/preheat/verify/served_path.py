@@ -1,6 +1,7 @@
-"""The path of ``preheat verify`` through the frontend: requests of every kind, compared with the contract.
+"""The path of ``preheat verify`` through the frontend.
 
-Every run of an engine could be wrong in the same way, so tokens, lengths and reasons are compared with the rule itself.
+Requests of every kind are compared with the contract. Every run of an engine could be wrong in the same way, so tokens,
+lengths and reasons are compared with the rule itself.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ LIKED = (
     (SamplingParams(temperature=1.0, seed=2**34, min_tokens=5), 100.0),
     (SamplingParams(temperature=0.0), 100.0),
 )
-"""Settings with a bias towards one token: it is drawn again and again, or ends the text as soon as it may."""
+"""Settings with a bias towards one token.
+
+It is drawn again and again, or ends the text as soon as it may.
+"""
 
 
 class _Case(NamedTuple):
-    """A request, a choice of its answer, and the logits at each of its positions."""
+    """A request and a choice of its answer.
+
+    ``logits`` are at each of the choice's positions.
+    """
 
     request: Request
     choice: Choice
@@ -50,13 +57,19 @@ class _Case(NamedTuple):
 
 
 def served(engine: Engine, outputs: int) -> PathResult:
-    """Serve answers of up to ``outputs`` tokens twice, so that each slot has had another kind of request before."""
+    """Serve answers of up to ``outputs`` tokens twice.
+
+    Each slot then has had another kind of request before.
+    """
     prompts = _prompts(engine, min(outputs, MOST))
     return by_contract("served, by the contract", engine, [prompts, prompts[::-1]])
 
 
 def by_contract(path: str, engine: Engine, turns: Sequence[Sequence[Prompt]]) -> PathResult:
-    """Serve each of ``turns`` at once and compare all choices of each answer with the contract."""
+    """Serve each of ``turns`` at once and compare with the contract.
+
+    All choices of each answer are compared.
+    """
     wrong, clear, total, count = list[Divergence](), 0, 0, 0
     for turn, asked in enumerate(turns, 1):
         for number, case in enumerate(_answered(engine, asked)):
@@ -99,7 +112,10 @@ def _answered(engine: Engine, prompts: Sequence[Prompt]) -> Iterator[_Case]:
 
 
 def _first_wrong(case: _Case) -> tuple[int, float, int]:
-    """Return the index of the first token that breaks the contract, or -1, its gap, and the number of clear cases."""
+    """Return the first token that breaks the contract.
+
+    The result is its index, or -1, its gap, and the number of clear cases.
+    """
     request, choice, logits = case
     output, clear, ids = choice.token_ids, 0, np.arange(len(logits[0]) if logits else 0)
     if (length := _length(request, output)) != len(output) or len(logits) < len(output):

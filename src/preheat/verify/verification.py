@@ -1,6 +1,7 @@
-"""``preheat verify``: the same prompts by every path that requests can take, compared at every position.
+"""``preheat verify``: the same prompts by every path.
 
-Digests of the logits are compared, so two runs are equal only if not a single bit differs.
+These are the paths that requests can take. Outputs are compared at every position. Digests of the logits are compared,
+so two runs are equal only if not a single bit differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from preheat.warmup.record import Proof, Record
 DIGEST_BYTES = 16
 
 AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_events_config": None}
-"""Settings of a further engine: it does not check itself again, nor publish at the same place."""
+"""Settings of a further engine.
+
+It does not check itself again, nor publish at the same place.
+"""
 
 
 @dataclass
@@ -86,7 +90,10 @@ def without_drafts(settings: Settings) -> Settings:
 
 
 def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Return ``settings`` with just enough blocks, of another size, for the longest of ``prompts`` and its output."""
+    """Return ``settings`` with just enough blocks, of another size.
+
+    They hold the longest of ``prompts`` and its output.
+    """
     longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
     block_size = 32 if settings.block_size == 16 else 16
     if settings.contiguous_pa and settings.block_size:

@@ -1,7 +1,7 @@
-"""The check of sliding windows: cached values just outside a window change no bit, values just within it do.
+"""The check of sliding windows.
 
-The check writes to the cache, so a window may be as long as a sequence: the tokens before the last ones need not be
-computed.
+Cached values just outside a window change no bit, values just within it do. The check writes to the cache, so a window
+may be as long as a sequence: the tokens before the last ones need not be computed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def check_windows(runner: CheckRunner) -> int:
 
 
 def _check(runner: CheckRunner, window: int, layers: list[int], *, is_last: bool) -> None:
-    """Look from the last token alone, then from the first of several tokens read in one step.
+    """Check one window from two kinds of last tokens.
 
-    If ``is_last``, nothing reads what the first of several tokens sees within the last layer.
+    The last token runs alone, then as the first of several tokens read in one step. If ``is_last``, nothing reads what
+    the first of several tokens sees within the last layer.
     """
     last = window + BEHIND_WINDOW - 1
     for lacking, seen in ((1, True), (READ, not is_last)):

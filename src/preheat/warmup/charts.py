@@ -53,7 +53,10 @@ class Lane:
 
 @dataclass
 class Timeline:
-    """The boot from left to right: its steps in one lane, then a lane for each kind of item."""
+    """The boot from left to right.
+
+    Its steps are in one lane; a lane for each kind of item follows.
+    """
 
     lanes: list[Lane]
     ticks: list[Tick]
@@ -79,7 +82,10 @@ class Cell(NamedTuple):
 
 @dataclass
 class Grid:
-    """The items of one kind: one dimension of their shapes to the right, the others downwards."""
+    """The items of one kind.
+
+    One dimension of their shapes goes to the right, the others go downwards.
+    """
 
     kind: str
     across: str
@@ -179,7 +185,10 @@ def _grid(kind: str, items: Sequence[tuple[int, ItemRecord]]) -> Grid:
 
 
 def _axes(entries: Sequence[ItemRecord]) -> tuple[str, list[str]]:
-    """Return the dimension with the most values, numbers before words, to go across; and the others to go down."""
+    """Return the dimension that goes across, and the others.
+
+    The one with the most values goes across, numbers before words.
+    """
     names = list(dict.fromkeys(name for entry in entries for name in entry.shape))
 
     def rank(name: str) -> tuple[bool, int]:
@@ -226,7 +235,10 @@ def short(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return three significant digits in a suitable unit: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
+    """Return seconds with three significant digits in a suitable unit.
+
+    For example 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s.
+    """
     if seconds >= 100:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     for unit, name in ((1, "s"), (1e-3, "ms")):

@@ -1,4 +1,7 @@
-"""The cold monitor: after ready it counts the steps that each item serves and reports cold events."""
+"""The cold monitor: counts hits and reports cold events after ready.
+
+A hit is a step that an item serves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ FIRST_RUN = "first run"
 Programs = tuple[Program[Any], ...]
 
 _OF_THIS_PROCESS: WeakSet[ColdMonitor] = WeakSet()
-"""All monitors of the process: sources hear of events of the whole process, other engines' boots included."""
+"""All monitors of the process.
+
+Sources hear of events of the whole process, other engines' boots included.
+"""
 
 
 @dataclass(slots=True)
@@ -111,7 +117,10 @@ class ColdMonitor:
         return self.record.to_json()
 
     def _first(self, programs: Programs) -> list[tuple[str, str]]:
-        """Count the first step of ``programs``, or a step that is not planned, and return its cold events."""
+        """Count the first step of ``programs``.
+
+        A step that is not planned counts each time. Returns its cold events.
+        """
         events = [cold for program in programs for cold in self._hit(program)]
         if all(self._entries[program] for program in programs):
             self._hits[programs] = _Hits([entry for program in programs for entry in self._entries[program]])

@@ -25,7 +25,10 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "import": "a step imports a module that is not loaded yet",
     }
 )
-"""Every origin of cold events except first runs of planned items, which the cold monitor notices itself."""
+"""Every origin of cold events except first runs of planned items.
+
+The cold monitor notices first runs itself.
+"""
 
 
 class ColdSources:

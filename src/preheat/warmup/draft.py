@@ -1,4 +1,7 @@
-"""The draft model's part of the warm-up: the items of its plan, run through its own packer and executor."""
+"""The draft model's part of the warm-up.
+
+The items of its plan run through its own packer and executor.
+"""
 
 from __future__ import annotations
 

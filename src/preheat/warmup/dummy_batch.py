@@ -55,7 +55,10 @@ def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
 
 
 def _contexts(size: StepSize, limits: Limits) -> list[int]:
-    """Return each decoding row's context in tokens: one row of ``size.longest``, or together ``size.blocks`` blocks."""
+    """Return each decoding row's context in tokens.
+
+    One row has ``size.longest``, or all rows together have ``size.blocks`` blocks.
+    """
     if size.longest:
         return [size.longest] + [1] * (size.rows - 1)
     blocks = _shares(size.blocks, size.rows) if size.blocks else [1] * size.rows

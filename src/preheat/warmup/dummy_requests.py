@@ -33,7 +33,10 @@ _MAX_MODEL_LEN = 65_536  # room for any chat template
 
 
 class DummyRequest(msgspec.Struct, frozen=True):
-    """A dummy request with ``text`` as prompt, or as a user's message of a ``chat``; without text, with a token id."""
+    """A dummy request.
+
+    ``text`` is its prompt, or a user's message of a ``chat``; without text, the prompt is a token id.
+    """
 
     params: SamplingParams
     text: str = ""
@@ -89,7 +92,10 @@ IMAGE_REQUEST = DummyRequest(_PLAIN, "Look.", chat=True, image=True)
 
 
 def warm_up_frontend(send: Callable[[DummyRequest], None], frontend: Frontend) -> None:
-    """Warm up with ``send``: it sends a request to the spare frontend of ``frontend`` and reads the answer."""
+    """Send dummy requests to the spare frontend of ``frontend``.
+
+    ``send`` sends one and reads the answer.
+    """
     if frontend.pooling is not None:
         _repeat(send, EMBEDDING_REQUESTS, FRONTEND_ROUNDS)
         return
@@ -128,7 +134,10 @@ def _repeat(send: Callable[[DummyRequest], None], requests: Iterable[DummyReques
 
 
 class EchoLoop:
-    """A loop without a model: each step gives every request the same token, and a request ends after two."""
+    """A loop without a model.
+
+    Each step gives every request the same token, and a request ends after two.
+    """
 
     def __init__(self, transport: InlineTransport, tokenizer: Tokenizer) -> None:
         self._transport = transport

@@ -1,4 +1,7 @@
-"""Dummy steps: programs of the plan run on dummy requests, through the packer and the executor that serve."""
+"""Dummy steps: programs of the plan run on dummy requests.
+
+They go through the packer and the executor that serve.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ SWAPPED_PAIR = (1, 0)
 
 
 class DummySteps:
-    """Runs dummy steps that leave nothing behind: slots are given back, keys and values go to the pad block."""
+    """Runs dummy steps that leave nothing behind.
+
+    Slots are given back; keys and values go to the pad block.
+    """
 
     def __init__(self, plan: Plan, packer: Packer, executor: Executor) -> None:
         self.plan, self.packer, self.executor = plan, packer, executor
@@ -35,7 +41,10 @@ class DummySteps:
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
     def run(self, program: Program[Bucket], run: Callable[[InputBatch], T]) -> T:
-        """Return the result of ``run``, such as the executor's `execute`, on a batch that runs as ``program``."""
+        """Return the result of ``run`` on a batch of ``program``.
+
+        ``run`` is, for example, the executor's `execute`.
+        """
         rows = rows_of(self.plan.dispatcher.example(program.size), self.plan.limits)
         with self._batches.work(rows, places=self._places(program)) as schedule:
             batch = self.packer.pack(schedule)
@@ -73,7 +82,10 @@ class DummySteps:
         return True
 
     def logits(self) -> Tensor:
-        """Return the logits of a sequence's first token, fp32 [1, vocab] on the host; the same at every call."""
+        """Return the logits of a sequence's first token.
+
+        They are fp32 [1, vocab] on the host, the same at every call.
+        """
         with self._batches.work([DummyRow(0, 1, decoding=True)]) as schedule:
             return self.executor.logits(self.packer.pack(schedule)).cpu().clone()
 
@@ -84,11 +96,17 @@ class DummySteps:
         self.executor.encode([(place, noise(tower, place)) for place in range(images)])
 
     def swap(self, pairs: int) -> None:
-        """Swap blocks 0 and 1 in every pair, since padding would swap block 0 with itself and contradict that."""
+        """Swap blocks 0 and 1 in every pair.
+
+        Padding would swap block 0 with itself and contradict that.
+        """
         self.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
 
     def _places(self, program: Program[Any]) -> int:
-        """Return the number of adapter slots that the rows of ``program`` use in turn; 0 without adapters."""
+        """Return the number of adapter slots of ``program``'s rows.
+
+        The rows use them in turn; 0 without adapters.
+        """
         if not program.adapted:
             return 0
         assert self.executor.adapters is not None, "there are no places for adapters"

@@ -1,4 +1,7 @@
-"""Limits and a plan that fit into the free memory, once the needs of a step are known."""
+"""Limits and a plan that fit into the free memory.
+
+They are made once the needs of a step are known.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,10 @@ class Fitting:
     build: Build = build
 
     def fit(self, steps: Steps) -> Fitted:
-        """Plan for all free memory, measure the plan's largest step, and plan again for the rest of the memory.
+        """Plan for all free memory, and again after a measurement.
 
-        Raises SettingsError if too little is left.
+        The plan's largest step is measured; the second plan is for the rest of the memory. Raises SettingsError if too
+        little is left.
         """
         misses: dict[str, int] = {}
         count = WarnOnce(misses)
@@ -85,7 +89,10 @@ class Fitting:
 
     @property
     def _depends(self) -> bool:
-        """Whether anything depends on a step's needs: not with a set cache size and skipped warm-up."""
+        """Whether anything depends on a step's needs.
+
+        Nothing does with a set cache size and skipped warm-up.
+        """
         settings = self.settings
         sized = settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes or self.backend.kv_cache_memory()
         return not (settings.skip_warmup and sized)

@@ -101,13 +101,19 @@ class NoGraphs:
         """Do nothing after a sampler item; other modes capture its graph."""
 
     def capture(self) -> Captures:
-        """Capture graphs; called once all programs have run, or right away if warm-up is skipped."""
+        """Capture graphs.
+
+        It is called once all programs have run, or right away if warm-up is skipped.
+        """
         return {}
 
 
 @dataclass
 class CompiledLayers(NoGraphs):
-    """No graphs; the first run takes all layers, since Dynamo may compile a region again for each."""
+    """No graphs, but a first run of all layers.
+
+    Dynamo may compile a region again for each.
+    """
 
     def first_run(self, program: Program[Bucket]) -> None:
         self.steps.run(program, self.steps.executor.execute)
@@ -196,7 +202,10 @@ class DeviceGraphs(NoGraphs):
         return done
 
     def _capture_one(self, bucket: Bucket) -> int:
-        """Capture a bucket's graph and run it on a dummy step, which ends while the next graph is captured."""
+        """Capture a bucket's graph and run it on a dummy step.
+
+        The step ends while the next graph is captured.
+        """
         before = self.free()
         self._capture_program(Program("forward", bucket))
         if self.steps.plan.options.enable_lora:
@@ -204,7 +213,10 @@ class DeviceGraphs(NoGraphs):
         return max(before - self.free(), 0)
 
     def _capture_adapted(self, program: Program[Bucket]) -> None:
-        """Capture the graph for rows with adapters, if there is memory for it; the graph without adapters stays."""
+        """Capture the graph for rows with adapters, if memory is left.
+
+        The graph without adapters stays.
+        """
         entry = self._entries[str(program)]
         if entry.outcome not in NOT_RUN:
             try:

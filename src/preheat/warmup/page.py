@@ -1,4 +1,7 @@
-"""The record as a self-contained HTML page that works from a disk and without scripts."""
+"""The record as a self-contained HTML page.
+
+It works from a disk and without scripts.
+"""
 
 from __future__ import annotations
 

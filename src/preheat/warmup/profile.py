@@ -1,7 +1,8 @@
-"""The profiling run: the largest step, through the real model, before memory is divided between the cache and graphs.
+"""The profiling run: the largest step, through the real model.
 
-Source: vLLM on Gaudi, which runs a forward pass on dummy data for the same purpose. Here the whole engine is built
-around a cache of two blocks, so that its static buffers are measured too, and nothing of it stays.
+It runs before memory is divided between the cache and graphs. Source: vLLM on Gaudi, which runs a forward pass on dummy
+data for the same purpose. Here the whole engine is built around a cache of two blocks, so that its static buffers are
+measured too, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def profile_run(  # noqa: PLR0917 - what an engine is built of
     first: Callable[[Tensor], None],
     build: Build = build,
 ) -> int:
-    """Return the most bytes that a step of ``plan`` needs beside the weights and the cache.
+    """Return the most bytes that a step of ``plan`` needs.
 
-    They are the engine's buffers and the working memory of the largest forward step, of sampling the most rows, of
-    swapping the most blocks and of encoding the most images. Nothing is captured or compiled whole, which would need no
-    more. ``first`` is called with the logits of the process's first step (:meth:`DummySteps.logits`). Raises
-    SettingsError if a step does not fit.
+    The weights and the cache are not counted. They are the engine's buffers and the working memory of the largest
+    forward step, of sampling the most rows, of swapping the most blocks and of encoding the most images. Nothing is
+    captured or compiled whole, which would need no more. ``first`` is called with the logits of the process's first
+    step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
     """
     try:
         return backend.peak_memory(lambda: _run(settings, backend, model, plan, first, build))

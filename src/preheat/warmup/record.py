@@ -1,4 +1,7 @@
-"""The record: the outcome of every item of the plan, and the events after ready."""
+"""The record of a boot.
+
+It has the outcome of every item of the plan, and the events after ready.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class ItemRecord(msgspec.Struct):
 
 
 class BootStep(msgspec.Struct):
-    """A step of the boot, ``started`` seconds after the boot began, and the bytes that it took."""
+    """A step of the boot, with its time and bytes.
+
+    It began ``started`` seconds after the boot.
+    """
 
     name: str
     started: float
@@ -60,7 +66,10 @@ class BootStep(msgspec.Struct):
 
 
 class ColdEvent(msgspec.Struct):
-    """An event after ready: something compiled, captured, loaded or grown, or a planned item's first run."""
+    """An event after ready.
+
+    Something was compiled, captured, loaded or grown, or a planned item ran for the first time.
+    """
 
     source: str
     detail: str
@@ -112,7 +121,10 @@ class Record(msgspec.Struct):
 
     @classmethod
     def of(cls, plan: Plan, **more: Any) -> Record:
-        """Return a record in which every item of ``plan`` is pending and its dropped candidates are dropped."""
+        """Return a record with every item of ``plan`` pending.
+
+        The plan's dropped candidates are dropped.
+        """
         entries = [_entry(item) for item in plan.items]
         entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
         return cls(
@@ -132,7 +144,10 @@ class Record(msgspec.Struct):
         return Counter(entry.outcome for entry in self.entries)
 
     def unproved(self, *, dropped: bool = False) -> list[str]:
-        """Return the reasons of failed checks, or with ``dropped`` also of checks that were not run."""
+        """Return the reasons of failed checks.
+
+        With ``dropped`` also the reasons of checks that were not run.
+        """
         bad = ("failed", "dropped") if dropped else ("failed",)
         return [entry.reason for entry in self.entries if entry.kind == "check" and entry.outcome in bad]
 

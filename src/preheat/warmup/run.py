@@ -1,4 +1,7 @@
-"""Warm-up: every item of the plan runs once on dummy requests, through the packer and the executor that serve."""
+"""Warm-up: every item of the plan runs once.
+
+Items run on dummy requests, through the packer and the executor that serve.
+"""
 
 from __future__ import annotations
 
@@ -133,9 +136,10 @@ class WarmUp:
         type(items[0]).run_kind(items, lambda item: self._run_item(item, next(numbers), len(items)), self)
 
     def _run_item(self, item: Item, number: int, total: int) -> None:
-        """Run item ``number`` of the ``total`` of its kind, record its outcome, and raise its error.
+        """Run one item and record its outcome.
 
-        Out of memory drops the item; any other error is logged.
+        It is ``number`` of the ``total`` of its kind. Its error is raised. Out of memory drops the item; any other
+        error is logged.
         """
         self._report_progress(item)
         self._done += 1

@@ -1,8 +1,8 @@
-"""The store: the files that a boot keeps for the next one with the same fingerprint.
+"""The store: files of a boot for later ones.
 
-``--cache-dir`` has one folder for each fingerprint, with the last record and the caches of compilers. Folders are
-independent and may be deleted at any time. Nothing is locked: records are written atomically. Of two boots at the same
-time, the later one's record is kept.
+The later boots have the same fingerprint. ``--cache-dir`` has one folder for each fingerprint, with the last record and
+the caches of compilers. Folders are independent and may be deleted at any time. Nothing is locked: records are written
+atomically. Of two boots at the same time, the later one's record is kept.
 
 A stored record is no proof. A boot takes two facts from it: how long items took, to announce the time, and the items
 that an earlier boot compiled. Digests and outcomes of checks are always of this boot.
@@ -81,7 +81,10 @@ class Store:
         return record
 
     def costs(self) -> dict[str, float]:
-        """Return the measured seconds, by name, of items that an earlier boot ran; their compiled code is here."""
+        """Return the measured seconds of items, by name.
+
+        An earlier boot ran the items; their compiled code is in the folder.
+        """
         entries = self.last.entries if self.last else []
         return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE and _is_time(entry)}
 
@@ -97,7 +100,10 @@ class Store:
 
 
 def cache_root(settings: Settings) -> Path | None:
-    """Return the folder of all stores: ``--cache-dir``, else ``preheat`` in the user's cache; None if it is "off"."""
+    """Return the folder of all stores, or None.
+
+    It is ``--cache-dir``, else ``preheat`` in the user's cache; None if it is "off".
+    """
     if settings.cache_dir == OFF:
         return None
     if settings.cache_dir is not None:
@@ -110,7 +116,10 @@ def cache_root(settings: Settings) -> Path | None:
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """Return 32 hexadecimal digits that depend on all of ``parts``, plain data, but not on the order of keys."""
+    """Return 32 hexadecimal digits that depend on all of ``parts``.
+
+    ``parts`` are plain data; the order of keys does not matter.
+    """
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return sha256(text.encode()).hexdigest()[:32]
 
@@ -186,7 +195,10 @@ def plan_part(plan: Plan) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of preheat, Python and the computing libraries, None if not installed. Imports none."""
+    """Return the versions of preheat, Python and the computing libraries.
+
+    A version is None if the library is not installed. Nothing is imported.
+    """
     found: dict[str, str | None] = {"preheat": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:

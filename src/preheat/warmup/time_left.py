@@ -9,10 +9,11 @@ from preheat.plan.items import Item
 
 
 class TimeLeft:
-    """The remaining time, corrected by the error of the estimates of the ``items`` that have run.
+    """The remaining time of warm-up.
 
-    Estimates of one kind are off by about the same factor; factors of different kinds differ by more than ten. A kind
-    without a finished item takes the factor of all finished items together.
+    It is corrected by the error of the estimates of the ``items`` that have run. Estimates of one kind are off by about
+    the same factor; factors of different kinds differ by more than ten. A kind without a finished item takes the factor
+    of all finished items together.
     """
 
     def __init__(self, items: Sequence[Item]) -> None:

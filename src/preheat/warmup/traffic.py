@@ -12,7 +12,10 @@ from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
 from preheat.warmup.record import DONE, Record
 
 PHASES = {"decode": "rows", "mixed": "tokens"}
-"""The phases of the unified policy, each with the number of its buckets that is the size."""
+"""The phases of the unified policy.
+
+Each has the name of the number that is its buckets' size.
+"""
 
 
 def solved(path: Path) -> str:

@@ -1,6 +1,7 @@
-"""``preheat tune``: measure the fastest kernel for each linear layer and for the experts, without weights.
+"""``preheat tune``: measure the fastest kernel for each layer.
 
-Boots and requests measure nothing: they read the table that tuning leaves.
+Linear layers and experts are measured, without weights. Boots and requests measure nothing: they read the table that
+tuning leaves.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from preheat.warmup.store import cache_root
 
 
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
-    """Measure the layers of ``settings.model`` and say where the table is: in ``output``, or in the boots' folder.
+    """Measure the layers of ``settings.model``.
 
-    Ends after about ``seconds`` with the results so far. Raises SettingsError where there is nothing to choose from, or
-    no place for the table.
+    Returns where the table is: in ``output``, or in the boots' folder. Ends after about ``seconds`` with the results so
+    far. Raises SettingsError where there is nothing to choose from, or no place for the table.
     """
     backend, folder = pick_backend(settings.device), cache_root(settings)
     backend.prepare(settings, folder)
