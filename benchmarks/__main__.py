@@ -1,5 +1,4 @@
-"""``python -m benchmarks [NAME ...] [arguments]``: run benchmarks; without a name, list them.
-"""
+"""``python -m benchmarks [NAME ...] [arguments]``: run benchmarks; without a name, list them."""
 
 from __future__ import annotations
 
