@@ -2,8 +2,8 @@
 
     python -m benchmarks first_request [--repeats 15] [--offline-only] [--boot-options '{"max_num_seqs": 32}']
 
-Every combination of a sampling setting and a prompt length gets boots of its own, one offline and one over HTTP, in
-which it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
+Every combination of a sampling setting and a prompt length gets boots of its own, one offline and one over HTTP. There
+it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
 different, so that none finds another in the prefix cache; over HTTP every request opens a connection.
 
 The threads of an idle engine sleep, and by chance the kernel may wake two of them on one core. The first request finds

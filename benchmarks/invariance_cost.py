@@ -2,10 +2,10 @@
 
     python -m benchmarks invariance_cost --shape llama-3.1-8b --seconds 120
 
-Figures are times between tokens, to the first one, and of reading prompts. It runs `preheat bench latency` with and
-without invariance in turns, each time in a process of its own and for at most ``--seconds``, and takes the best figure
-of each: the first process finds a cooler card. The table goes into docs/determinism.md (`python -m
-benchmarks.performance_doc`). A CPU refuses, since it has nothing faster to choose.
+Figures are times between tokens, to the first one, and of reading prompts. `preheat bench latency` runs with and
+without invariance in turns, each time in a process of its own and for at most ``--seconds``. The best figure of each
+counts, since the first process finds a cooler card. The table goes into docs/determinism.md
+(`python -m benchmarks.performance_doc`). A CPU refuses, since it has nothing faster to choose.
 """
 
 from __future__ import annotations

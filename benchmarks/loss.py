@@ -4,8 +4,8 @@
     python -m benchmarks loss --set quantization=inc --set quant_config=FILE --set kv_cache_dtype=fp8_inc
 
 The text is the part of Python's standard library that the bundled model's training held out, by the same hash of the
-paths, in the version of the Python that runs this. The loss is in nats per token over pieces of up to 1,024 tokens. It
-comes from the engine's prompt logprobs.
+paths. It has the version of the Python that runs this. The loss is in nats per token over pieces of up to 1,024 tokens.
+It comes from the engine's prompt logprobs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks quantization [--windows 24] [--write KIND FOLDER]
 
-The loss is the bundled model's on held-out text. The text is the code of this Python's library that training left out
-(one file in 64, by a hash of its path), in windows of 1,024 tokens that know nothing of each other, through the whole
-engine. Checkpoints are rounded to nearest, without calibration. ``--write`` only leaves such a checkpoint of the
-bundled model in FOLDER.
+The loss is the bundled model's on held-out text, through the whole engine. The text is the code of this Python's
+library that training left out (one file in 64, by a hash of its path). It is cut into windows of 1,024 tokens that know
+nothing of each other. Checkpoints are rounded to nearest, without calibration. ``--write`` only leaves such a
+checkpoint of the bundled model in FOLDER.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ of steps with drafts. Each is run with a fixed number of drafts and with ``auto`
 Reported are accepted drafts and tokens a step, and the processor time of a token beside plain decoding. Other work on
 the machine disturbs processor time less than the clock.
 
-With ``--shape`` a model of that shape with random weights is timed by the clock, beside an engine in the same process
-that does not speculate, see :mod:`benchmarks.common.speculating`: for a GPU that does nothing else.
+With ``--shape`` a model of that shape with random weights is timed by the clock. An engine in the same process does
+not speculate, for comparison, see :mod:`benchmarks.common.speculating`. The GPU should do nothing else.
 """
 
 from __future__ import annotations

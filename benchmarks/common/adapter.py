@@ -20,8 +20,8 @@ def write_adapter(
 ) -> Path:
     """Write an adapter of ``modules`` into ``folder``.
 
-    ``modules`` are outputs and inputs by name. Returns the folder. Its terms are about as large as the outputs of the
-    layers.
+    ``modules`` are outputs and inputs by name. Returns the folder. The adapter's terms are about as large as the
+    outputs of the layers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()

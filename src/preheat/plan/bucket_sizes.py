@@ -37,9 +37,9 @@ def bucket_sizes(
     kept and the ratio counted from ``step``. By default there are as many points as doubling takes. With
     ``per_doubling`` the first value doubles, as far as ``max``, and each doubling is cut into ``per_doubling`` equal
     parts.
-    ``padding_aware``: ``min`` doubles up to ``step``. A later multiple of ``step`` is kept where leaving it out would
-    pad the next one by more than ``pad_percent`` (default 25) or by more than ``pad_max`` (default: a quarter of
-    ``max``; 0 is no limit). Every multiple of ``pad_max`` is kept.
+    ``padding_aware``: ``min`` doubles up to ``step``. A later multiple of ``step`` is left out if the next one is then
+    padded by at most ``pad_percent`` (default 25) and at most ``pad_max`` (default: a quarter of ``max``; 0 is no
+    limit). Every multiple of ``pad_max`` is kept.
 
     Raises SettingsError, with the change to make, for a range or an argument that makes no sense.
     """

@@ -14,9 +14,9 @@ S_co = TypeVar("S_co", covariant=True)
 class Program(NamedTuple, Generic[S_co]):
     """The key of a program: all values that decide its launches.
 
-    ``size`` is the bucket of a forward step, the rows of the sampler or of the head, the images of the encoder, the
-    pairs of blocks of a swap, or the direction of an offload. ``level`` is the sampler's. ``adapted``: some rows have
-    adapters. ``draft``: the draft model runs it.
+    ``size`` depends on the kind: the bucket of a forward step, the rows of the sampler or of the head, the images of
+    the encoder. For a swap it is the pairs of blocks, for an offload its direction. ``level`` is the sampler's.
+    ``adapted``: some rows have adapters. ``draft``: the draft model runs it.
     """
 
     kind: Kind

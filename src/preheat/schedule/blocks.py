@@ -1,9 +1,11 @@
 """The pool of KV cache blocks.
 
-It has reference counts, and the blocks that can be found by their block hash. A block is *used* (referenced by at least
-one sequence), *cached* (free, but its content has a known block hash and may be shared again) or *blank* (free, without
-such content). A used block may have a known hash as well. Allocation takes the lowest blank id, then evicts the least
-recently used cached block. Block 0 is the pad block: never allocated, published or moved.
+It has reference counts, and the blocks that can be found by their block hash. A *used* block is referenced by at least
+one sequence. A *cached* block is free, but its content has a known block hash and may be shared again. A *blank* block
+is free, without such content. A used block may have a known hash as well.
+
+Allocation takes the lowest blank id, then evicts the least recently used cached block. Block 0 is the pad block: never
+allocated, published or moved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forced tokens: drafts where a grammar allows one continuation.
 
-They are drafted whatever else drafts. They are drafts like any others: verified in one step, and kept if they equal the
+They are drafted whatever else drafts, and treated like any other drafts: verified in one step, and kept if they equal the
 model's draws through the masks.
 """
 

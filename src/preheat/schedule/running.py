@@ -1,7 +1,7 @@
 """The running sequences with their slots, blocks and adapter slots.
 
-Every block reference is taken and dropped here. A freed block may be reused at once, even while a step in flight still
-writes a token of its former owner to it: steps run in order, so the new owner writes later. Such a block is not in the
+Every block reference is taken and dropped here. A freed block may be reused at once. A step in flight may still write
+a token of the former owner to it, but steps run in order, so the new owner writes later. Such a block is not in the
 prefix cache: only blocks with all tokens processed are published.
 """
 

@@ -1,17 +1,18 @@
 """The scheduler: the rows of the next step.
 
-A step has one token of every decoding row; then, within the rest of the budget, the next chunk of prompts already
-begun; then waiting sequences in order of arrival; last the drafts of a proposer, if there is one. The budget counts
-*padded* tokens, as in the bucket that the device runs (source: the padding-aware scheduling of vLLM on Gaudi).
+A step has one token of every decoding row. Within the rest of the budget follow the next chunk of prompts already
+begun, then waiting sequences in order of rank (priority, then arrival), last the drafts of a proposer, if there is one.
+The budget counts *padded* tokens, as in the bucket that the device runs (source: the padding-aware scheduling of vLLM
+on Gaudi).
 
-If a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
-returns to the front of the queue and is recomputed later. The earliest arrival therefore always advances.
+If a row needs a block and none is free, the last sequence in rank is preempted. It gives back its blocks, keeps its
+tokens, returns to its place in the queue and is recomputed later. The first in rank therefore always advances.
 
-Lengths move when a step is scheduled: its tokens count as computed and the sampled ones as known, so that the next step
-can be scheduled while this one runs. Few decisions depend on a token's value. If a token ends its sequence, the row has
-been scheduled once too often and is dropped when that step's results are processed (reaching the maximum length is
-known ahead). Preemption must keep the tokens, so it waits until nothing is in flight. The next step of a row with
-drafts depends on the number of accepted drafts, so that row waits for its results.
+Lengths move when a step is scheduled: its tokens count as computed and the sampled ones as known. The next step can
+then be scheduled while this one runs. Few decisions depend on a token's value. If a token ends its sequence, the row
+has been scheduled once too often; it is dropped when that step's results are processed. Reaching the maximum length is
+known ahead. Preemption must keep the tokens, so it waits until nothing is in flight. The next step of a row with drafts
+depends on the number of accepted drafts, so that row waits for its results.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ class Scheduler:
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
         """End the requests of a failed step with an error.
 
-        Their slots and blocks are freed; the other requests go on. Their rows in later steps are dropped when the
+        Their slots and blocks are freed; the other requests go on. Rows of ended requests in later steps are dropped when the
         results of these steps are processed. A request also ends if a later step of it sees an image that the failed
         step should have encoded.
         """
@@ -406,7 +407,7 @@ class Scheduler:
         return self.drafting if self.drafting is not None and self.drafting.most else None
 
     def _continue_prefills(self, step: NextStep) -> None:
-        """Add the next chunk of the prompts already begun, earliest first."""
+        """Add the next chunk of the prompts already begun, in order of rank."""
         slots = self.slots
         if len(step.decode) == len(self.running):
             return

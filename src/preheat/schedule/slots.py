@@ -1,12 +1,12 @@
 """Slots: the arrays of the running sequences.
 
 They hold everything that a step needs to know about a sequence, indexed by its slot. A step is a list of slots, so
-packing a batch is a few numpy gathers; their cost hardly grows with the rows. Lengths have mini-sglang's names:
-``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens are known, ``extend_len =
-device_len - cached_len`` are to be computed and ``remain_len = max_len - device_len`` may be generated.
+packing a batch is a few numpy gathers; their cost hardly grows with the rows.
 
-Lengths are ahead by the steps in flight: a token that the device is about to sample counts as known, and is ``UNSEEN``
-until the step's results are processed.
+Lengths have mini-sglang's names. ``cached_len`` tokens have their keys and values in the cache, and ``device_len``
+tokens are known. ``extend_len = device_len - cached_len`` tokens are to be computed.
+``remain_len = max_len - device_len`` tokens may be generated. Lengths are ahead by the steps in flight: a token that
+the device is about to sample counts as known. It is ``UNSEEN`` until the step's results are processed.
 """
 
 from __future__ import annotations

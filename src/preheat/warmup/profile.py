@@ -44,10 +44,10 @@ def profile_run(  # noqa: PLR0917 - what an engine is built of
 ) -> int:
     """Return the most bytes that a step of ``plan`` needs.
 
-    The weights and the cache are not counted. They are the engine's buffers and the working memory of the largest
-    forward step, of sampling the most rows, of swapping the most blocks and of encoding the most images. Nothing is
-    captured or compiled whole, which would need no more. ``first`` is called with the logits of the process's first
-    step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
+    They are the engine's buffers and the most working memory of a step, without the weights and the cache. The steps
+    are the largest forward step, sampling the most rows, swapping the most blocks and encoding the most images. Nothing
+    is captured or compiled whole, since that would need no more. ``first`` is called with the logits of the process's
+    first step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
     """
     try:
         return backend.peak_memory(lambda: _run(settings, backend, model, plan, first, build))

@@ -50,7 +50,8 @@ PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 class Store:
     """The folder of one fingerprint in ``root``, made if need be.
 
-    Without a root nothing is kept. It never stops a boot: it logs a warning if something cannot be read or written.
+    Without a root nothing is kept. A store never stops a boot: it logs a warning if something cannot be read or
+    written.
     """
 
     def __init__(self, root: Path | None, fingerprint: str) -> None:
