@@ -1,7 +1,7 @@
 """Forced tokens: drafts where a grammar allows one continuation.
 
-They are drafted whatever else drafts, and treated like any other drafts: verified in one step, and kept if they equal the
-model's draws through the masks.
+They are drafted whatever else drafts, and treated like any other drafts: verified in one step, and kept if they equal
+the model's draws through the masks.
 """
 
 from __future__ import annotations

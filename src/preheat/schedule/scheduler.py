@@ -251,9 +251,9 @@ class Scheduler:
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
         """End the requests of a failed step with an error.
 
-        Their slots and blocks are freed; the other requests go on. Rows of ended requests in later steps are dropped when the
-        results of these steps are processed. A request also ends if a later step of it sees an image that the failed
-        step should have encoded.
+        Their slots and blocks are freed; the other requests go on. Rows of ended requests in later steps are dropped
+        when the results of these steps are processed. A request also ends if a later step of it sees an image that the
+        failed step should have encoded.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
