@@ -47,7 +47,7 @@ def seconds(run: Callable[[], object]) -> float:
 def new_weights(llm: LLM, seed: int) -> dict[str, Tensor]:
     """Return the dummy weights of ``seed`` on the host.
 
-    They equal those of an engine on the device of ``llm``.
+    They equal the weights of an engine on the device of ``llm``.
     """
     decoder, backend, source = llm.loop.executor.decoder, llm.loop.executor.backend, DummyTensors(seed)
     dtype = llm.loop.executor.cache.data.dtype

@@ -516,7 +516,7 @@ class PaceItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[PaceItem]:
-        """Yield buckets of each phase whose rows about double, and the largest."""
+        """Yield buckets of each phase with about doubling rows, and the largest."""
         if not (plan.options.measures_drafts and plan.verifies):
             return
         for phase in ("decode", "verify"):
@@ -539,7 +539,7 @@ class PaceItem(Item):
 
 
 def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Return buckets whose rows about double, and the largest.
+    """Return buckets with about doubling rows, and the largest.
 
     Each has at least twice the rows of the one before. The buckets differ in rows alone.
     """

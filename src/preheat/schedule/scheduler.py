@@ -284,7 +284,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError unless blocks, slots and sequences agree.
 
-        The used blocks and slots must be exactly those of the running sequences.
+        Exactly the running sequences must own the used blocks and slots.
         """
         self.running.check()
 
@@ -527,7 +527,7 @@ class Scheduler:
     def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
         """Return whether there are enough free blocks for ``sequence``.
 
-        All its known tokens and those of the running sequences need blocks. If only the first chunk had to fit, a long
+        Its known tokens and the running sequences' need blocks. If only the first chunk had to fit, a long
         prompt could be started, preempted and started again. A sequence alone always fits.
         """
         if not self.running:

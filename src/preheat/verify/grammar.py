@@ -24,7 +24,7 @@ from preheat.verify.check_runner import CheckRunner
 LEAST, MOST = 2, 12
 CHARACTERS = b"abcdefgh ()_"
 PARAMS = StructuredOutputsParams(regex=f"[abcdefgh ()_]{{{LEAST},{MOST}}}")
-"""A grammar whose texts never have a single continuation.
+"""A grammar without texts that have a single continuation.
 
 llguidance would allow only one tokenization of that.
 """

@@ -111,7 +111,7 @@ LONG = 1_300
 
 PENALTIES = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=2.0, presence_penalty=1.0)
 CLOSE = 1e-4
-"""Penalised logits this close may be drawn in either order.
+"""Penalized logits this close may be drawn in either order.
 
 The rule is computed in another precision.
 """
@@ -120,7 +120,7 @@ The rule is computed in another precision.
 def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
     """Run long prompts with penalties and greedy draws.
 
-    Each token must be the best of the penalised logits. The tokens that the model likes stand at the beginning.
+    Each token must be the best of the penalized logits. The tokens that the model likes stand at the beginning.
     """
     plain, tokens = SamplingParams(temperature=0.0), random_tokens(engine, 3, LONG, sizes.outputs)
     engine.run([prompt_of(each, plain, sizes.outputs) for each in tokens])
@@ -145,7 +145,7 @@ def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -> tuple[int, float]:
     """Return the first token that is not the best, and its distance.
 
-    The token is given by its index, -1 if there is none. Best is meant of the penalised logits.
+    The token is given by its index, -1 if there is none. The best token has the highest penalized logit.
     """
     params = prompt.params
     for place, token in enumerate(output):
