@@ -218,7 +218,8 @@ def vocabulary(shape: str) -> int:
 def long_answer(sizes: Sizes, rows: int, context: int) -> int:
     """Return the tokens that each of ``rows`` generates.
 
-    They are enough for the first row to still decode when the last one has read its prompt, at 512 tokens a step.
+    They are enough for the first row to still decode when the last one has read its prompt, at 512 tokens a step or
+    more.
     """
     return sizes.steps + 2 * rows + rows * context // 512
 
