@@ -1,9 +1,10 @@
-"""Where the time of the mix of `preheat bench throughput` goes: each size of step, and what lies between steps.
+"""The time of the mix of `preheat bench throughput` by step size.
 
     python -m benchmarks mix [--shape llama-3.1-8b] [--options JSON] [--tiny]
 
-Milliseconds of a step are those between two events on the device, around its two programs; on a CPU, of the call. The
-second run of the mix is told. ``--tiny``: a smoke test, whose figures mean nothing.
+The time between steps is summed, too. Milliseconds of a step are taken between two events on the device, around its two
+programs; on a CPU, of the call. The second run of the mix is reported. ``--tiny`` is a smoke test: its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Moment = torch.cuda.Event | float
 
 
 class TimedStep(NamedTuple):
-    """A step that was padded to ``shape``, of whose rows ``sampled`` had a token drawn."""
+    """A step that was padded to ``shape``, with ``sampled`` sampled rows."""
 
     shape: Bucket
     sampled: int
@@ -35,7 +36,7 @@ class TimedStep(NamedTuple):
 
 
 class StepWatch:
-    """Takes the place of an executor's ``launch`` and notes each step."""
+    """Replaces an executor's ``launch`` and notes each step."""
 
     def __init__(self, executor: Any) -> None:
         self._launch, self.steps = executor.launch, list[TimedStep]()
@@ -49,7 +50,7 @@ class StepWatch:
 
 
 def now() -> Moment:
-    """This moment, in the order of what the device does."""
+    """Return this moment in the order of the device's work."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -65,7 +66,7 @@ def milliseconds(begin: Moment, end: Moment) -> float:
 
 
 def by_size(steps: list[TimedStep]) -> list[dict[str, Any]]:
-    """A line for each shape, in the order of its tokens."""
+    """Return a line for each shape, in the order of its tokens."""
     found: dict[Bucket, list[TimedStep]] = defaultdict(list)
     for step in steps:
         found[step.shape].append(step)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Edit(NamedTuple):
-    """``old``, which occurs once in ``src/preheat/<path>``, becomes ``new``."""
+    """A replacement in ``src/preheat/<path>``: ``old``, which occurs once, becomes ``new``."""
 
     path: str
     old: str
@@ -14,8 +14,10 @@ class Edit(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is wrong, the edits that make it so, and the test nearest to it. ``engine``: which of
-    :data:`tools.fault_engines.ENGINES` shows it. ``unseen``: why ``preheat verify`` cannot see it, if it does not.
+    """A fault: its name, its edits, and the test nearest to it.
+
+    ``engine`` is the one of :data:`tools.fault_engines.ENGINES` that shows it. ``unseen`` is the reason why
+    ``preheat verify`` cannot see it, if it does not.
     """
 
     name: str

@@ -28,7 +28,10 @@ MATRIX = """
 
 
 def verdicts(rows: Sequence[Row] = ROWS) -> dict[frozenset[str], list[Row | None]]:
-    """What is said of each pair of traits; None: an engine has one of the two at most."""
+    """Return the rows on each pair of traits.
+
+    None: an engine has one of the two at most.
+    """
     found: dict[frozenset[str], list[Row | None]] = {frozenset(pair): [] for pair in combinations(TRAITS, 2)}
     for group in ONE_OF:
         for pair in combinations(group.split(), 2):
@@ -40,7 +43,7 @@ def verdicts(rows: Sequence[Row] = ROWS) -> dict[frozenset[str], list[Row | None
 
 
 def render() -> str:
-    """The text of docs/combinations.md."""
+    """Return the text of docs/combinations.md."""
     parts = [HEAD, MATRIX, _matrix(), _refused(), _lacking(), _rules(), _tests()]
     return "".join(parts)
 
@@ -51,7 +54,10 @@ def _table(columns: str, rows: list[str]) -> str:
 
 
 def _matrix() -> str:
-    """A row for each trait, with its option, and a column for each."""
+    """Return a table of all pairs of traits.
+
+    It has a row for each trait, with its option, and a column for each.
+    """
     said = verdicts()
     rows = []
     for number, (name, trait) in enumerate(TRAITS.items(), 1):
@@ -82,7 +88,10 @@ def _refused() -> str:
 
 
 def _lacking() -> str:
-    """What each platform has nothing for; the page of execution modes says which of those it has."""
+    """Return the table of features that platforms lack.
+
+    The page of execution modes lists each platform's modes.
+    """
     rows = [
         f"{facts.name} | {' with '.join(TRAITS[name].name for name in names)} | {reason}"
         for facts in FACTS.values()
@@ -98,7 +107,7 @@ def _rules() -> str:
 
 
 def _tests() -> str:
-    """The tests that say that traits work together."""
+    """Return the table of tests that traits work together."""
     rows = [
         f"`{row.test}` | {_names(row.left)} | {'each other' if row.left == row.right else _names(row.right)}"
         for row in ROWS

@@ -51,14 +51,14 @@ Adding a family: [adding.md](adding.md#a-model-family).
 
 
 def render() -> str:
-    """The text of docs/models.md."""
+    """Return the text of docs/models.md."""
     columns = ["Family", "What it adds", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
     rows = [_row(family, names) for family, names in _families().items()]
     return f"{HEAD}{_line(columns)}{_line(['---'] * len(columns))}{''.join(rows)}{TAIL}"
 
 
 def _families() -> dict[Callable[[Config], ModelSpec], list[str]]:
-    """The architectures of each family: some have two names."""
+    """Return the architectures of each family: some have two names."""
     found: dict[Callable[[Config], ModelSpec], list[str]] = {}
     for name in sorted(FAMILIES, key=str.lower):
         found.setdefault(FAMILIES[name], []).append(name)

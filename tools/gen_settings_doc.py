@@ -34,7 +34,7 @@ SIZES = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_seqs", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant",
 )  # fmt: skip
-"""Options of other groups that decide what is planned and run."""
+"""Options of other groups that decide the contents of the plan."""
 
 GROUPS = ("Buckets", "Warm-up", "Device graphs", "Defragmenter", "Diagnostics")
 """The groups that are about warm-up alone."""
@@ -43,7 +43,7 @@ BEGIN, END = "<!-- options: written by tools/gen_settings_doc.py -->\n", "<!-- e
 
 
 def with_tables(text: str) -> str:
-    """``text``, a document with both marks, with the tables of options between them."""
+    """Return ``text``, a document with both marks, with the tables of options between them."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = [f"\n### Limits\n\n{_table([OPTIONS[name] for name in SIZES])}"]
@@ -54,7 +54,7 @@ def with_tables(text: str) -> str:
 
 
 def render() -> str:
-    """The text of docs/settings.md."""
+    """Return the text of docs/settings.md."""
     parts = [HEAD]
     for group, options in groupby(OPTIONS.values(), key=lambda opt: opt.group):
         parts.append(f"\n## {group}\n\n{_table(list(options))}")

@@ -30,7 +30,7 @@ about what is always so, or were set by Kubernetes.
 
 
 def render() -> str:
-    """The text of docs/vllm-flags.md."""
+    """Return the text of docs/vllm-flags.md."""
     rows = {verdict: list(found) for verdict, found in groupby(FOREIGN.values(), key=lambda row: row.verdict)}
     variables = vllm_variables.UNUSED.items()
     quiet = ", ".join(f"`{name}{'*' * name.endswith('_')}`" for name in vllm_variables.ALWAYS.split())

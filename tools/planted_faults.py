@@ -1,9 +1,9 @@
-"""Who sees a fault: ``python -m tools.planted_faults`` plants each of :mod:`tools.faults` into a copy of the sources.
+"""Plant faults and look who sees them: ``python -m tools.planted_faults``.
 
-For each it runs the check at boot, the paths of ``preheat verify`` and the nearest test, on a CPU, and writes the
-controls' table of docs/determinism.md. The status is 1 if a fault is seen by none of them, or ``preheat verify`` sees
-fewer than nine in ten. The dtype is float32, in
-which the order of a sum shows in more results than in bfloat16.
+Each of :mod:`tools.faults` is planted into a copy of the sources. The check at boot, the paths of ``preheat verify``
+and the nearest test run on it, on a CPU. The command writes the controls' table of docs/determinism.md. The status is 1
+if none of the three sees a fault, or ``preheat verify`` sees fewer than nine in ten. The dtype is float32: there the
+order of a sum shows in more results than in bfloat16.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ print("FOUND " + json.dumps(found))
 
 
 BOOT = "its check at boot"
-"""Stands for a path of verify: its verdict says what the check at boot of its engine found."""
+"""Stands for a path of verify: the verdict includes the check at boot of its engine."""
 
 NOTE = """\
 `preheat verify` boots an engine, so the check at boot is part of its verdict. In float32: rounding to bfloat16 hides
@@ -79,7 +79,10 @@ LEAST = 0.9
 
 
 class Seen(NamedTuple):
-    """Which checks at boot, which paths of verify saw it, and whether the nearest test did."""
+    """The checks that saw a fault.
+
+    They are the checks at boot, the paths of verify, and whether the nearest test saw it.
+    """
 
     boot: list[str]
     verify: list[str]
@@ -87,13 +90,14 @@ class Seen(NamedTuple):
 
     @property
     def by_verify(self) -> list[str]:
-        """What of ``preheat verify`` saw it."""
+        """The paths of ``preheat verify`` that saw it, its check at boot included."""
         return self.verify or [BOOT] * bool(self.boot)
 
 
 def plant(fault: Fault | None) -> Path:
-    """A copy of the sources and tests with ``fault``; of the sources as they are for None. AssertionError if the
-    sources no longer have the place.
+    """Copy the sources and tests, and plant ``fault`` unless it is None.
+
+    Returns the folder. Raises AssertionError if the sources no longer have the place.
     """
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
     for name in ("src", "tests", "tools", "docs", "benchmarks"):
@@ -110,7 +114,7 @@ def plant(fault: Fault | None) -> Path:
 
 
 def look(fault: Fault | None, engine: str) -> Seen:
-    """Run all three over ``fault``, on that ``engine``."""
+    """Run the check at boot, verify and the nearest test over ``fault``, on ``engine``."""
     folder = plant(fault)
     try:
         environment = os.environ | {"PYTHONPATH": str(folder / "src"), "PREHEAT_CACHE_ROOT": str(folder / "cache")}
@@ -135,7 +139,7 @@ def look(fault: Fault | None, engine: str) -> Seen:
 
 
 def table(faults: list[Fault], seen: list[Seen]) -> str:
-    """The table's text."""
+    """Return the text of the table."""
     lines = [
         "| Planted | Engine | Check at boot | `preheat verify` | Nearest test |",
         "| --- | --- | --- | --- | --- |",
