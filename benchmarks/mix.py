@@ -27,9 +27,9 @@ Moment = torch.cuda.Event | float
 
 
 class TimedStep(NamedTuple):
-    """A step that was padded to ``shape``, with ``sampled`` sampled rows."""
+    """A step that was padded to ``bucket``, with ``sampled`` sampled rows."""
 
-    shape: Bucket
+    bucket: Bucket
     sampled: int
     begin: Moment
     end: Moment
@@ -45,7 +45,7 @@ class StepWatch:
     def __call__(self, batch: Any) -> Any:
         begin = now()
         running = self._launch(batch)
-        self.steps.append(TimedStep(batch.shape, len(batch.sampled_rows), begin, now()))
+        self.steps.append(TimedStep(batch.bucket, len(batch.sampled_rows), begin, now()))
         return running
 
 
@@ -69,7 +69,7 @@ def by_size(steps: list[TimedStep]) -> list[dict[str, Any]]:
     """Return a line for each shape, in the order of its tokens."""
     found: dict[Bucket, list[TimedStep]] = defaultdict(list)
     for step in steps:
-        found[step.shape].append(step)
+        found[step.bucket].append(step)
     lines = []
     for shape in sorted(found, key=lambda shape: (shape.phase, shape.tokens)):
         each = found[shape]

@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "KV splits merged from last to first, in all rows",
-        (Edit(_PAGED, _MERGE, "part, weight = part.flip(1), weight.flip(1)\n        " + _MERGE),
+        (Edit(_PAGED, _MERGE, "part, weight = part.flip(1), weight.flip(1)\n    " + _MERGE),
          Edit(_DECODE, _DECODE_MERGE, "        if True:\n" + _TURNED + _DECODE_MERGE)),
         "tests/cpu/test_attention.py::test_splits_are_merged_from_first_to_last",
         unseen="all rows are summed in the same other order: their bits still depend on nothing else",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "a block's hash leaves out the block before",
-        (Edit(_PREFIX, "content = parent + tokens[", "content = chain_root(sequence.request) + tokens["),),
+        (Edit(_PREFIX, "content = parent + tokens[", "content = chain_root(request) + tokens["),),
         "tests/pure/test_prefix.py",
     ),
     Fault(
