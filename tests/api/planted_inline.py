@@ -1,6 +1,6 @@
-"""A server that measures nothing and does everything in its event loop: what the test of /health must find.
+"""A faulty server that does all its work in the event loop, for the control of the /health test.
 
-It is imported in the server's process, as the module of the scripted engine that runs beside it.
+The server's process imports this module as the module of the scripted engine, and the engine runs beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages between two processes: whole, in order, at once, and never lost in an edge of the descriptor."""
+"""Messages between two processes arrive whole, in order and at once, and no edge of the descriptor loses one."""
 
 from __future__ import annotations
 
