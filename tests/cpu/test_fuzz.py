@@ -1,4 +1,4 @@
-"""``preheat verify --fuzz``: a minute of it, and that it finds what is planted and says how to see it again."""
+"""``preheat verify --fuzz``: a minute of it, a planted fault that it finds, and its way to see the fault again."""
 
 from __future__ import annotations
 
