@@ -88,13 +88,13 @@ GiB before the first decode, and 0.3 of the pool is 4.8 GiB.
 
 
 def ours(line: str) -> str:
-    """A line of the log in our words: the platform has no name, and the fake is on the host."""
+    """Return a line of the log in our words: the platform has no name, and the fake is on the host."""
     line = line.replace("HPUGraphs", "graphs").replace("# HPU blocks", "# device blocks")
     return line.replace("on hpu:0", "on cpu:0").replace("init_cache_engine took", "init_cache_engine took in total")
 
 
 def plain(line: str) -> str:
-    """One of our lines, without times and the host's memory."""
+    """Return one of our lines, without times and the host's memory."""
     line = re.sub(r" and \S+ \S+ of host memory \(.*\)$", "", line)
     return re.sub(r"finished in \d+ secs", "finished in # secs", line)
 
@@ -109,7 +109,7 @@ def logged(tmp_path, caplog, env: dict[str, str]) -> tuple[LLM, list[str]]:
 
 
 def is_said(line: str, said: list[str]) -> bool:
-    """Whether a line is there; what graphs took one by one was measured, to 0.01 GiB."""
+    """Return whether a line was logged; the log measured the memory of single graphs to 0.01 GiB."""
     text, found, free = line.partition(" free_mem:")
     if not found or "Graph" not in text:
         return line in said

@@ -1,4 +1,4 @@
-"""A rank that waits for others learns of a death at once, also where the death takes the group's files along."""
+"""A rank that waits for others learns of a death at once, even if the group's files vanish with it."""
 
 import shutil
 import threading
