@@ -310,7 +310,7 @@ def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
 
 
 def test_such_an_engine_does_not_become_ready(monkeypatch):
-    """An engine whose weights are finite, but not their products, does not become ready."""
+    """An engine with finite weights but infinite products does not become ready."""
     right = boot.load_model
 
     def load(*args):

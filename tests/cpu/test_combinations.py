@@ -220,7 +220,7 @@ def slept(llm: LLM, *_: Any) -> None:
 
 
 def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> None:
-    """Replace a norm, which changes every answer, and bring it back."""
+    """Replace a norm, so that every answer changes, and bring it back."""
     decoder = llm.loop.executor.decoder
     name, old = f"{decoder.spec.final_norm.name}.weight", decoder.weights.final_norm.weight.clone()
     llm.update_weights([(name, old.flip(0))])

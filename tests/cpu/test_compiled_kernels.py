@@ -1,7 +1,7 @@
 """Quantized kernels compiled for Hopper, without a GPU.
 
 The tests compile code that Triton's interpreter takes but the compiler may refuse. They look at the instructions, and
-at the layout that decides the order in which a norm adds up its row.
+at the layout that decides a norm's order of addition.
 """
 
 import re
@@ -340,7 +340,7 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_rows_are_quantized_in_registers(kind):
-    """Rows are quantized in registers, also an activation's rows, which are kept beside their codes."""
+    """Rows are quantized in registers, also an activation's rows kept beside their codes."""
     row = {"SIZE": 14336, "WIDTH": 16384, "KIND": kind, "WORLD": 1, **dict.fromkeys(("static", "places", "maxima"))}
     found = compiled(_quantize, 32, 1, out=None, **row), compiled(_quantize, 8, 1, **row)
     assert not any("ld.local" in each.asm["ptx"] for each in found)

@@ -96,7 +96,7 @@ def test_a_row_that_is_not_finite_leaves_its_neighbors_alone(in_place: bool) -> 
 
 
 def test_a_kernel_that_multiplies_by_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the bare kernel, which multiplies hidden values by zero, breaks the laws above."""
+    """Control: the bare kernel multiplies hidden values by zero, and breaks the laws above."""
 
     def multiplied(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float

@@ -78,7 +78,7 @@ def split_by_rows(patch):
 
 
 def by_place(patch):
-    """Plant an adapter slot whose matrices are slightly off."""
+    """Plant adapter slots with matrices slightly off."""
     right = Factors.write
 
     def write(self, place, packed):
@@ -101,7 +101,7 @@ def left_behind(patch):
 
 
 def neighbours_adapter(patch):
-    """Plant a step whose rows all have the adapter of the first adapted row."""
+    """Plant a step where all rows have the adapter of the first adapted row."""
     right = CpuAdapterRows.describe
 
     def describe(self, turn, step, places):
@@ -180,7 +180,7 @@ def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """Write a model whose feed-forward blocks are experts."""
+    """Write a model with experts as its feed-forward blocks."""
     folder = tmp_path_factory.mktemp("experts")
     save_checkpoint(MODELS["qwen3 moe"], folder)
     return {**SETTINGS, "model": str(folder), "boot_check": "off"}

@@ -108,7 +108,7 @@ def test_a_rows_bits_depend_on_nothing_but_the_row(dtype):
 
 
 def test_the_invariance_check_can_fail():
-    """Control: the check sees three ways in which a careless implementation varies."""
+    """Control: the check sees three faults of a careless implementation."""
     weight, x = randn(512, 256, seed=1) / 16, randn(ROWS, 256)
     assert variant_rows(lambda x: F.linear(x, weight), x) > 0  # other kernels for few rows
     assert variant_rows(F.silu, 4 * randn(ROWS, 101)) > 0  # vector body and scalar tail
@@ -253,7 +253,7 @@ def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
 
 
 def test_unproven_parts_of_a_linear_layer_are_found(monkeypatch):
-    """A part of one row, which takes another kernel where the processor has AVX-512, has other bits."""
+    """A part of one row has other bits, since it takes another kernel where the processor has AVX-512."""
     x, weight = randn(601, 2048), randn(192, 2048, seed=1)
     apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])

@@ -201,7 +201,7 @@ def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_rows_that_are_loaded_in_another_order(name: str, tmp_path: Path) -> None:
-    """Fused parts of Phi-4-mini, which rotates a part of each head, are loaded in another order of rows."""
+    """Fused parts of Phi-4-mini are loaded in another order of rows, as it rotates a part of each head."""
     kind, tokens = KINDS[name], random_tokens(40)
     modules = made(tmp_path, kind, MODELS["phi4 mini"])
     assert {module.rpartition(".")[2] for module in modules} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

@@ -144,7 +144,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 def test_top_k_among_equals() -> None:
-    """Exactly k survive, the lowest ids of the equal ones; with duplicates every token equal to the k-th."""
+    """Exactly k tokens survive, the lowest ids of the equal ones; with duplicates, all tokens equal to the k-th."""
 
     def reached(duplicates: bool) -> set[int]:
         logits = np.array([1, 2, 2, 2, 5, 2, 0], np.float32)
@@ -171,7 +171,7 @@ def test_top_p_counts_the_mass_before_a_token() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
 class TestBadLogits:
-    """What a broken model may produce crashes nothing and has one defined answer."""
+    """Logits of a broken model crash nothing and have one defined answer."""
 
     def test_nan_is_impossible(self, temperature: float, filters: dict[str, float]) -> None:
         nan, low = float("nan"), float("-inf")
@@ -208,7 +208,7 @@ def test_extreme_penalties_do_not_crash() -> None:
 
 
 def test_min_tokens_ends() -> None:
-    """A stop id may be drawn from the position that ``min_tokens`` names; one out of range harms nothing."""
+    """A stop id may be drawn from position ``min_tokens`` on; a stop id out of range harms nothing."""
     params = SamplingParams(temperature=0, min_tokens=2)
     logits = np.array([0, 1, 9], np.float32)
     rows = [Row(logits, params, [0], output, stop_ids=[2, 999, -1]) for output in ([], [1], [1, 1])]
