@@ -47,7 +47,7 @@ DECODE_ROW = 161.9 * MIB / 112  # 48 decode graphs of 112 rows
 
 
 class Logged:
-    """The device of the log: the memory that its graphs took, free after the cache is there."""
+    """The device of the log, with its free memory after the cache, and the memory that its graphs took."""
 
     def __init__(self, free):
         self.now = free
@@ -62,7 +62,7 @@ class Logged:
 
 
 def boot(ratio, options=LOGGED):
-    """Capture as the log does; the record and the lines."""
+    """Capture as the log does, and return the record and the lines."""
     settings = Settings(gpu_memory_utilization=0.5, graph_reserved_mem=0.4, graph_prompt_ratio=ratio)
     split = divide_memory(settings, "graphs", FREE, BLOCK)
     log_division(settings, "graphs", split, split.num_blocks)
