@@ -112,7 +112,7 @@ def test_the_invariance_check_can_fail():
     weight, x = randn(512, 256, seed=1) / 16, randn(ROWS, 256)
     assert variant_rows(lambda x: F.linear(x, weight), x) > 0  # other kernels for few rows
     assert variant_rows(F.silu, 4 * randn(ROWS, 101)) > 0  # vector body and scalar tail
-    assert variant_rows(lambda x: x / x.square().mean().sqrt(), x) > 0  # looks at its neighbours
+    assert variant_rows(lambda x: x / x.square().mean().sqrt(), x) > 0  # looks at its neighbors
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:

@@ -78,7 +78,7 @@ WITHOUT_TORCH = (
 
 
 def part_of(module: str) -> str:
-    """Return the longest part whose name begins ``module``."""
+    """Return the longest part's name that ``module`` begins with."""
     return next((part for part in PARTS if f"{module}.".startswith(f"{part}.")), "") or "__init__"
 
 

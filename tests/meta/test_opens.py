@@ -1,4 +1,4 @@
-"""Files are opened in one module, which resolves them, refuses irregular files, and has limits."""
+"""Files are opened in one module; it resolves them, refuses irregular files, and has limits."""
 
 from __future__ import annotations
 

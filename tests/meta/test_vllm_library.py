@@ -42,7 +42,7 @@ def test_members(owner, name):
 
 @pytest.mark.parametrize(("module", "names"), IMPORTS.items())
 def test_names_of_modules(module, names):
-    """Each name is in vLLM's module, from which a script imports it, or is refused with a reason."""
+    """Each name of a vLLM module can be imported from the same module here, or is refused with a reason."""
     found = importlib.import_module(f"preheat.{module}")
     for name in names.split():
         value = getattr(found, name)

@@ -378,7 +378,7 @@ class Harness:
         return self.parts.launched
 
     def reset_prefix_cache(self) -> None:
-        """Reset as the loop does, which first processes the results of steps in flight."""
+        """Reset as the loop does: first it processes the results of steps in flight."""
         self.transport.send(ResetPrefixCache())
         self.loop.take(0)
         self._heard()

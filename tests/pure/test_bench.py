@@ -156,7 +156,7 @@ def test_a_clock_runs_down():
 
 
 def test_a_client_practises_elsewhere():
-    """A client practises without a server at the port that it will ask."""
+    """A client practices without a server at the port that it will ask."""
     client = asyncio.run(Client.practised(1, 4096))
     assert client.prompt(3) == Client(1, 4096).prompt(3)
 

@@ -1,4 +1,4 @@
-"""An unforeseen error of a boot is one line too, which keeps its cause."""
+"""An unforeseen error of a boot is one line too, and keeps its cause."""
 
 import pytest
 

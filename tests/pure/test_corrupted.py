@@ -1,4 +1,4 @@
-"""A row whose numbers are not finite ends alone with an error; neighbors, blocks and counts are as if it had left."""
+"""A row with numbers that are not finite ends alone with an error; all else is as if it had left."""
 
 from __future__ import annotations
 

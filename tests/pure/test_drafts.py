@@ -159,7 +159,7 @@ def test_what_drafts_is_bounded_for_each_matched_token():
 
 
 def steps(rows: int, drafts: int) -> float:
-    """Return a step's cost, which grows with its rows and drafts: little, and steeply above eight of them."""
+    """Return a step's cost. It grows with rows and drafts: a little, and steeply above eight of them."""
     return 1.0 + 0.02 * rows * drafts + max(rows * (1 + drafts) - 8, 0) / 8
 
 

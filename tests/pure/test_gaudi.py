@@ -40,7 +40,7 @@ LENGTHS = {
 }
 
 PLANNED = BUCKETS | LENGTHS
-"""Variables of bucket ranges, each of which moves the plan."""
+"""Variables of bucket ranges; each of them moves the plan."""
 
 KEPT = {
     "VLLM_PROFILER_ENABLED": ("true", "tests/cpu/test_hpu.py"),

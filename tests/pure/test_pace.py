@@ -1,4 +1,4 @@
-"""When the next step is prepared: who arrives while one is in flight takes part, and the device never waits."""
+"""The time to prepare the next step: requests that arrive meanwhile take part, and the device never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
 @given(st.lists(st.tuples(st.integers(0, 2), SECONDS, st.floats(0, 0.01)), min_size=1, max_size=30))
 def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
-    """One that takes as long as the last of its shape, at least, is never over before the next one is ready."""
+    """A step that takes at least as long as the last of its shape never ends before the next one is ready."""
     clock, last = Clock(), {}
     launch_timer = LaunchTimer(clock)
     for shape, took, preparing in steps:
@@ -60,7 +60,10 @@ def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
 
 
 class Listening(InlineTransport):
-    """One more request, which arrives while the engine listens for a while, or if it never does, when next it looks."""
+    """Transport with a late request.
+
+    The request arrives while the engine listens; if the engine never listens, it arrives at the next look.
+    """
 
     def __init__(self, late: Request, clock: Clock) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
     waited = harness.scheduler.process_results
 
     def process_results(*step):
-        clock.now += 0.02  # a step takes so long
+        clock.now += 0.02  # the duration of a step
         return waited(*step)
 
     harness.scheduler.process_results = process_results

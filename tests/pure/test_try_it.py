@@ -12,7 +12,7 @@ from preheat.settings import Settings
 
 
 def get(path: str, **options: object) -> tuple[int, dict[str, str]]:
-    """Status and headers of an answer, before the engine is there."""
+    """Return status and headers of an answer, before the engine is there."""
     sent = []
 
     async def send(message):

@@ -31,7 +31,7 @@ class Hccl(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Gather; with lazy collectives it accumulates like other operations.
 
-        Otherwise the host waits for it, which a graph cannot do.
+        Otherwise the host waits for it; a graph cannot wait.
         """
         if DEVICE.lazy and os.environ.get(LAZY_COLLECTIVES) != "1":
             if DEVICE.capturing:
