@@ -1,7 +1,7 @@
 """The sampler of Gaudi: greedy rows on the device, all others on the host by the reference sampler.
 
-A program only writes static tensors: the raw logits, and each row's best token. What is drawn at random, or after
-penalties and edits, is drawn from those logits on the host, when the step's answers are fetched.
+A program only writes static tensors: the raw logits, and each row's best token. Tokens drawn at random, or after
+penalties and edits, are drawn from these logits on the host, when the step's answers are fetched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HpuSampler:
                 self._best[:rows].copy_(_best(raw, self._ids))
 
     def report(self, logits: Tensor) -> None:
-        """They are in the static tensor."""
+        """Do nothing: the logits are in the static tensor."""
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Wait for the step, and draw."""
@@ -80,7 +80,7 @@ class HpuSampler:
         return prompt_entries(entries, finite_rows(raw.numpy()))
 
     def compile(self, logits: Tensor) -> None:
-        """There is nothing that no program launches."""
+        """Do nothing: programs launch all operations."""
 
     def clear(self) -> None:
         self._step = SamplingInput(0, None, None, None)
@@ -90,7 +90,10 @@ class HpuSampler:
 
 
 def _best(raw: Tensor, ids: Tensor) -> Tensor:
-    """The lowest id of each row's greatest logit; the vocabulary's size where that is not finite, for the host."""
+    """Return the lowest id of each row's greatest logit.
+
+    If the greatest logit is not finite, return the vocabulary's size: the host then decides.
+    """
     peak = raw.amax(-1, keepdim=True)
     first = torch.where(raw == peak, ids, len(ids)).amin(-1)
     return torch.where(peak.isfinite().squeeze(-1), first, len(ids))
