@@ -162,9 +162,7 @@ def test_what_is_not_ours_is_an_internal_error() -> None:
 
 
 def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
-    """Every error class is in preheat.errors: a class elsewhere is unknown to a process that does not import its
-    module.
-    """
+    """Every error class is in preheat.errors, as each process must know it without another import."""
     ours = {kind.__name__: kind for kind in _kinds(PreheatError) if kind.__module__ == "preheat.errors"}
     bases = "|".join(ours)
     for path in MODULES:

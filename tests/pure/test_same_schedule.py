@@ -19,8 +19,9 @@ BEFORE = {
 
 
 def workload(seed: int, overlap: bool, mixed: bool, **options) -> Harness:
-    """Return requests that share prefixes, are preempted, compacted, cancelled and stopped, under cramped random
-    limits.
+    """Return requests that share prefixes, are preempted, compacted, cancelled and stopped, under cramped limits.
+
+    The limits are random.
     """
     rng = random.Random(seed)
     size = limits(

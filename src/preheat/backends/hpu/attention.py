@@ -1,12 +1,14 @@
-"""Paged attention on Gaudi, in operations of static shapes: a program depends only on its bucket.
+"""Paged attention on Gaudi, in operations of static shapes.
+
+A program depends only on its bucket.
 
 Contract. Keys lie in blocks. A tile of queries meets a block in one product of a fixed form, [tile * group, dim] by
 [dim, block], in fp32. The scores are scaled, ALiBi's bias is added, and the score of a key that a query does not see
 becomes minus infinity. The partial result of a row and a block is the row's maximum m, the sum l of exp(score - m), and
 the product o of these weights with the values. Partial results are merged in the order of the blocks: M' = max(M, m); l
 and o are scaled by exp(M - M') and exp(m - M') and added. At the end o is divided by l. Keys and values of eight bits
-are widened as they are stored: the keys' scale is part of the scores' scale, and the values' scale multiplies o / l
-before it is rounded.
+are widened as they are stored. The keys' scale is part of the scores' scale. The values' scale multiplies o / l before
+it is rounded.
 
 A block that a row does not see changes nothing, so padding of any kind changes no bits. The way in which a block is
 found changes no bits either, nor do the contents of a slot that no query of a tile sees. :mod:`preheat.ops.finite` says
@@ -37,7 +39,10 @@ from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
 
 TILE_ROWS = 16
-"""Rows of a product of queries and keys, of one key/value head. Part of the contract."""
+"""Rows of a product of queries and keys, of one head.
+
+The head is a key/value head. Part of the contract.
+"""
 
 PAD_BLOCK = 0
 
@@ -50,7 +55,7 @@ IN_PROGRAM = (GATHERED,)
 
 @dataclass(slots=True)
 class HpuWork(AttentionWork):
-    """A step's rows, from which `HpuAttention.send` fills the static tensors of the bucket's program.
+    """A step's rows, for `HpuAttention.send` to fill the static tensors.
 
     ``blocks``, int64, are the blocks of the rows one after the other. ``row`` is the row of each block, and ``number``
     the block's index in its row.
@@ -64,10 +69,11 @@ class HpuWork(AttentionWork):
 
 @dataclass(frozen=True, kw_only=True)
 class HpuLayer(AttentionLayer):
-    """A layer with its scales in tensors, so that all layers share recipes; a number would be part of a recipe.
+    """A layer with its scales in tensors, so that layers share recipes.
 
-    ``score_scale`` [1] includes the keys' scale. For a cache of eight bits, ``stored`` [2 * kv heads, 1] divides keys
-    and values before they are stored, and ``value_scale`` [1] multiplies the output.
+    A number would be part of a recipe. ``score_scale`` [1] includes the keys' scale. For a cache of eight bits,
+    ``stored`` [2 * kv heads, 1] divides keys and values before they are stored, and ``value_scale`` [1] multiplies the
+    output.
     """
 
     score_scale: Tensor
@@ -90,7 +96,10 @@ class HpuLayer(AttentionLayer):
         )
 
     def store(self, rows: Tensor, kv: Tensor) -> None:
-        """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache, one row for each head of a token."""
+        """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache.
+
+        Each head of a token has a row.
+        """
         cache, kv = self.cache.view(-1, self.head_dim), finite_values(kv, bounded=self.stored is not None)
         if self.stored is None:
             cache.index_copy_(0, rows, kv.reshape(-1, self.head_dim))
@@ -105,12 +114,18 @@ class HpuLayer(AttentionLayer):
         return self.cache.view(torch.uint8).index_select(0, numbers).view(self.cache.dtype)
 
     def scaled(self, out: Tensor) -> Tensor:
-        """Return fp32 ``out``, computed with the values as stored, times the values' scale in the model's dtype."""
+        """Return ``out`` times the values' scale, in the model's dtype.
+
+        ``out`` is fp32, computed with the values as stored.
+        """
         return (out if self.value_scale is None else out * self.value_scale).to(self.dtype)
 
 
 class HpuAttention:
-    """Attention of all layers over static tensors; a step fills the tensors before its programs run."""
+    """Attention of all layers over static tensors.
+
+    A step fills the tensors before its programs run.
+    """
 
     def __init__(self, layers: Sequence[AttentionLayer], limits: Limits, bridge: Bridge, *, contiguous: bool) -> None:
         self._layers = [HpuLayer.of(layer, bridge.device) for layer in layers]
@@ -138,7 +153,10 @@ class HpuAttention:
         self._seen: set[tuple[int, int, int, int | None]] = set()
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
-        """Return no sizes: attention has static tensors of its own, and their use depends on the whole bucket."""
+        """Return no sizes: attention has static tensors of its own.
+
+        Their use depends on the whole bucket.
+        """
         return ()
 
     def variants(self, key: Any) -> tuple[Hashable, ...]:
@@ -155,7 +173,7 @@ class HpuAttention:
         return blocks or rows * (-(-longest // self._size) or self._most)
 
     def plan(self, step: StepRows, tables: BlockTables) -> HpuWork:
-        """Plan for this step alone: the keys that rows see change with every token."""
+        """Plan for this step alone: visible keys change with every token."""
         counts = -(-(step.first + step.extend) // tables.block_size)
         row = np.repeat(np.arange(len(step.slots)), counts)
         ends = np.cumsum(counts)
@@ -241,7 +259,10 @@ class HpuAttention:
         return [*(form for form in self._forms(length) if form != self.variant), self.variant]
 
     def _store(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs) -> None:
-        """Norm and rotate queries and keys in place, and put keys and values into the cache."""
+        """Norm and rotate queries and keys, and store keys and values.
+
+        Queries and keys change in place.
+        """
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         turned = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
@@ -256,7 +277,10 @@ class HpuAttention:
         layer.store(rows.view(-1), qkv[:, heads:])
 
     def _decode(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
-        """Return [tokens, heads * dim] of rows with one query each: all pairs at once, then each row's in order."""
+        """Return [tokens, heads * dim] of rows with one query each.
+
+        All pairs are computed at once, then each row's are merged in order.
+        """
         rows, length = inputs.rows, self._length(inputs.rows, inputs.blocks, inputs.longest)
         block, owner, start = self._pairs[:, :length].unbind()
         found = layer.cache[PAD_BLOCK + 1 :][:length] if form == IN_PLACE else layer.blocks(block)
@@ -335,7 +359,10 @@ class HpuAttention:
         return merged
 
     def clear_inputs(self) -> None:
-        """Zero attention's static tensors and the step's integers, which share one allocation for all programs."""
+        """Zero attention's static tensors and the step's integers.
+
+        The integers share one allocation for all programs.
+        """
         self.clear()
         if self._inputs is not None:
             counts = self._inputs.counts

@@ -1,6 +1,7 @@
-"""The Gaudi backend: torch on Intel's Gaudi through its PyTorch bridge, or on a fake of it in tests.
+"""The Gaudi backend: torch on Intel's Gaudi through its PyTorch bridge.
 
-It has run only on the fake, never on a card: docs/gaudi.md says how much that shows.
+In tests it runs on a fake of the bridge. It has run only on the fake, never on a card: docs/gaudi.md says how much that
+shows.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class HpuBackend:
 
     @cached_property
     def _bridge(self) -> Bridge:
-        """The bridge, loaded at its first use; by then :meth:`prepare` has set its mode."""
+        """The bridge, loaded at its first use, after :meth:`prepare`."""
         return Bridge(self._settings)
 
     @cached_property
@@ -102,7 +103,10 @@ class HpuBackend:
         return int(self._bridge.hpu.mem_get_info()[0])
 
     def used_memory(self) -> int:
-        """Return the growth of the card's used memory since this process started, recipes and graphs included."""
+        """Return the growth of the card's used memory.
+
+        It counts from the start of this process, recipes and graphs included.
+        """
         return self._used() - self._used_before
 
     def peak_memory(self, run: Callable[[], None]) -> int:
@@ -156,7 +160,10 @@ class HpuBackend:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def event(self) -> HostEvent:
-        """Return an event that is always reached: a host copy is pageable, and copying it waits."""
+        """Return an event that is always reached.
+
+        A host copy is pageable, and copying it waits.
+        """
         return HostEvent()
 
     def sleep_memory(self) -> None:
@@ -180,9 +187,9 @@ class HpuBackend:
         return self._bridge.as_unit
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
-        """Return a driver of graphs for programs that read attention's tensors; others stay lazy.
+        """Return a driver of the programs.
 
-        The sampler's and the image encoder's programs are such others.
+        Programs that read attention's tensors become graphs. The sampler's and the image encoder's programs stay lazy.
         """
         if not isinstance(attention, HpuAttention):
             return Calls(self._bridge.as_program(body))
@@ -193,10 +200,13 @@ class HpuBackend:
         self._captured += 1
 
     def compiling(self, threads: int) -> None:
-        """Do nothing: a recipe is compiled when its graph first runs, and only then."""
+        """Do nothing: a recipe is compiled when its graph first runs."""
 
     def settle(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
-        """Prove at how many rows the device computes linear layers alike; the last layer also has the head's sizes."""
+        """Prove at how many rows the device computes linear layers alike.
+
+        The last layer also has the head's sizes.
+        """
         given = list(layers)
         rows = sorted({size for _, sizes in given for size in sizes})
         parts = [part for layer, _ in given if isinstance(layer, Layer | ExpertsLayer) for part in layer.parts]
@@ -208,7 +218,10 @@ class HpuBackend:
         raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
-        """Return attention; ``contiguous`` must be asked for, as it makes a second graph of each decoding program."""
+        """Return attention, contiguous only if the settings ask for it.
+
+        ``contiguous`` makes a second graph of each decoding program.
+        """
         asked = contiguous and self._settings.contiguous_pa is True
         return HpuAttention(layers, limits, self._bridge, contiguous=asked)
 
@@ -269,13 +282,19 @@ class HpuBackend:
         return add_shared(routed, x, gate, shared)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """Take rows of the whole static tensor that ``x`` begins, so that the recipe depends on no step's tokens."""
+        """Take rows of the whole static tensor that ``x`` begins.
+
+        So the recipe depends on no step's tokens.
+        """
         whole = _whole(x)
         with self._bridge.unit():
             return whole.index_select(0, index)
 
     def row_digests(self, logits: Tensor) -> Tensor:
-        """Return digests of a host copy: digests are integer arithmetic, and no step computes them."""
+        """Return digests of a host copy.
+
+        Digests are integer arithmetic, and no step computes them.
+        """
         return row_digests(logits.cpu())
 
     def _used(self) -> int:

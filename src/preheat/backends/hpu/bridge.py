@@ -24,11 +24,17 @@ R = TypeVar("R")
 
 LAZY = "PT_HPU_LAZY_MODE"
 DEVICES = torch.device("hpu", 0), torch.device("cpu", 0)
-"""Device of tensors: the card, or for a fake the host under a number that the host's own code never gives."""
+"""Device of tensors: the card, or for a fake the host.
+
+The host has a number here that its own code never gives.
+"""
 
 
 def wants_lazy(settings: Settings) -> bool:
-    """Return whether the execution mode of ``settings`` runs on the bridge's lazy backend, its default."""
+    """Return whether ``settings`` run on the bridge's lazy backend.
+
+    It is the backend of their execution mode, lazy by default.
+    """
     if settings.execution_mode != "auto":
         return settings.execution_mode in ("graphs", "lazy")
     return settings.lazy_mode is not False
@@ -68,7 +74,7 @@ class Bridge:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """Run the code inside on the device, as a lazy graph of its own.
+        """Run the code inside on the device, as its own lazy graph.
 
         So the same operations on the same shapes are one recipe, whatever runs before and after. No graph ends within a
         unit.
@@ -86,7 +92,7 @@ class Bridge:
         self.end()
 
     def end(self) -> None:
-        """End the lazy graph that has accumulated, if any, unless this is within a unit."""
+        """End the accumulated lazy graph, if any, except within a unit."""
         if self.lazy and not self.inside:
             self._core.mark_step()
 
@@ -139,7 +145,10 @@ class Bridge:
 
     @property
     def process_group(self) -> str:
-        """Name of torch.distributed's backend for collectives among cards, after its module has registered it."""
+        """Name of torch.distributed's backend for collectives among cards.
+
+        The bridge's module registers the backend first.
+        """
         importlib.import_module(f"{FRAMEWORKS}.torch.distributed.hccl")
         return "hccl"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 FRAMEWORKS = "habana_frameworks"
 NODES = ("/dev/accel/accel[0-9]*", "/dev/hl[0-9]*")
-"""Device nodes of the driver: of its later versions, and of its earlier ones."""
+"""Device nodes of the driver's later and earlier versions."""
 
 FAKE_ONLY = "simulator.py"
 """A file that only a fake of the frameworks has."""
@@ -33,12 +33,15 @@ def nodes() -> list[str]:
 
 
 def detected() -> bool:
-    """Return whether ``auto`` takes this platform: real frameworks and a card; never a fake."""
+    """Return whether ``auto`` takes this platform.
+
+    It takes real frameworks and a card, never a fake.
+    """
     return frameworks() is not None and not is_simulated() and bool(nodes())
 
 
 def obstacle() -> str | None:
-    """Return the obstacle to using a Gaudi here, with advice; None if there is none."""
+    """Return the obstacle to using a Gaudi, with advice, or None."""
     if frameworks() is None:
         return (
             "Gaudi's PyTorch bridge (habana_frameworks) is not installed: install habana-torch-plugin of the Gaudi "

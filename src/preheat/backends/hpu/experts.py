@@ -1,7 +1,8 @@
-"""Routed experts on Gaudi: a graph's shapes are static, so every expert sees every token.
+"""Routed experts on Gaudi: every expert sees every token.
 
-A token's choice of experts decides only the results that it takes. The work equals a dense block's with all experts.
-The contract's order of additions is kept, and the host waits for nothing. See :mod:`preheat.ops.matmul`.
+A graph's shapes are static. A token's choice of experts decides only the results that it takes. The work equals a dense
+block's with all experts. The contract's order of additions is kept, and the host waits for nothing. See
+:mod:`preheat.ops.matmul`.
 """
 
 from __future__ import annotations

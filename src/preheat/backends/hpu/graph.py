@@ -1,4 +1,4 @@
-"""HPU Graphs: the driver that captures programs through the bridge and replays them."""
+"""HPU Graphs: the driver that captures and replays programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from preheat.backends.hpu.bridge import Bridge
 
 
 class Variants(Protocol):
-    """Variants of programs besides their keys; ``variant`` is the variant of the step to run."""
+    """Variants of programs besides their keys.
+
+    ``variant`` is the variant of the step to run.
+    """
 
     variant: Hashable
 
@@ -35,7 +38,7 @@ class Program(torch.nn.Module):
 
 
 class HpuGraphs(Generic[K, R]):
-    """``body(key)`` for each key and variant, replayed as a graph once it was captured.
+    """``body(key)`` for each key and variant, replayed once captured.
 
     Each graph has memory of its own. With the tensor cache it also keeps its intermediate results;
     ``disable_tensor_cache`` turns the cache off.

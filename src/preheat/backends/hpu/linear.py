@@ -1,4 +1,6 @@
-"""Linear layers on Gaudi: y = x W^T + b by the matrix engine, with the finish of the layer in the same recipe.
+"""Linear layers on Gaudi: y = x W^T + b by the matrix engine.
+
+The finish of a layer is in the same recipe.
 
 Contract. As on a CPU (:mod:`preheat.backends.cpu.linear`): one dot product for each output, in the device's order, plus
 the bias, rounded once. A row's bits do not depend on the number of rows. A proof at boot finds the numbers of rows that
@@ -30,7 +32,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Shape(NamedTuple):
-    """The shape and dtype that the proof of a linear layer depends on."""
+    """Shape and dtype of a linear layer, the key of its proof."""
 
     outputs: int
     inputs: int
@@ -38,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class Sizes:
-    """For each layer's shape and number of rows, the number of rows to compute at once."""
+    """Numbers of rows to compute at once, by shape and rows."""
 
     def __init__(self, bridge: Bridge, *, invariant: bool) -> None:
         self.bridge, self._invariant = bridge, invariant
@@ -47,9 +49,9 @@ class Sizes:
         self._operands: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def of(self, shape: Shape, rows: int) -> int:
-        """Return the rows to compute at once; at most the reference if no size of at least ``rows`` has its bits.
+        """Return the number of rows to compute at once.
 
-        At most the reference, ``rows`` are computed in parts.
+        It is at most the reference, for parts of it, if no size of at least ``rows`` has the reference's bits.
         """
         if not self._invariant:
             return rows
@@ -71,7 +73,10 @@ class Sizes:
         return next((size for size in sizes if self._agrees(shape, size, reference)), reference)
 
     def _reference(self, shape: Shape) -> int:
-        """Return the one of `REFERENCES` that most of the `PROBES` agree with; of equals the largest."""
+        """Return the one of `REFERENCES` that most `PROBES` agree with.
+
+        Of equals it is the largest.
+        """
         if shape not in self._references:
             votes = {
                 rows: sum(self._agrees(shape, probe, rows) for probe in PROBES)
@@ -82,7 +87,10 @@ class Sizes:
         return self._references[shape]
 
     def _agrees(self, shape: Shape, size: int, reference: int) -> bool:
-        """Return whether ``size`` rows at once have the bits of parts of ``reference`` rows in reverse order."""
+        """Return whether ``size`` rows at once have the reference's bits.
+
+        The reference's bits are of parts of ``reference`` rows, in reverse order.
+        """
         rows, weight = self._operands.get(shape) or self._make(shape)
         repeats = -(-size // len(rows))
         expected = in_parts(rows.flip(0), weight, None, reference).flip(0).repeat(repeats, 1)[:size]
@@ -156,7 +164,7 @@ class SizedProduct:
 def products_of(
     value: Matmul, weight: Tensor | QuantizedWeight, bias: Tensor | None, sizes: Sizes
 ) -> tuple[Tiles[SizedProduct] | Splits[SizedProduct], Finish]:
-    """Return the products of one matrix of ``value``, and the rest of its finish.
+    """Return the products of a matrix, and the rest of its finish.
 
     A whole layer is one recipe with its activation.
     """

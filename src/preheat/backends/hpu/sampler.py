@@ -1,7 +1,8 @@
-"""The sampler of Gaudi: greedy rows on the device, all others on the host by the reference sampler.
+"""The sampler of Gaudi: greedy rows on the device, others on the host.
 
-A program only writes static tensors: the raw logits, and each row's best token. Tokens drawn at random, or after
-penalties and edits, are drawn from these logits on the host, when the step's answers are fetched.
+The host uses the reference sampler. A program only writes static tensors: the raw logits, and each row's best token.
+Tokens drawn at random, or after penalties and edits, are drawn from these logits on the host, when the step's answers
+are fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from preheat.ops.sampling import SamplingInput, words_of
 
 
 class HpuSampler:
-    """Samples up to ``rows`` rows of ``vocab_size`` logits, of sequences in ``num_slots`` slots."""
+    """Sampler of up to ``rows`` rows of ``vocab_size`` logits.
+
+    The rows belong to sequences in ``num_slots`` slots.
+    """
 
     def __init__(
         self, num_slots: int, rows: int, vocab_size: int, bridge: Bridge, *, handle_topk_duplicates: bool, masked: bool

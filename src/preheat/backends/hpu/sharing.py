@@ -1,7 +1,8 @@
-"""Meeting of the ranks that share a model's layers on Gaudi, one card and one process each.
+"""Meeting of the ranks that share a model on Gaudi.
 
-Ranks exchange by torch.distributed's process group of HCCL's name. Its gathering is an operation like any other: in
-lazy mode it accumulates, and graphs hold it, if ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` is on.
+Each rank has one card and one process. Ranks exchange by torch.distributed's process group of HCCL's name. Its
+gathering is an operation like any other: in lazy mode it accumulates, and graphs hold it, if
+``PT_HPU_ENABLE_LAZY_COLLECTIVES`` is on.
 """
 
 from __future__ import annotations
