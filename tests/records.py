@@ -19,7 +19,10 @@ def make(options: dict[str, Any] | None = None, **limits: Any) -> Plan:
 
 
 def warmed(plan: Plan, *, hits: bool = True, seed: int = 0) -> Record:
-    """Return a record of all items ready, one in nine reused; with ``hits``, as after a day of requests."""
+    """Return a record of all items ready, one in nine reused.
+
+    With ``hits``, it is the record after a day of requests.
+    """
     draw = random.Random(seed)
     record = Record.of(plan, model="org/model-8b", platform="cpu", dtype="bfloat16", mode="eager", fingerprint="f00d")
     begin = 0.0

@@ -315,4 +315,7 @@ CALLS = {
     "Oslo</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
     "xlam": f"[TOOL_CALLS][{JSON_CALL}]",
 }
-"""One call each, of the tool weather with the city Oslo; it counts wherever it is in an answer."""
+"""One call each, of the tool weather with the city Oslo.
+
+It counts wherever it is in an answer.
+"""

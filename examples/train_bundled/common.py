@@ -31,7 +31,10 @@ CHAT_TEMPLATE = (
 
 
 def render_chat(messages: list[dict[str, str]], begin: str = "", *, ask: bool = False) -> str:
-    """Return the conversation as the model sees it; ``ask`` adds the opening of an answer."""
+    """Return the conversation as the model sees it.
+
+    ``ask`` adds the opening of an answer.
+    """
     template = jinja2.Environment().from_string(CHAT_TEMPLATE)
     return template.render(messages=messages, bos_token=begin, add_generation_prompt=ask)
 

@@ -62,7 +62,10 @@ def library_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 
 def documents_of(kind: str, name: str, path: Path, rng: random.Random) -> Iterator[Document]:
-    """Yield a file's text and the texts made of it; nothing for empty files and the few in other encodings."""
+    """Yield a file's text and the texts made of it.
+
+    Empty files and the few in other encodings give nothing.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -78,7 +81,10 @@ def documents_of(kind: str, name: str, path: Path, rng: random.Random) -> Iterat
 
 
 def build(work: WorkFolder, stdlib: Path, docs: Path) -> None:
-    """Write all documents, one JSON array a line; ``docs`` holds the pages as Sphinx leaves them in ``_sources``."""
+    """Write all documents, one JSON array a line.
+
+    ``docs`` holds the pages as Sphinx leaves them in ``_sources``.
+    """
     rng = random.Random(SEED)
     pages = sorted(docs.rglob("*.rst.txt"))
     if not pages:

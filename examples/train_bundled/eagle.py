@@ -54,7 +54,10 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """A head over the model's whole vocabulary; its state dict is the checkpoint."""
+    """A head over the model's whole vocabulary.
+
+    Its state dict is the checkpoint.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()

@@ -65,7 +65,10 @@ SAMPLE_TOKENS = 64
 
 @torch.no_grad()
 def continue_ids(model: CausalLM, ids: list[int], limit: int) -> list[int]:
-    """Return the likeliest next tokens, up to and without an ending token; every step reads the whole text again."""
+    """Return the likeliest next tokens, up to and without an ending token.
+
+    Every step reads the whole text again.
+    """
     found: list[int] = []
     while len(found) < limit and len(ids) + len(found) < CONTEXT:
         token = int(model(torch.tensor([ids + found]))[0, -1].argmax())

@@ -63,9 +63,10 @@ SERVERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "adapters": _of_adapters,
     "weights": _of_weights,
 }
-"""Options of each server; each function writes the server's files into an empty folder.
+"""Options of each server.
 
-A scripted engine answers, so that the server alone is measured. The real engine reads adapters and weights.
+Each function writes the server's files into an empty folder. A scripted engine answers, so that the server alone is
+measured. The real engine reads adapters and weights.
 """
 
 
@@ -145,7 +146,10 @@ def _said(content: str) -> list[dict[str, str]]:
 
 
 def _calls(size: int) -> dict[str, Any]:
-    """Return a conversation with a tool call; the call's arguments are many lists, as text."""
+    """Return a conversation with a tool call.
+
+    The call's arguments are many lists, as text.
+    """
     call = {
         "id": "a",
         "type": "function",
@@ -155,7 +159,10 @@ def _calls(size: int) -> dict[str, Any]:
 
 
 def _pictures(urls: Callable[[int], list[str]], *statuses: int) -> Row:
-    """Return a row whose conversation holds images; ``urls`` makes the URLs, given their size."""
+    """Return a row whose conversation holds images.
+
+    ``urls`` makes the URLs, given their size.
+    """
 
     def fields(size: int) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(size)]

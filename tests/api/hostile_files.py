@@ -96,7 +96,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "digits": {"r": 10**4000},
     "layers": {"layers_to_transform": [*range(500_000)]},
 }
-"""Hostile fields of an adapter's config, by the adapter's name; they replace fields of :data:`ADAPTER`."""
+"""Hostile fields of an adapter's config, by the adapter's name.
+
+They replace fields of :data:`ADAPTER`.
+"""
 
 
 def adapters(folder: Path) -> None:
@@ -120,7 +123,10 @@ def adapters(folder: Path) -> None:
 
 
 def _json(fields: dict[str, Any]) -> str:
-    """Return JSON with whole numbers of any length; ``json`` bounds the digits of a number."""
+    """Return JSON with whole numbers of any length.
+
+    ``json`` bounds the digits of a number.
+    """
     long = {name: value for name, value in fields.items() if isinstance(value, int) and value > 10**100}
     text = json.dumps({name: value for name, value in fields.items() if name not in long})
     return text[:-1] + "".join(f', "{name}": 1{"0" * 4000}' for name in long) + "}"

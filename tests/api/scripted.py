@@ -1,4 +1,4 @@
-"""An engine without a model; a test can tell every token of its answers by hand.
+"""An engine without a model, with every token of its answers told by hand.
 
 It speaks the transport's protocol. It loads adapters from folders that exist, and unloads them after their last
 request. With an adapter it repeats the prompt backwards.

@@ -27,7 +27,10 @@ MOST_MIB = 400
 
 
 def status_of(server: Server, payload: bytes) -> int:
-    """Return the status that answers ``payload``; it may come before the whole payload is sent."""
+    """Return the status that answers ``payload``.
+
+    It may come before the whole payload is sent.
+    """
     with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
 
         def send() -> None:
@@ -85,7 +88,10 @@ def _said(content: str) -> bytes:
 
 
 def test_every_endpoint_that_takes_a_body_is_abused() -> None:
-    """Every endpoint with a body has a row; aliases count once, and bodies with only a name need none."""
+    """Every endpoint with a body has a row.
+
+    Aliases count once, and bodies with only a name need none.
+    """
     taken = {operation.path for operation in OPERATIONS if operation.body}
     small = {"/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
     small |= {"/start_weight_update", "/finish_weight_update"}

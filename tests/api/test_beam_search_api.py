@@ -13,7 +13,10 @@ MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 
 def test_completions_and_chats(server: Server) -> None:
-    """Return the best sequences, the likeliest first when lengths are equal; other requests change nothing."""
+    """Return the best sequences, the likeliest first when lengths are equal.
+
+    Other requests change nothing.
+    """
     with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         body = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True, "length_penalty": 0.5}
         answer = client.completions.create(

@@ -36,7 +36,10 @@ class Measured:
 
 
 def body_of(backend: str, model: str, prompt: Any, **extra: Any) -> tuple[str, dict[str, Any]]:
-    """Return path and body of a request; fields that the client does not set are null."""
+    """Return path and body of a request.
+
+    Fields that the client does not set are null.
+    """
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if backend == "openai":
         own = {"prompt": prompt, "repetition_penalty": 1.0, "max_tokens": TOKENS, "logprobs": None}
@@ -46,7 +49,10 @@ def body_of(backend: str, model: str, prompt: Any, **extra: Any) -> tuple[str, d
 
 
 def events(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Yield the data of each event, however the bytes are cut; comments are passed over."""
+    """Yield the data of each event, however the bytes are cut.
+
+    Comments are passed over.
+    """
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk.decode()).split("\n\n")

@@ -100,7 +100,10 @@ def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any],
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_of: Callable[..., str]) -> None:
-    """An unknown field is named in the header, once in the log, and in the metric; a null field is not."""
+    """An unknown field is named in the header, once in the log, and in the metric.
+
+    A null field is not.
+    """
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "other": None}
     strange = {"messages": [{**USER, "content": [part], "what": 1}, {"role": "user", "content": "", "what": 2}],
                "why\r\n": {"a": 1}, "nothing": None, "max_tokens": 2, "stream_options": None,

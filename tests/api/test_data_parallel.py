@@ -49,7 +49,10 @@ def engines_of(server: Server) -> list[int]:
 
 
 def queried(server: Server) -> list[float]:
-    """Return the tokens that each engine has looked up in its prefix cache; every prompt adds to them."""
+    """Return the tokens that each engine has looked up in its prefix cache.
+
+    Every prompt adds to them.
+    """
     return [server.metric("prefix_cache_queries_total", engine=engine) for engine in ENGINES]
 
 

@@ -73,7 +73,10 @@ def test_scores_and_ranks(embedder: Server) -> None:
 
 
 def test_a_kind_of_text_has_the_prompt_of_the_model(embedder: Server, tmp_path: Path) -> None:
-    """``input_type`` puts the model's prompt of that kind before the text; without prompts it is ignored and named."""
+    """``input_type`` puts the model's prompt of that kind before the text.
+
+    Without prompts it is ignored and named.
+    """
     plain = vectors(embedder, TEXTS[0])
     answer = embedder.post("/v1/embeddings", {"input": TEXTS[0], "input_type": "query"})
     assert answer.json["data"][0]["embedding"] == plain[0]

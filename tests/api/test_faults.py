@@ -26,7 +26,10 @@ def request(body: dict) -> bytes:
 
 
 async def ask(port: int, body: dict, leave_after: int | None = None) -> bytes:
-    """Return the raw answer; the client closes silently after ``leave_after`` bytes of it."""
+    """Return the raw answer.
+
+    The client closes silently after ``leave_after`` bytes of it.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request(body))
     if leave_after is None:
@@ -47,7 +50,10 @@ def run(port: int, bodies: list[dict], leave_after: int | None = None, seconds: 
 
 
 def assert_idle(server: Server, seconds: float = 20) -> None:
-    """Assert that nothing runs, waits or holds a block; a request brings the engine's last report of its blocks."""
+    """Assert that nothing runs, waits or holds a block.
+
+    A request brings the engine's last report of its blocks.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status == 200

@@ -275,7 +275,10 @@ words = st.lists(st.sampled_from(["return", " a", "+", "😀", "\n", "é", "x"])
 @settings(max_examples=150, deadline=None)
 @given(words=words, stops=st.lists(st.sampled_from(["a+", "retu", "😀é", "\n", "zz"]), max_size=3), n=st.integers(1, 3))
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str], stops: list[str], n: int) -> None:
-    """The joined deltas of each choice are its text, in any interleaving; without stops, the decoded tokens."""
+    """The joined deltas of each choice are its text, in any interleaving.
+
+    Without stops, they are the decoded tokens.
+    """
     played, rng = Played(tokenizer), random.Random(len(words))
     state = played.ask(n=n, stop=stops or None, stream=True)
     told = [""] * n
@@ -531,7 +534,10 @@ def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
 
 
 def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
-    """A request that will never fit is the client's mistake; a request that does not fit now may come again."""
+    """A request that will never fit is the client's mistake.
+
+    A request that does not fit now may come again.
+    """
     played = Played(tokenizer, max_queued=4)
     with pytest.raises(InvalidRequest, match=r"asks for 5 sequences .* at most 4 can wait"):
         played.ask(n=5)
@@ -551,7 +557,10 @@ def test_which_prompt_of_a_list() -> None:
 
 
 def test_others_may_work_between_the_messages_of_a_request(tokenizer: Tokenizer) -> None:
-    """Requests that begin meanwhile count the requests under way; a request that stops leaves nothing behind."""
+    """Requests that begin meanwhile count the requests under way.
+
+    A request that stops leaves nothing behind.
+    """
     played = Played(tokenizer, max_queued=10)
     frontend = played.frontend
     params = frontend.input.params(n=4)

@@ -27,7 +27,10 @@ TALKER = "<s>{{ messages[-1].content }}</s>{% for m in messages[:-1] %}{{ m.thin
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with the marks as special tokens; the options name only the parser of calls."""
+    """Run a server with the marks as special tokens.
+
+    The options name only the parser of calls.
+    """
     backend, folder = byte_level(), tmp_path_factory.mktemp("harmony")
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in HarmonyParser.MARKS])
     backend.post_processor = None

@@ -300,7 +300,10 @@ def test_the_http_process_is_light() -> None:
 
 
 def test_the_best_of_several(scripted: Server) -> None:
-    """All sequences have equal logprobs here, so the first are the best; the tokens of all are counted."""
+    """All sequences have equal logprobs here, so the first are the best.
+
+    The tokens of all are counted.
+    """
     body = {"prompt": ["hi", "you"], "best_of": 3, "n": 2, "max_tokens": 4, "temperature": 1}
     answer = scripted.post(COMPLETIONS, body).json
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

@@ -159,7 +159,10 @@ def test_what_is_wrong_is_told(images):
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, images, urls: dict[str, float]) -> Callable[[], int]:
-    """Make reading take as many seconds as ``urls`` say; return the count of reads at once."""
+    """Make reading take as many seconds as ``urls`` say.
+
+    Return the count of reads at once.
+    """
     reading, lock = 0, threading.Lock()
 
     def read(url: str) -> bytes:
@@ -195,7 +198,10 @@ def test_fetched_images_of_one_client_hold_up_neither_sent_nor_fetched_ones_of_a
 
 
 def test_the_work_of_a_client_that_leaves_ends(images):
-    """A client that leaves ends its work, here a process that decodes for ever; no other client waits."""
+    """A client that leaves ends its work, here a process that decodes for ever.
+
+    No other client waits.
+    """
 
     async def scenario() -> None:
         lanes, client = ImageLanes(images), Client("a")

@@ -53,7 +53,10 @@ def ask(client: OpenAI, *parts, **options):
 
 
 def test_a_data_url(model, client):
-    """A warm engine's first image request meets nothing cold; its tokens are transformers' own."""
+    """A warm engine's first image request meets nothing cold.
+
+    Its tokens are transformers' own.
+    """
     server, reference = model
     answer = ask(
         client, image(data_url(A)), TEXT, logprobs=True, extra_body={"return_token_ids": True, "ignore_eos": True}

@@ -141,7 +141,10 @@ def test_streamed_chat(client: OpenAI) -> None:
 
 
 def test_stop_ids_have_a_limit(client: OpenAI) -> None:
-    """The model's own stop ids count towards the limit; an id given twice counts once."""
+    """The model's own stop ids count towards the limit.
+
+    An id given twice counts once.
+    """
     ids = [*range(100, 100 + MAX_STOP_IDS)]
     assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids[:1000] * 2}).choices
     assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids, "ignore_eos": True}).choices

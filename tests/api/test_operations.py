@@ -157,7 +157,10 @@ def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
 
 
 def test_pause_and_resume(operated: Server) -> None:
-    """A pause keeps the running requests and holds back new ones; after it both go on."""
+    """A pause keeps the running requests and holds back new ones.
+
+    After it both go on.
+    """
     long: dict[str, Any] = ASKED | {"max_tokens": 100}
     expected = operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"]
     assert "wait" in told(operated, "/pause?mode=later", None, 400)["error"]["message"]

@@ -92,7 +92,10 @@ def test_where_a_template_speaks_of_reasoning_there_may_be_some(server: Server, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_ends_the_reasoning(server: Server, stream: bool) -> None:
-    """The budget ends the reasoning; then the answer follows, or the forced text."""
+    """The budget ends the reasoning.
+
+    Then the answer follows, or the forced text.
+    """
     for budget in (0, 3, 7):
         body = {"chat_template": OPEN, "thinking_token_budget": budget, "ignore_eos": True}
         if stream:

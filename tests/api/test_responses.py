@@ -73,7 +73,10 @@ def test_reasoning_and_calls(client: OpenAI) -> None:
 
 
 def test_events(client: OpenAI) -> None:
-    """Events are numbered and in order, about the item that began last; the last event has the whole response."""
+    """Events are numbered and in order, about the item that began last.
+
+    The last event has the whole response.
+    """
     events = list(ask(client, ALL, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
@@ -224,7 +227,10 @@ def test_an_answer_in_the_background_is_cancelled(slow: OpenAI) -> None:
 
 
 def test_an_answer_in_the_background_fails(slow: OpenAI, tools_folder: Path) -> None:
-    """A later failure of the engine is told in the response; a request that cannot start is refused at once."""
+    """A later failure of the engine is told in the response.
+
+    A request that cannot start is refused at once.
+    """
     text = Tokenizer(tools_folder).decode([FAIL], skip_special_tokens=False)
     failed = ended(slow, slow.responses.create(model="m", input=text, background=True, max_output_tokens=5).id)
     assert failed.status == "failed" and failed.error.message

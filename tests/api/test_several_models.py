@@ -134,7 +134,10 @@ def test_what_is_shown_of_each(both: Server) -> None:
 
 
 def test_not_ready_until_both_are(tmp_path: Path) -> None:
-    """The server is ready when both models are; the second engine begins after the first is ready."""
+    """The server is ready when both models are.
+
+    The second engine begins after the first is ready.
+    """
     folders = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -36,7 +36,10 @@ def gone(pid: int) -> bool:
 
 
 async def streams(server: Server, count: int, rank: int) -> tuple[list[bytes], float]:
-    """Kill ``rank`` in the midst of ``count`` streams; return the bytes that clients read, and the time of the kill."""
+    """Kill ``rank`` in the midst of ``count`` streams.
+
+    Return the bytes that clients read, and the time of the kill.
+    """
     body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     running = [asyncio.create_task(ask(server.port, body)) for _ in range(count)]
     if running:

@@ -49,7 +49,10 @@ class Spans(queue.Queue[Span]):
 
 @pytest.fixture(scope="module")
 def spans() -> Spans:
-    """Return the spans; each test takes all the spans that it has caused."""
+    """Return the spans.
+
+    Each test takes all the spans that it has caused.
+    """
     return Spans()
 
 
@@ -138,7 +141,10 @@ def test_a_failed_request(server: Server, spans: Spans) -> None:
 
 
 def test_a_clients_span_is_the_parent(server: Server, spans: Spans) -> None:
-    """A client's span is the parent, at both endpoints; unsampled and refused requests send no span."""
+    """A client's span is the parent, at both endpoints.
+
+    Unsampled and refused requests send no span.
+    """
     state = {"tracestate": "vendor=one"}
     prompt = {"prompt": "abc", "max_tokens": 1}
     assert server.post("/v1/completions", prompt, traceparent=f"00-{TRACE}-{PARENT}-00").status == 200

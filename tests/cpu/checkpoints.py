@@ -37,7 +37,10 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def longrope(pairs: int) -> dict[str, Any]:
-    """Return longrope factors for ``pairs`` pairs of dimensions; any sequence of more than 8 tokens is long."""
+    """Return longrope factors for ``pairs`` pairs of dimensions.
+
+    Any sequence of more than 8 tokens is long.
+    """
     return {
         "rope_type": "longrope",
         "short_factor": [1.0 + i / pairs for i in range(pairs)],

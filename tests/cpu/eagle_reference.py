@@ -118,7 +118,10 @@ class Reference:
         return self._linear("lm_head", self._norm("norm", state)), state
 
     def next_logits(self, tokens: Tensor, known: int) -> Tensor:
-        """Return the head's logits behind ``tokens``; the target knows ``known`` of them, the rest are drafts."""
+        """Return the head's logits behind ``tokens``.
+
+        The target knows ``known`` of them, the rest are drafts.
+        """
         features = self.features(tokens[:known])[: known - 1]
         while True:
             logits, states = self.forward(features, tokens[1 : len(features) + 1])

@@ -177,7 +177,10 @@ def awq(group_size: int = 32) -> Kind:
 
 
 def gptq(bits: int = 4, version: int = 1, desc_act: bool = False, group_size: int = 32) -> Kind:
-    """AutoGPTQ's QuantLinear: inputs packed in order; files of version 1 hold zero points less one."""
+    """AutoGPTQ's QuantLinear: inputs packed in order.
+
+    Files of version 1 hold zero points less one.
+    """
 
     def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]

@@ -1,4 +1,7 @@
-"""PEFT's adapters are read back with PEFT's factors and scales; an adapter that does not fit is refused."""
+"""PEFT's adapters are read back with PEFT's factors and scales.
+
+An adapter that does not fit is refused.
+"""
 
 from __future__ import annotations
 

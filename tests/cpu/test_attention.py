@@ -252,7 +252,10 @@ def test_what_is_read_in_place_is_the_block_itself() -> None:
 
 
 def test_splits_are_merged_from_first_to_last() -> None:
-    """Five splits are merged from first to last; the check at boot has two, and two have only one order."""
+    """Five splits are merged from first to last.
+
+    The check at boot has two, and two have only one order.
+    """
     tiles, splits, rows, dim = 3, 5, 8, 16
     group = PagedAttention.__new__(PagedAttention)
     group.num_tiles, group.num_splits, group.rows = tiles, splits, rows

@@ -45,7 +45,10 @@ def found(output: BeamSearchOutput) -> list[tuple[list[int], float]]:
 
 @pytest.mark.parametrize(("width", "penalty", "ignore"), [(3, 1.0, False), (3, 8.0, False), (4, 2.0, True)])
 def test_equals_vllms_rules(llm: LLM, width: int, penalty: float, ignore: bool, monkeypatch) -> None:
-    """The result equals vLLM's bit for bit; a token that the model likes stands in for an early end of sequence."""
+    """The result equals vLLM's bit for bit.
+
+    A token that the model likes stands in for an early end of sequence.
+    """
     ids = llm.frontend.tokenizer.encode(PROMPTS[0])
     plain = llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)
     eos = [plain[0].outputs[0].token_ids[1]]
@@ -65,7 +68,10 @@ def test_equals_vllms_rules(llm: LLM, width: int, penalty: float, ignore: bool, 
 
 
 def test_the_same_bits_alone_and_beside_others(llm: LLM) -> None:
-    """A search has the same bits beside other searches, sampling, cold and warm prefixes; a cold event would raise."""
+    """A search has the same bits beside other searches, sampling, cold and warm prefixes.
+
+    A cold event would raise.
+    """
     params = BeamSearchParams(4, 12)
     alone = []
     for prompt in PROMPTS:

@@ -99,7 +99,10 @@ def test_full_tries_every_bucket(policy):
 
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
-    """Compiled regions are checked against eager ones; without a compiler, a slightly wrong region stands in."""
+    """Compiled regions are checked against eager ones.
+
+    Without a compiler, a slightly wrong region stands in.
+    """
     from preheat.backends.cpu import compile as compiling
 
     def wrong(region):
@@ -160,7 +163,10 @@ def test_what_cannot_be_kept_is_refused():
 
 
 def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
-    """Without invariance a boot promises nothing, on a device with faster implementations; a CPU has none."""
+    """Without invariance a boot promises nothing, on a device with faster implementations.
+
+    A CPU has none.
+    """
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, rejected={}))
     PLANTS["threshold"](monkeypatch, rows=32)
     varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}

@@ -153,7 +153,10 @@ def test_layers_share_a_program_for_each_number_of_tokens(tmp_path: Path) -> Non
 
 
 def test_memory_layout_makes_no_second_program() -> None:
-    """A gap between rows makes no second program; attention's kernel may leave such gaps in its result."""
+    """A gap between rows makes no second program.
+
+    Attention's kernel may leave such gaps in its result.
+    """
     before, wide = compilations(), torch.ones(4, 128)
     run = Regional(silu_and_mul)
     with torch.inference_mode():

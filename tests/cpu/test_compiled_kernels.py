@@ -51,7 +51,10 @@ PLACES = {"experts": "*i32", "starts": "*i32", "counts": "*i32", "tokens": "*i32
 
 
 def compiled(kernel, warps, stages, types=(), **constants):
-    """Compile a kernel; ``constants`` are arguments with a value, ``types`` replace the usual types of others."""
+    """Compile a kernel.
+
+    ``constants`` are arguments with a value, ``types`` replace the usual types of others.
+    """
     known = TYPES | PLACES | dict.fromkeys(NUMBERS, "i32") | dict(types)
     names = kernel.arg_names
     constants["overlap"] = True
@@ -73,7 +76,10 @@ GLUON = TYPES | {"bias": "*bf16", "steps": "i32"} | dict.fromkeys(NUMBERS, "i32"
 
 
 def of_gluon(kernel, given, constants, types=GLUON, **options):
-    """Compile a Gluon kernel; ``given`` are descriptors, ``types`` replace the usual types of other arguments."""
+    """Compile a Gluon kernel.
+
+    ``given`` are descriptors, ``types`` replace the usual types of other arguments.
+    """
     types = types | {name: mangle_type(value) for name, value in given.items()}
     source = GluonASTSource(
         kernel, {name: types.get(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr"),
@@ -161,7 +167,10 @@ def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
 
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
-    """The matrix unit begins with zero, even for one product; the layer's output is added behind it."""
+    """The matrix unit begins with zero, even for one product.
+
+    The layer's output is added behind it.
+    """
     sizes = {"TILES": tiles, "RANKS": 16, "COLUMNS": 128, "ROWS": 16, "WORLD": 1, "PARTS": 3, "WHOLE": True}
     sizes |= {"LEAVES": 1, "SPLITS": 8}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=False, chosen=False)
@@ -243,7 +252,10 @@ def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dt
     (False, False, False, 1), (True, True, True, 1), (False, True, True, 1), (False, False, True, 4),
 ])  # fmt: skip
 def test_experts_compile(gated, gathered, arranged, leaves):
-    """Expert kernels compile; the first layer gathers rows, and beside adapters it is not gated."""
+    """Expert kernels compile.
+
+    The first layer gathers rows, and beside adapters it is not gated.
+    """
     tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": gated, "gathered": gathered, "arranged": arranged}
     tile["LEAVES"] = leaves
     scales = {"GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}

@@ -76,7 +76,10 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma 3"])
 def test_equals_transformers(name, tmp_path):
-    """The mean and the last token, normalized or not, equal transformers; the output head is not even loaded."""
+    """The mean and the last token, normalized or not, equal transformers.
+
+    The output head is not even loaded.
+    """
     save_checkpoint(MODELS[name], tmp_path)
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     mean = LLM(str(tmp_path), **OPTIONS)
@@ -163,7 +166,10 @@ def test_the_comparison_can_fail(checkpoint, monkeypatch):
 
 
 def test_scores_and_forms_of_prompts():
-    """A text, its token ids and a dictionary give the same embedding; the score is the cosine."""
+    """A text, its token ids and a dictionary give the same embedding.
+
+    The score is the cosine.
+    """
     llm = LLM("bundled", runner="pooling", num_threads=1, max_model_len=64, max_num_seqs=4)
     texts = ["import os", "def add(a, b):"]
     ids = [llm.frontend.tokenizer.encode(text) for text in texts]
@@ -251,7 +257,10 @@ def test_the_architecture_decides(architecture, pools, tmp_path):
 
 
 def test_a_checkpoint_without_an_output_head(checkpoint, tmp_path):
-    """A checkpoint of AutoModel lacks the first part of its names; it pools, and anything else is refused."""
+    """A checkpoint of AutoModel lacks the first part of its names.
+
+    It pools, and anything else is refused.
+    """
     import transformers
 
     transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(tmp_path)

@@ -183,7 +183,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_the_cache(prompts: list[list
 
 
 def test_truncation_all_logprobs_and_a_reset_prefix_cache(prompts: list[list[int]]) -> None:
-    """The frontend's settings reach the engine; a prompt that was cut is the prompt of its last tokens."""
+    """The frontend's settings reach the engine.
+
+    A prompt that was cut is the prompt of its last tokens.
+    """
     llm = LLM(max_logprobs=3, block_size=16)
     prompt = next(prompt for prompt in prompts if len(prompt) > 40)
 

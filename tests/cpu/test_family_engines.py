@@ -31,7 +31,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logpro
 
 
 def prompts() -> list[list[int]]:
-    """Return three prompts of more than 8 tokens; the second and third share two blocks with the first."""
+    """Return three prompts of more than 8 tokens.
+
+    The second and third share two blocks with the first.
+    """
     chance = random.Random(2)
     first, second, third = ([chance.randrange(VOCAB) for _ in range(length)] for length in (90, 37, 9))
     return [first, first[:32] + second, first[:32] + third]

@@ -30,7 +30,10 @@ ASKED = [
     SamplingParams(temperature=0.7, seed=7, max_tokens=20, bad_words=["x"], logprobs=2),
     held(1.0, 8, choice=["one way alone"], max_tokens=4),
 ]
-"""Parameters with and without grammars; one request is cut off within its forced tokens."""
+"""Parameters with and without grammars.
+
+One request is cut off within its forced tokens.
+"""
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 16, "dtype": "float32", "max_model_len": 256,
          "num_threads": 1}  # fmt: skip
@@ -126,9 +129,9 @@ def test_control_masks_that_ignore_drafts_are_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
 def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(tmp_path, planted, monkeypatch):
-    """preheat verify finds a planted mask behind drafts; without drafts the mask is not used.
+    """preheat verify finds a planted mask behind drafts.
 
-    The planted mask allows only one token.
+    Without drafts the mask is not used. The planted mask allows only one token.
     """
     write_model(tmp_path)
     options = {"model": str(tmp_path), "load_format": "dummy", "skip_warmup": True, "boot_check": "off", **SMALL}

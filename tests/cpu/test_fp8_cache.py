@@ -59,7 +59,10 @@ def test_attention_is_close_to_float64_over_what_is_stored(dtype, stored):
 
 
 class EightBits(Pages):
-    """Pages with a cache of eight bits, read without conversion; :meth:`exact` uses the stored values."""
+    """Pages with a cache of eight bits, read without conversion.
+
+    :meth:`exact` uses the stored values.
+    """
 
     def __init__(self, block_size, dtype, stored):
         super().__init__([1, 64, 600], 32, block_size, dtype)

@@ -172,7 +172,10 @@ def test_without_warm_up_each_program_is_cold_once(llm):
 
 
 def test_only_what_was_not_warmed_up_is_called_so(llm, caplog):
-    """A cold step is told as on vLLM for Gaudi; a step beyond the bucket sizes is not, since its fallback is warm."""
+    """A cold step is told as on vLLM for Gaudi.
+
+    A step beyond the bucket sizes is not, since its fallback is warm.
+    """
     with caplog.at_level(logging.WARNING):
         watch(llm, "warn", hot=False)
         serve(llm, 1)

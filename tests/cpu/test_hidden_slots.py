@@ -19,7 +19,10 @@ POISON = [float("nan"), float("inf"), -float("inf"), 3e38, -3e38]
 
 
 def spoil(pages: Pages, row: int, positions: np.ndarray, seed: int | None) -> None:
-    """Fill the slots of these positions with all kinds of poison, in keys and values; seed None: with zeros."""
+    """Fill the slots of these positions with all kinds of poison.
+
+    Keys and values are filled; with seed None, by zeros.
+    """
     shape = (len(positions), 2, *pages.cache.shape[2:3], pages.dim)
     chosen = torch.zeros(shape)
     if seed is not None:

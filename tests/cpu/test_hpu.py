@@ -49,7 +49,10 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def warm(small):
-    """Return a warm engine, checked at boot, that reads the cache in place where it can; and its card."""
+    """Return a warm engine, checked at boot, and its card.
+
+    The engine reads the cache in place where it can.
+    """
     with inserted() as card:
         llm = boot(small | LIMITS, on_cold="raise", boot_check="full")
         yield llm, card
@@ -180,7 +183,10 @@ TOKENS: dict[str, Any] = {}
 
 
 def test_layers_of_a_graph_and_the_tensor_cache(tmp_path):
-    """A graph has one layer unless VLLM_CONFIG_HIDDEN_LAYERS says more; the tensor cache makes graphs larger."""
+    """A graph has one layer unless VLLM_CONFIG_HIDDEN_LAYERS says more.
+
+    The tensor cache makes graphs larger.
+    """
     options = OPTIONS | {"model": model(tmp_path, num_hidden_layers=2), "max_num_seqs": 1, "max_model_len": 16,
                          "max_num_batched_tokens": 16}  # fmt: skip
     found = {}
@@ -306,7 +312,10 @@ def test_a_graph_refuses_what_a_gaudi_refuses(card, refused, what):
 
 
 def test_a_replay_computes_what_was_recorded(card):
-    """A replay uses its static tensors' current values and writes its first results; a new shape is a new graph."""
+    """A replay uses its static tensors' current values and writes its first results.
+
+    A new shape is a new graph.
+    """
     from habana_frameworks.torch import hpu
 
     class Sum(torch.nn.Module):
@@ -331,7 +340,10 @@ def test_a_replay_computes_what_was_recorded(card):
 
 
 def test_memory_beyond_the_card_is_refused(card):
-    """Memory beyond the card is refused; the card here is small enough for the host's memory."""
+    """Memory beyond the card is refused.
+
+    The card here is small enough for the host's memory.
+    """
     from habana_frameworks.simulator import GIB, HERE
 
     card.ledger.total = 3 * GIB

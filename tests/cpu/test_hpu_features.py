@@ -77,7 +77,10 @@ def test_incs_ranges_are_measured_and_served(tmp_path, monkeypatch):
 
 
 def test_drafts_are_checked_and_change_nothing(tmp_path):
-    """Drafts change nothing in mixed steps; the default policy has no mixed steps, and refuses with advice."""
+    """Drafts change nothing in mixed steps.
+
+    The default policy has no mixed steps, and refuses with advice.
+    """
     options = OPTIONS | {"model": model(tmp_path), "bucketing_policy": "unified"}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     prompts = [[1, 2, 3] * 5, [7, 8] * 6, [9] * 10]
@@ -140,7 +143,10 @@ def _group():
 
 @pytest.mark.usefixtures("_group")
 def test_two_cards_have_the_bits_of_one(tmp_path):
-    """Graphs hold HCCL's collectives by name: attention, experts, a shared expert; and a card that dies."""
+    """Two cards have the bits of one, and a card that dies is noticed.
+
+    Graphs hold HCCL's collectives by name: for attention, experts, and a shared expert.
+    """
     save_checkpoint(SHARED, tmp_path)
     options = {
         "model": str(tmp_path), "device": "hpu", "use_fake_hpu": True, "dtype": "float32", "skip_tokenizer_init": True,

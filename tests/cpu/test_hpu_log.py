@@ -74,7 +74,10 @@ RATIO_3 = (
     "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.754 GiB for prompt and 11.09 GiB for decode "
     "(VLLM_GRAPH_PROMPT_RATIO=0.3)"
 )
-"""Our line; the log has 4.755 and 11.095, as it takes 0.3 and 0.7 of 15.85, a rounded number."""
+"""Our line for the log's numbers 4.755 and 11.095.
+
+The log takes 0.3 and 0.7 of 15.85, a rounded number.
+"""
 EQUAL = [
     "[Warmup][Graph/Prompt][11/24] batch_size:1 seq_len:896 free_mem:48.77 GiB",
     "[Warmup][Graph/Decode][1/48] batch_size:4 seq_len:128 free_mem:47.51 GiB",
@@ -109,7 +112,10 @@ def logged(tmp_path, caplog, env: dict[str, str]) -> tuple[LLM, list[str]]:
 
 
 def is_said(line: str, said: list[str]) -> bool:
-    """Return whether a line was logged; the log measured the memory of single graphs to 0.01 GiB."""
+    """Return whether a line was logged.
+
+    The log measured the memory of single graphs to 0.01 GiB.
+    """
     text, found, free = line.partition(" free_mem:")
     if not found or "Graph" not in text:
         return line in said

@@ -1,4 +1,7 @@
-"""Intel Neural Compressor's whole flow: measure ranges, then serve them; weights prepared on the host."""
+"""Intel Neural Compressor's whole flow: measure ranges, then serve them.
+
+Weights are prepared on the host.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,10 @@ def test_other_methods_load(measured, tmp_path, method):
 
 
 def test_the_command_follows_a_configuration_that_measures(tmp_path, monkeypatch, capsys):
-    """The lists of a measuring configuration count, and it names the folder of the ranges; no engine serves it."""
+    """The lists of a measuring configuration count, and it names the folder of the ranges.
+
+    No engine serves it.
+    """
     stats = f"{tmp_path}/g3/inc_output"
     config = {"method": "HOOKS", "mode": "MEASURE", "observer": "maxabs", "dump_stats_path": stats,
               "allowlist": {"types": [], "names": []}, "blocklist": {"types": [], "names": ["mlp"]},
@@ -164,7 +170,10 @@ def test_the_command_follows_a_configuration_that_measures(tmp_path, monkeypatch
 
 
 def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):
-    """The device gets only the tensors that stay there; the host holds at most the largest matrix."""
+    """The device gets only the tensors that stay there.
+
+    The host holds at most the largest matrix.
+    """
     spec = read_spec(json.loads((BUNDLED_PATH / "config.json").read_text()))
     backend, empty, live, most = Elsewhere(), WeightLoader.empty, [], [0]
 
@@ -185,7 +194,10 @@ def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):
 
 
 class Elsewhere(CpuBackend):
-    """Backend with a device that is not the host; it counts the bytes ``given`` to the device."""
+    """Backend with a device that is not the host.
+
+    It counts the bytes ``given`` to the device.
+    """
 
     device = torch.device("meta")
 

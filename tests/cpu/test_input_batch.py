@@ -263,7 +263,10 @@ def test_a_row_without_a_new_version_is_missed() -> None:
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_step_has_adapters_only_where_the_plan_serves_some(served):
-    """A step has adapters only if its plan serves some; a draft model's plan has none for the target's rows."""
+    """A step has adapters only if its plan serves some.
+
+    A draft model's plan has none for the target's rows.
+    """
     steps = Steps()
     steps.scheduler.add(request(0, [1, 2, 3]))
     schedule = steps.scheduler.schedule()

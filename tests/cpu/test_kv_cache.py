@@ -99,7 +99,10 @@ def test_whatever_fails_the_cache_is_as_it_was(llm: LLM, broken: list[int]) -> N
 
 
 def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
-    """Control: block 0 pads, so a swap of (1, 0) is contradicted; hence warm-up swaps only this pair."""
+    """Control: block 0 pads, so a swap of (1, 0) is contradicted.
+
+    Hence warm-up swaps only this pair.
+    """
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
     runner.swap(Swaps(np.array([[1, 0]], np.int32), 8))

@@ -39,7 +39,10 @@ def prompt(number: int) -> list[int]:
 
 
 class Subscriber:
-    """Follower of the events, as a router is; it decodes them without our classes."""
+    """Follower of the events, as a router is.
+
+    It decodes them without our classes.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()

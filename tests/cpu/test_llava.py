@@ -117,7 +117,10 @@ def test_the_comparison_can_fail(model, together):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 def test_adapters_beside_images(model, folder, tmp_path):
-    """Adapters leave the vision tower alone; rows without an adapter keep the bits of an engine without adapters."""
+    """Adapters leave the vision tower alone.
+
+    Rows without an adapter keep the bits of an engine without adapters.
+    """
     right = save_adapter(model[0], tmp_path / "own")
     llm, asked = LLM(folder, **OPTIONS, enable_lora=True), LoRARequest("own", 1, str(tmp_path / "own"))
     given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in PROMPTS]
@@ -142,7 +145,10 @@ def test_cached_prefixes_keep_images_apart(llm, together):
 
 
 def test_an_image_is_what_is_seen_of_it(llm):
-    """Equal pixels have one hash, however they are stored; other pixels have another hash."""
+    """Equal pixels have one hash, however they are stored.
+
+    Other pixels have another hash.
+    """
     images = llm.frontend.images
     again = A.copy()
     again.info["comment"] = b"another image"

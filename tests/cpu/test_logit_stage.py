@@ -36,7 +36,10 @@ class TokenBan:
 
 
 def drawn(*stages: LogitStage, params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Return the tokens of each prompt, all in one batch; the packer has ``stages`` besides its own."""
+    """Return the tokens of each prompt, all in one batch.
+
+    The packer has ``stages`` besides its own.
+    """
     engine = LLM(**OPTIONS)
     packer = engine.loop.packer
     assert isinstance(packer, Packer)

@@ -58,7 +58,10 @@ def test_plain_python_comes_out() -> None:
 
 
 def test_nan_and_infinities() -> None:
-    """NaN is impossible, +inf the best; if no token is possible, every log-probability is -inf."""
+    """NaN is impossible, +inf the best.
+
+    If no token is possible, every log-probability is -inf.
+    """
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, 1.0, 1.0], [0.0, inf, nan], [-inf, -inf, nan]])
     mixed, sure, none = token_logprobs(logits, np.array([1, 0, 2]), np.array([3, 1, 1]))

@@ -453,7 +453,10 @@ def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
 
 
 def test_a_draft_model_drafts_for_rows_with_adapters_too(folder, shared):
-    """A draft model without adapters drafts for rows with adapters; it drafts the answers without an adapter."""
+    """A draft model without adapters drafts for rows with adapters.
+
+    It drafts the answers without an adapter.
+    """
     asked = prompts(*NAMES)
     drafting = engine(folder, speculative_config={"model": str(folder / "base"), "num_speculative_tokens": 3})
     assert drafting.run(asked) == alone(shared, asked)

@@ -81,7 +81,10 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def adapter(place: int) -> dict[int, LowRankPair]:
-    """Return an adapter by part; the first adapter skips up of expert 1, down of expert 2, and all of expert 3."""
+    """Return an adapter by part.
+
+    The first adapter skips up of expert 1, down of expert 2, and all of expert 3.
+    """
     found = {}
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 8, 9, 10, 11):
@@ -102,7 +105,10 @@ def mine(given: dict[int, LowRankPair], kept: slice) -> dict[int, LowRankPair]:
 
 
 def added(collective: Collective, whose: list[int] = WHOSE, plain: bool = False) -> Tensor:
-    """Return the output of experts with K splits of several parts; ``plain`` experts have no adapter slots."""
+    """Return the output of experts with K splits of several parts.
+
+    ``plain`` experts have no adapter slots.
+    """
     part = INNER // collective.world
     kept = slice(collective.rank * part, (collective.rank + 1) * part)
     gate_up, down = weights()

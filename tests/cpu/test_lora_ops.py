@@ -32,7 +32,10 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter into slot ``place``; ``given`` has its matrices for each of the first parts."""
+    """Put an adapter into slot ``place``.
+
+    ``given`` has its matrices for each of the first parts.
+    """
     made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
@@ -93,7 +96,10 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
 
 
 def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
-    """Control: the proof chooses another number of rows; with the wrong number the test above fails."""
+    """Control: the proof chooses another number of rows.
+
+    With the wrong number the test above fails.
+    """
     right = lowrank._in_parts
 
     def by_rows(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:

@@ -108,7 +108,10 @@ def test_layers(scheme, world, whose, bias, finish, rank):
 
 
 def compare_layers(scheme, world, whose, bias=True, finish=(None, None), rank=21):
-    """Compare a layer with the reference; with world 0, no rank shares the inputs."""
+    """Compare a layer with the reference.
+
+    With world 0, no rank shares the inputs.
+    """
     inputs, outputs = 512, 48
     weight, x = weight_of(scheme, outputs, inputs), noise(len(whose), inputs, seed=5)
     biases = noise(outputs, seed=6) if bias else None

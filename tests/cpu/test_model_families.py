@@ -111,7 +111,10 @@ def test_the_comparison_can_fail(tmp_path):
 
 
 def test_alibi_of_another_maximum(tmp_path):
-    """ALiBi with another maximum is right by the authors' formula; transformers reads the field but uses 8."""
+    """ALiBi with another maximum is right by the authors' formula.
+
+    transformers reads the field but uses 8.
+    """
     from transformers.models.mpt import modeling_mpt
 
     name, changes = MODELS["mpt with six heads"]

@@ -61,7 +61,10 @@ def variant_rows(run: Operation, x: Tensor) -> int:
 
 
 def rope(x: Tensor) -> Tensor:
-    """Apply rope; ``x`` holds a token's position in its first element, so that a row carries its position along."""
+    """Apply rope.
+
+    ``x`` holds a token's position in its first element, so that a row carries its position along.
+    """
     table = rope_table(RopeSpec(kind="default", theta=10000.0), x.shape[-1], 64, x.dtype)
     cos, sin = table[(x[:, 0, 0].float().abs() * 10).long() % 64].unbind(1)
     part = x[:, :5]  # a view, as in the decoder
@@ -70,7 +73,10 @@ def rope(x: Tensor) -> Tensor:
 
 
 def operations(dtype: torch.dtype) -> dict[str, tuple[Operation, Tensor]]:
-    """Return each operation with an input of rows; some sizes are no multiple of a vector register."""
+    """Return each operation with an input of rows.
+
+    Some sizes are no multiple of a vector register.
+    """
     found: dict[str, tuple[Operation, Tensor]] = {}
     for outputs, inputs in ((512, 256), (256, 1024), (131, 100), (96, 4096), (32, 8192)):
         weight = randn(outputs, inputs, seed=1, dtype=dtype) / inputs**0.5
@@ -158,7 +164,10 @@ def test_norm_is_right_and_leaves_its_input_alone(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_is_that_of_the_reference_models(dtype):
-    """Rows are normed in fp32, rounded, then weighted; a coarse dtype shows the rounding in between."""
+    """Rows are normed in fp32, rounded, then weighted.
+
+    A coarse dtype shows the rounding in between.
+    """
     x, weight = randn(512, 256, dtype=dtype), 1 + 0.1 * randn(256, seed=1, dtype=dtype)
     wide = x.float()
     reference = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)

@@ -74,7 +74,10 @@ class Steps:
 
     @torch.inference_mode()
     def run(self, extends: list[tuple[int, ...]]) -> list[Tensor]:
-        """Return the logits of all tokens of all sequences; step i computes ``extends[i][s]`` tokens of sequence s."""
+        """Return the logits of all tokens of all sequences.
+
+        Step i computes ``extends[i][s]`` tokens of sequence s.
+        """
         decoder, found = self.executor.decoder, list[list[Tensor]]([] for _ in LENGTHS)
         for step in extends:
             rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)

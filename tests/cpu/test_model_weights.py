@@ -112,7 +112,10 @@ def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") ->
 
 
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path):
-    """A head that differs in a single number, even in the last row, is used; an equal head is the table itself."""
+    """A head that differs in a single number, even in the last row, is used.
+
+    An equal head is the table itself.
+    """
     tensors = write(tmp_path, TIED)
     table = tensors[TABLE]
     spec, difference = head_of(tmp_path, tensors | {HEAD: table.clone()})

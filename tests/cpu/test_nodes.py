@@ -123,7 +123,10 @@ def test_what_is_gathered_is_in_the_order_of_ranks_whoever_comes_first():
 
 @pytest.mark.parametrize(("wrap", "same"), [(lambda link: link, True), (RoundsOnTheWire, False)])
 def test_a_model_on_nodes_has_the_logits_of_one_rank(wrap, same, tmp_path):
-    """Two nodes give the logits of one rank; the control rounds partial sums on the way."""
+    """Two nodes give the logits of one rank.
+
+    The control rounds partial sums on the way.
+    """
     (alone,) = on_ranks(1, tmp_path / "one", lambda link: logits_on(link, BUNDLED_PATH))
     for logits in on_nodes(2, joined(lambda link: logits_on(wrap(link), BUNDLED_PATH))):
         assert torch.equal(logits, alone) is same
@@ -145,7 +148,10 @@ def test_stages_on_nodes_hand_on_what_they_have():
 
 
 def test_a_process_group_begins_at_the_first_ranks_address():
-    """A process group begins at the first rank's address, as NCCL's would; no test has GPUs on several nodes."""
+    """A process group begins at the first rank's address, as NCCL's would.
+
+    No test has GPUs on several nodes.
+    """
 
     def meet(meeting: Nodes) -> tuple[bytes, object]:
         """Return a value from the store, and the store: the first rank's store serves only while it is referenced."""

@@ -84,7 +84,10 @@ class RoundsOnTheWire(Pipe):
 
 @pytest.mark.parametrize(("kind", "same"), [(Pipe, True), (RoundsOnTheWire, False)])
 def test_what_travels_keeps_its_bits(kind, same, tmp_path):
-    """Data keeps its bits between stages; the control rounds hidden states on the way."""
+    """Data keeps its bits between stages.
+
+    The control rounds hidden states on the way.
+    """
     settings, sent = Settings(pipeline_parallel_size=2), torch.randn(2, 300, 96)
 
     def rank(number: int) -> Tensor:

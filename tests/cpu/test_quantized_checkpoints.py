@@ -143,9 +143,9 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_file_beside_the_config_says_it(name: str, tmp_path: Path) -> None:
-    """A file beside the config, as AutoGPTQ and AutoAWQ write it, sets the method; the config comes first.
+    """A file beside the config, as AutoGPTQ and AutoAWQ write it, sets the method.
 
-    The file does not name the method.
+    The config comes first. The file does not name the method.
     """
     kind = BESIDE[name]
     made(tmp_path, kind)
@@ -186,7 +186,10 @@ def test_symmetric_experts(tmp_path: Path) -> None:
 
 
 def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> None:
-    """A symmetric file with one other zero point is refused by name; an asymmetric file is read as it is."""
+    """A symmetric file with one other zero point is refused by name.
+
+    An asymmetric file is read as it is.
+    """
     zeros, kind = "model.layers.1.mlp.up_proj.qzeros", symmetric(4, 7, sym=True)
     made(tmp_path, kind)
     changed(tmp_path, zeros, lambda words: words.index_fill(1, torch.tensor([0]), 0x77777779))

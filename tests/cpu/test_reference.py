@@ -33,7 +33,10 @@ def ids(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
 
 
 def served(llm: LLM, prompts: list[list[int]], answers: list[int]) -> list[tuple[list[int], list[float]]]:
-    """Return each request's tokens, and the engine's logprobs of all but the first; greedy and drawn in turn."""
+    """Return each request's tokens, and the engine's logprobs of them.
+
+    The first token has no logprob. Greedy and drawn requests take turns.
+    """
     params = [
         SamplingParams(
             max_tokens=answer, temperature=place % 2, seed=place, logprobs=0, prompt_logprobs=0, ignore_eos=True

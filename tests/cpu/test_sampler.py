@@ -144,7 +144,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 def test_top_k_among_equals() -> None:
-    """Exactly k tokens survive, the lowest ids of the equal ones; with duplicates, all tokens equal to the k-th."""
+    """Exactly k tokens survive, the lowest ids of the equal ones.
+
+    With duplicates, all tokens equal to the k-th survive.
+    """
 
     def reached(duplicates: bool) -> set[int]:
         logits = np.array([1, 2, 2, 2, 5, 2, 0], np.float32)
@@ -208,7 +211,10 @@ def test_extreme_penalties_do_not_crash() -> None:
 
 
 def test_min_tokens_ends() -> None:
-    """A stop id may be drawn from position ``min_tokens`` on; a stop id out of range harms nothing."""
+    """A stop id may be drawn from position ``min_tokens`` on.
+
+    A stop id out of range harms nothing.
+    """
     params = SamplingParams(temperature=0, min_tokens=2)
     logits = np.array([0, 1, 9], np.float32)
     rows = [Row(logits, params, [0], output, stop_ids=[2, 999, -1]) for output in ([], [1], [1, 1])]

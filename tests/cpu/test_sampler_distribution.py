@@ -56,7 +56,10 @@ def exact(row: Row) -> np.ndarray:
 
 
 def sigmas(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Return how far chi-square is above its mean; infinite if an impossible token was drawn."""
+    """Return how far chi-square is above its mean.
+
+    It is infinite if an impossible token was drawn.
+    """
     possible = probabilities > 0
     if counts[~possible].any():
         return math.inf

@@ -117,7 +117,11 @@ def test_add_counts_repeats() -> None:
 
 
 def test_penalties_by_hand() -> None:
-    """Repetition is by sign over prompt and output; frequency by count and presence once, over only the output."""
+    """Penalties equal numbers computed by hand.
+
+    Repetition goes by sign, over prompt and output. Frequency goes by count and presence counts once, over only the
+    output.
+    """
     params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     slots, sampler = Slots(1, 16, 16), HostSampler(1, 5)
     slots.take(Request(1, [0, 1], params, 0, 9), np.array([0, 1, 1, 2, 2]))

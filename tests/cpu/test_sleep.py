@@ -1,4 +1,7 @@
-"""Sleep gives memory back to the system; a woken engine has its bits of before, or takes no requests."""
+"""Sleep gives memory back to the system.
+
+A woken engine has its bits of before, or takes no requests.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def test_level_2_gives_back_the_weights_and_needs_new_ones(engine, changed, fres
 
 
 def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch):
-    """A sleep that loses weights resets the layers' counters; any other sleep keeps them."""
+    """A sleep that loses weights resets the layers' counters.
+
+    Any other sleep keeps them.
+    """
     counter = torch.ones(3)
     monkeypatch.setattr(Layer, "state", lambda self: (counter,))
     engine.sleep(1)

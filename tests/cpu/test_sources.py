@@ -1,4 +1,7 @@
-"""Each origin of cold events on this machine is provoked for real; the hooks of the others are tested."""
+"""Each origin of cold events on this machine is provoked for real.
+
+The hooks of the others are tested.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +247,10 @@ def test_the_triton_hook_leaves_others_in_place():
 
 
 def test_triton_itself_calls_the_hook(tmp_path, monkeypatch):
-    """Triton calls the hook when it compiles for a GPU; that needs no GPU."""
+    """Triton calls the hook when it compiles for a GPU.
+
+    That needs no GPU.
+    """
     triton = pytest.importorskip("triton", reason="no Triton for this machine")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -95,7 +95,10 @@ def said(llm: LLM, prompts, params) -> list[tuple[list[int], object]]:
 
 
 class RightAtRandom:
-    """Drafter that knows every answer; each draft is right with probability ``right``, else random."""
+    """Drafter that knows every answer.
+
+    Each draft is right with probability ``right``, else random.
+    """
 
     writes_cache = False
 
@@ -223,7 +226,10 @@ def test_control_drafts_that_change_a_token_are_seen(models, plain, plant, monke
 
 
 def test_control_noise_by_rank_would_change_the_draw_with_the_last_bit():
-    """Control: where a last bit orders two tokens, noise by rank changes the draw; noise by token id keeps it."""
+    """Control: where a last bit orders two tokens, noise by rank changes the draw.
+
+    Noise by token id keeps it.
+    """
     logits, rows = torch.zeros(1, 64), 400
     logits[0, 20:] = -50.0
     nudged = logits.clone()
@@ -248,9 +254,9 @@ def test_control_noise_by_rank_would_change_the_draw_with_the_last_bit():
 
 
 def test_a_draft_with_the_targets_noise_is_kept_and_one_with_its_own_is_not(models, plain, monkeypatch):
-    """A draft with the target's noise is kept, a draft with its own noise often not; neither changes an answer.
+    """A draft with the target's noise is kept, a draft with its own noise often not.
 
-    The target as its own draft gives its own answers at every temperature.
+    Neither changes an answer. The target as its own draft gives its own answers at every temperature.
     """
 
     def share() -> float:

@@ -89,7 +89,10 @@ def test_every_form(llm):
 
 
 def test_structural_tags(llm):
-    """Structural tags hold JSON behind each begin, with free text around it; a bias makes the model write tags."""
+    """Structural tags hold JSON behind each begin, with free text around it.
+
+    A bias makes the model write tags.
+    """
     tag = {"begin": "<f=", "schema": closed({"a": {"enum": [1, 2]}}), "end": ">"}
     asked = {"structural_tag": {"structures": [tag], "triggers": ["<f"]}}
     tokenizer = llm.frontend.tokenizer
@@ -170,7 +173,10 @@ def test_a_mask_in_the_wrong_row_is_noticed(llm, monkeypatch):
 
 
 def test_a_token_that_the_grammar_refuses_ends_its_request_alone(llm, monkeypatch):
-    """A request fails alone if its grammar refuses a token, here the third; the others keep their texts."""
+    """A request fails alone if its grammar refuses a token, here the third.
+
+    The others keep their texts.
+    """
     params = [held(seed=n, regex="[ab]{4,9}") for n in range(3)]
     usual = texts(llm, params)
     right = State.accept
@@ -195,7 +201,10 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone(llm, monkeypatc
 
 
 def test_a_lost_state_ends_the_request(llm, monkeypatch):
-    """A request without its state ends; it never goes on without its grammar."""
+    """A request without its state ends.
+
+    It never goes on without its grammar.
+    """
     right = Sequence.__init__
     monkeypatch.setattr(Sequence, "__init__", lambda self, request, grammar=None, adapter=None: right(self, request))
     with pytest.raises(PreheatError, match="the state of its grammar was lost"):
@@ -276,7 +285,10 @@ def test_masks_behind_drafts(grammars):
 
 
 def test_long_chains_of_references(llm):
-    """Long chains of references are compiled or refused, and the process lives; the library recurses along them."""
+    """Long chains of references are compiled or refused, and the process lives.
+
+    The library recurses along them.
+    """
     chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(4_000)}
     held_by = {"$defs": chain | {"d4000": {"const": 1}}, "$ref": "#/$defs/d0"}
     state = llm.loop.grammars.grammar(held(json=held_by).structured_outputs).result().state(
@@ -295,7 +307,10 @@ def _token(llm, text: str) -> int:
 
 
 def test_a_panic_of_the_library_fails_the_request_alone(llm, grammars, monkeypatch):
-    """A panic of the library fails only its request, and the loop lives; the panic is no Exception."""
+    """A panic of the library fails only its request, and the loop lives.
+
+    The panic is no Exception.
+    """
 
     class Panic(BaseException):
         pass

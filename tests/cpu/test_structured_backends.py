@@ -78,7 +78,10 @@ def test_every_form_with_both(llm):
 
 
 def test_what_its_free_text_triggers_is_held(llm):
-    """A tag that free text triggers is held to its grammar; a bias makes the random model begin the tag."""
+    """A tag that free text triggers is held to its grammar.
+
+    A bias makes the random model begin the tag.
+    """
     first = llm.frontend.tokenizer.encode("<n", add_special_tokens=False)
     form = tag(type="triggered_tags", triggers=["<n"], tags=[TAG])
     params = [held(1.0, seed, max_tokens=90, **form) for seed in range(6)]
@@ -163,7 +166,10 @@ def test_validation_would_notice_what_is_ignored(other, monkeypatch):
 
 
 def test_masks_behind_drafts(llm):
-    """A row of drafts has a mask for each position behind an accepted draft; the state stays."""
+    """A row of drafts has a mask for each position behind an accepted draft.
+
+    The state stays.
+    """
     backend = llm.loop.grammars.backend
     grammar = backend.compile(held(regex="ab[cd]{1,3}e").structured_outputs)
     request = Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])

@@ -1,4 +1,7 @@
-"""``allowed_token_ids``, ``bad_words``, and a grammar that begins behind a token; prompts in vLLM's forms."""
+"""``allowed_token_ids``, ``bad_words``, and a grammar that begins behind a token.
+
+Prompts come in vLLM's forms.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_notice(llm: LLM, fr
 
 
 def test_bad_words_do_not_occur(llm: LLM, free: list[list[int]]) -> None:
-    """Bad words of one or several tokens do not occur; the tokens are the same up to the word's end."""
+    """Bad words of one or several tokens do not occur.
+
+    The tokens are the same up to the word's end.
+    """
     tokenizer = llm.frontend.tokenizer
     for length in (1, 2):
         pieces = (free[0][at : at + length] for at in range(3, 20))
@@ -73,7 +79,10 @@ def test_what_cannot_be_is_refused(llm: LLM) -> None:
 
 
 def test_a_grammar_begins_behind_a_token(llm: LLM, free: list[list[int]]) -> None:
-    """Text is free up to its fifth token; this token begins the grammar, with JSON behind it."""
+    """Text is free up to its fifth token.
+
+    This token begins the grammar, with JSON behind it.
+    """
     mark = free[0][4]
     assert mark not in free[0][:4]
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -128,9 +137,10 @@ def library(request: pytest.FixtureRequest, llm: LLM) -> Library:
 
 
 def test_where_the_first_token_begins_no_reasoning_the_grammar_holds_it(llm: LLM, library: Library) -> None:
-    """The grammar holds a first token that begins no reasoning; masks of drafts equal one token after another.
+    """The grammar holds a first token that begins no reasoning.
 
-    The first token is the start token, white space before it, or anything else.
+    Masks of drafts equal one token after another. The first token is the start token, white space before it, or
+    anything else.
     """
     (start, end, call), stop = (300, 301, 302), 0
     space, a, b = (llm.frontend.tokenizer.encode(text, False)[0] for text in "\nab")
@@ -198,7 +208,10 @@ def test_prompt_forms(llm: LLM) -> None:
 
 
 def test_a_grammar_waits_for_the_header_that_names_it(llm: LLM, library: Library) -> None:
-    """A grammar begins only behind the right header; masks of drafts equal one token after another."""
+    """A grammar begins only behind the right header.
+
+    Masks of drafts equal one token after another.
+    """
     (mark, end), stop = (300, 301), 0
     said = {text: llm.frontend.tokenizer.encode(text, False) for text in ("final", "finally", " final", "so", "a", "b")}
     (a,), (b,) = said["a"], said["b"]

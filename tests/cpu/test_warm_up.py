@@ -55,7 +55,10 @@ def test_nothing_is_cold_afterwards(llm):
 
 
 def test_a_bucket_runs_one_layer_of_each_kind_at_first(monkeypatch):
-    """A bucket runs one layer of each kind; whole steps are left to the checks."""
+    """A bucket runs one layer of each kind.
+
+    Whole steps are left to the checks.
+    """
     forward, layers = Executor._forward, []
 
     def count(self: Executor, bucket, which, tap=None):

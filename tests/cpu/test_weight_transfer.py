@@ -163,7 +163,10 @@ SENT_WRONG: dict[str, tuple[Callable[[Trainer], dict[str, Any]], float, type[Pre
 
 
 def test_what_does_not_fit_changes_nothing(llm, trainer, fresh):
-    """Wrong tensors change nothing; they are received as announced, so that trainer and engine go on together."""
+    """Wrong tensors change nothing.
+
+    They are received as announced, so that trainer and engine go on together.
+    """
     trainer.join(llm)
     before, said = llm.state, tokens(llm)
     for announced, value, kind, message in SENT_WRONG.values():
@@ -216,7 +219,10 @@ def test_no_trainer_is_there(llm):
 
 
 def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
-    """Requests are answered before the trainer sends its last tensor; another transfer waits for its turn."""
+    """Requests are answered before the trainer sends its last tensor.
+
+    Another transfer waits for its turn.
+    """
     trainer.join(llm)
     names, outcomes = sorted(trainer.tensors), list[Any]()
     trainer.tell(("send", names[:-1]))

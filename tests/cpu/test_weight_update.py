@@ -168,9 +168,10 @@ def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "planted: keys are not changed"])
 def test_what_runs_goes_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
-    """A running request goes on with the new weights; its keys and values are computed again.
+    """A running request goes on with the new weights.
 
-    The control plants a cache that keeps its keys, and so would answer from the old weights.
+    Its keys and values are computed again. The control plants a cache that keeps its keys, and so would answer from the
+    old weights.
     """
     if stale:
         monkeypatch.setattr(PrefixCache, "rekey", lambda *_: None)

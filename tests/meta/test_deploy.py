@@ -70,9 +70,9 @@ def test_a_deployment_probes_drains_and_is_not_root(which):
 
 
 def test_several_nodes_are_one_group_whose_leader_serves():
-    """Several nodes are one group, with a CPU of Ray's on each pod; its leader serves.
+    """Several nodes are one group, with a CPU of Ray's on each pod.
 
-    Probes and drain equal the Deployment's.
+    Its leader serves. Probes and drain equal the Deployment's.
     """
     text = (ROOT / "examples" / "kubernetes" / "several-nodes.yaml").read_text()
     group, service = yaml.safe_load_all(text)

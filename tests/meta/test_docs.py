@@ -122,7 +122,10 @@ def test_every_decision_can_be_linked_to():
 
 
 def test_figures_of_the_readme_are_those_of_the_page():
-    """The README's figures equal the page's; tests/meta/test_performance_doc.py compares the page with its files."""
+    """The README's figures equal the page's.
+
+    tests/meta/test_performance_doc.py compares the page with its files.
+    """
     page = (ROOT / "docs" / "performance.md").read_text()
     section = page.partition("### Llama-3.1-8B\n")[2].partition("### Qwen3")[0]
     taken = {row[0]: row[1:] for row in cells(section)}  # preheat, vLLM, vLLM invariant

@@ -36,7 +36,10 @@ def test_the_check_for_machine_paths_can_fail():
 
 
 def test_every_option_is_used():
-    """Every option is read; an option that no code reads would be accepted and ignored."""
+    """Every option is read.
+
+    An option that no code reads would be accepted and ignored.
+    """
     text = "".join(path.read_text() for path in MODULES if name_of(path) != "settings")
     planned = {field.name for field in dataclasses.fields(PlanOptions)}  # read all at once
     active = [opt.name for opt in OPTIONS.values() if not isinstance(opt.later, str)]

@@ -81,7 +81,10 @@ def new_root(folder: Path) -> Path:
 
 
 def within(root: Path, *command: str, network: bool, **environment: str) -> str:
-    """Return the output of ``command`` in ``root``; without ``network`` it reaches only the machine itself."""
+    """Return the output of ``command`` in ``root``.
+
+    Without ``network`` it reaches only the machine itself.
+    """
     path = f"{PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_") and network}
     spaces = ["unshare", "--mount", *([] if network else ["--net"])]

@@ -1,4 +1,7 @@
-"""Files are opened in one module; it resolves them, refuses irregular files, and has limits."""
+"""Files are opened in one module.
+
+It resolves them, refuses irregular files, and has limits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Code of a platform stands in its folder of backends/; no other module names a platform or asks for it."""
+"""Code of a platform stands in its folder of backends/.
+
+No other module names a platform or asks for it.
+"""
 
 import ast
 

@@ -72,7 +72,10 @@ def used(name: str) -> object:
 
 @pytest.mark.parametrize(("example", "told"), EXAMPLES.items())
 def test_examples_of_vllm(example, told):
-    """An example's names are here; an example that stops has a refused name, or a reason in the list."""
+    """An example's names are here.
+
+    An example that stops has a refused name, or a reason in the list.
+    """
     assert not any(isinstance(used(name), Refused) for name in told.get("uses", "").split())
     if "stops" in told:
         assert isinstance(used(told["stops"]), Refused)

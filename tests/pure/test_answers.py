@@ -29,7 +29,10 @@ from tests.tokenizers import byte_level
 from tests.tool_calls import CALLS
 
 BEHIND = [name for name, kind in TOOL_PARSERS.items() if not kind.REASONING]
-"""Parsers of the text behind any reasoning; the others read whole answers, see test_harmony.py."""
+"""Parsers of the text behind any reasoning.
+
+The others read whole answers, see test_harmony.py.
+"""
 BEFORE = {name: marks for name, marks in REASONING_PARSERS.items() if not marks.channel}
 
 MARKS = list(dict.fromkeys(

@@ -41,7 +41,10 @@ def test_a_form_is_the_same_however_it_arrives(data, fields, choice):
 
 @given(st.binary(max_size=200), st.data())
 def test_what_is_no_form_is_refused(data, choice):
-    """A form cut off anywhere is refused; with one changed byte it is another form, or an error of ours."""
+    """A form cut off anywhere is refused.
+
+    With one changed byte it is another form, or an error of ours.
+    """
     body, kind = encoded(data, {"purpose": "batch"})
     short = body[: choice.draw(st.integers(0, len(body) - len("--\r\n") - 1))]
     with pytest.raises(InvalidRequest):

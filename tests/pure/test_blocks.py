@@ -93,7 +93,10 @@ TestModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=
 
 
 def cached_pool() -> BlockPool:
-    """Return a pool with blocks 1 to 3 cached, the tail first in line for eviction; block 4 is blank."""
+    """Return a pool with blocks 1 to 3 cached, the tail first in line for eviction.
+
+    Block 4 is blank.
+    """
     pool = BlockPool(5, 4)
     blocks = pool.allocate(3)
     for block in blocks:

@@ -22,7 +22,10 @@ TEXTS = st.lists(PARTS, max_size=5).map("".join)
 
 
 def expected(texts: list[str], whole: bool) -> dict[str, Match] | None:
-    """Return matches by Python itself, in this process; None for an invalid expression."""
+    """Return matches by Python itself, in this process.
+
+    An invalid expression gives None.
+    """
     found = {}
     try:
         compiled = [re.compile(text) for text in texts]

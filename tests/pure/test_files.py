@@ -96,7 +96,10 @@ def test_a_file_that_tells_no_size_has_a_limit_too() -> None:
 
 
 def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
-    """A pipe of the shell is read if only the command line names it; it has a limit too."""
+    """A pipe of the shell is read if only the command line names it.
+
+    It has a limit too.
+    """
     for most, fits in ((100, True), (5, False)):
         reading, writing = os.pipe()
         os.write(writing, b"port: 1\n")

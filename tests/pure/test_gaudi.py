@@ -1,4 +1,7 @@
-"""Gaudi without torch: each documented variable acts or is refused; the card is found; the stack is named."""
+"""Gaudi without torch: each documented variable acts or is refused.
+
+The card is found, and the stack is named.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,10 @@ def test_four_modes_by_the_table(env, eager, mode):
 
 
 def test_the_file_of_inc_is_served_with_inc_and_warned_about_without(said):
-    """INC's file is used only with quantization inc; tests/cpu/test_hpu_features.py tests the serving."""
+    """INC's file is used only with quantization inc.
+
+    tests/cpu/test_hpu_features.py tests the serving.
+    """
     assert Settings.load({"quantization": "inc"}, {"QUANT_CONFIG": "x.json"}).quant_config == "x.json"
     assert not said.messages
     assert Settings.load(env={"QUANT_CONFIG": "x.json"}).quant_config is None
@@ -196,7 +202,10 @@ def test_options_of_the_bridge_have_no_effect_elsewhere_and_say_so(said):
 
 
 def test_a_card_is_detected_by_software_and_device(monkeypatch, tmp_path):
-    """A card is found by both software and device, without torch; a fake never is."""
+    """A card is found by both software and device, without torch.
+
+    A fake never is.
+    """
     node, real, fake = tmp_path / "accel0", tmp_path / "real", tmp_path / "fake"
     for folder in (real, fake):
         (folder / "habana_frameworks").mkdir(parents=True)

@@ -166,7 +166,10 @@ def test_what_warm_up_could_not_run_is_not_captured_and_what_it_skipped_is():
 
 
 def test_what_is_beyond_the_ladders_is_not_captured():
-    """Steps beyond the ladders have a shape, but no graph; the source runs them as they come."""
+    """Steps beyond the ladders have a shape, but no graph.
+
+    The source runs them as they come.
+    """
     plan = make_plan(LIMITS, PlanOptions(**{**vars(LOGGED), "decode_seq_bucket_max": 1024}), COSTS)
     record = Record.of(plan)
     done = capture(plan, record, SETTINGS, pool=1 << 60, capture_one=lambda _: 1, free=lambda: 1 << 60)
@@ -272,7 +275,10 @@ def test_the_twin_accounts_for_every_shape(pool, ratio):
 
 @pytest.mark.parametrize("early", [0, 3 * MIB])
 def test_what_the_sampler_took_before_counts_against_the_pool(early):
-    """The sampler's graphs take four mebibytes, and its items have taken ``early`` of them; all others take nothing."""
+    """The sampler's graphs take four mebibytes, and its items have taken ``early`` of them.
+
+    All others take nothing.
+    """
     split = divide_memory(SETTINGS, "graphs", FREE, BLOCK)
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record, free, captured = Record.of(plan), [round(55.43 * GIB)], []

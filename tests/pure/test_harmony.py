@@ -1,4 +1,7 @@
-"""Answers of gpt-oss: messages in channels, from tokens, the same whole and in a stream; grammars, counts, prompts."""
+"""Answers of gpt-oss: messages in channels, read from tokens.
+
+They are the same whole and in a stream. Grammars, counts and prompts fit them.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ IMAGES = [Image(bytes([number]) * 16, b"") for number in range(4)]
 
 
 def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -> Request:
-    """Return a request of tokens and images, in order; all image positions hold the same token."""
+    """Return a request of tokens and images, in order.
+
+    All image positions hold the same token.
+    """
     prompt: list[int] = []
     segments = []
     for part in parts:

@@ -349,7 +349,10 @@ def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hid
     st.integers(1, 4096),
 )  # fmt: skip
 def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num_experts, steps, tokens):
-    """All buffers of any guess fit into shared memory; Triton keeps one buffer less than a tile has stages."""
+    """All buffers of any guess fit into shared memory.
+
+    Triton keeps one buffer less than a tile has stages.
+    """
     from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
     from preheat.backends.cuda.moe import ExpertsShape, experts_config
 

@@ -212,7 +212,10 @@ print("done", flush=True)
 
 
 def noisy(end: str, **files) -> tuple[float, int, str]:
-    """Run a process that logs 2 MB; return seconds from its last line to its end, status and standard output."""
+    """Run a process that logs 2 MB.
+
+    Return seconds from its last line to its end, status and standard output.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", NOISY.replace("{end}", end)], stdout=subprocess.PIPE, text=True, **files
     ) as process:

@@ -136,7 +136,10 @@ def test_nothing_is_fetched_unless_a_domain_is_allowed(web):
 
 
 def test_no_address_that_is_private(web):
-    """No private address is read: by name, as a later address of a name, or by a redirect; and nothing is sent."""
+    """No private address is read: by name, as a later address of a name, or by a redirect.
+
+    Nothing is sent.
+    """
     Web.asked.clear()
     with pytest.raises(InvalidRequest, match="not a public address"):
         reader(web, public=is_public).read(f"http://{web}/ok")
@@ -287,7 +290,10 @@ def test_a_turned_photograph_is_turned_back(images):
 
 
 def test_what_a_sender_says_of_an_image_does_not_count(images):
-    """An id in the EXIF data is ignored; vLLM takes it for the image, so that a sender could claim another's."""
+    """An id in the EXIF data is ignored.
+
+    vLLM takes it for the image, so that a sender could claim another's.
+    """
     found = set()
     for color in (0, 255):
         file, exif = io.BytesIO(), PIL.Image.Exif()

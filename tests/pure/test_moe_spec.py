@@ -64,7 +64,10 @@ def test_more_chosen_than_there_are():
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
-    """A step of many tokens reads all experts; a step of one token reads and computes the active parameters."""
+    """A step of many tokens reads all experts.
+
+    A step of one token reads and computes the active parameters.
+    """
     sizes = ModelSizes.of(spec_of(QWEN))
     experts = 4 * 16 * 3 * 128 * 40
     assert sizes.expert_params == experts

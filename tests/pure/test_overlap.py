@@ -233,7 +233,10 @@ def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
 
 @pytest.mark.parametrize("at", ["pack", "launch", "listener", "result"])
 def test_a_step_that_fails_with_another_in_flight(at) -> None:
-    """A failed step ends the requests of both steps; no other request is harmed, and no made-up token is told."""
+    """A failed step ends the requests of both steps.
+
+    No other request is harmed, and no made-up token is told.
+    """
     harness = decoding(prompts=2)
     harness.step("boom", at)
     harness.add(request(7, [3], 5))

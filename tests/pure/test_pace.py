@@ -80,7 +80,10 @@ class Listening(InlineTransport):
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
-    """The fourth step is prepared while the third runs; without spare time the late request is not in it."""
+    """The fourth step is prepared while the third runs.
+
+    Without spare time the late request is not in it.
+    """
     clock, harness = Clock(), Harness(limits(), overlap=True)
     transport = Listening(request(1, [1, 2], 2), clock)
     loop: Loop = harness.loop

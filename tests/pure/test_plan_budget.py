@@ -119,7 +119,10 @@ def test_orders():
 
 
 def test_the_first_estimate_is_the_plans():
-    """The first estimate is the plan's; the original has none, so its first graph may take more than is free."""
+    """The first estimate is the plan's.
+
+    The original has none, so its first graph may take more than is free.
+    """
     done, order = run(100, expected=dict.fromkeys((*PROMPTS, *DECODES), 101))
     assert order == []
     assert len(done["prompt"].skipped) == 24

@@ -94,7 +94,10 @@ def test_a_sampler_on_the_host_runs_each_setting_once_and_each_program():
 
 
 def test_the_plan_of_a_cpu_has_few_items():
-    """The plan of a CPU has few items; once its sampler made 728 of 818, and these took most of a start."""
+    """The plan of a CPU has few items.
+
+    Once its sampler made 728 of 818, and these took most of a start.
+    """
     limits = Limits(
         max_model_len=2048, max_num_seqs=CPU.max_num_seqs, max_num_batched_tokens=CPU.max_num_batched_tokens,
         max_num_prefill_seqs=None, block_size=64, num_blocks=2049,

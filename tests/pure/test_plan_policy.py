@@ -104,7 +104,10 @@ def test_the_defaults_of_the_twelve_variables(seqs, length, block):
 
 
 def test_sizes_double_beyond_the_blocks_that_the_cache_has():
-    """Sizes double beyond the cache's blocks as far as rows with shared prefixes need; a given maximum is the last."""
+    """Sizes double beyond the cache's blocks as far as rows with shared prefixes need.
+
+    A given maximum is the last.
+    """
     few = replace(LIMITS, num_blocks=21)
     for sharing, asked, most in ((True, None, [32, 40, 64]), (False, None, []), (True, 20, [])):
         options = PlanOptions(bucketing_policy="split", enable_prefix_caching=sharing, decode_block_bucket_max=asked)

@@ -65,7 +65,10 @@ def test_prompt_logprobs_read_nothing() -> None:
 
 
 def test_a_request_reads_nothing_where_it_wants_that() -> None:
-    """A request that asks for it reads no blocks; other requests still read its blocks."""
+    """A request that asks for it reads no blocks.
+
+    Other requests still read its blocks.
+    """
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 9, skip_reading_prefix_cache=True)
     assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=True))) == []

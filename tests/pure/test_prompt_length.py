@@ -1,4 +1,7 @@
-"""A prompt that cannot fit is refused before it is encoded; a prompt that may fit never is."""
+"""A prompt that cannot fit is refused before it is encoded.
+
+A prompt that may fit never is.
+"""
 
 from __future__ import annotations
 

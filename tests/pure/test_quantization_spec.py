@@ -109,7 +109,10 @@ def test_ignored_modules_stay_plain(ignored: list[str]) -> None:
 
 
 def test_a_module_around_linear_layers_is_not_ignored() -> None:
-    """The children of an ignored module are quantized all the same; a part of a name means nothing either."""
+    """The children of an ignored module are quantized all the same.
+
+    A part of a name means nothing either.
+    """
     for ignored in ("model.layers.1", "model.layers.0.mlp", "mlp", "down_proj"):
         assert schemes(spec_of(ct(ignore=["lm_head", ignored]))).keys() == set(LAYERS)
 

@@ -15,7 +15,10 @@ BEFORE = {
     (True, False): "4adc471b929b394a",
     (True, True): "1b77e977efdfe5e9",
 }
-"""Hashes of all steps of 40 random workloads, from the scheduler as it was; by overlap and mixed steps."""
+"""Hashes of all steps of 40 random workloads, by overlap and mixed steps.
+
+They come from the scheduler as it was.
+"""
 
 
 def workload(seed: int, overlap: bool, mixed: bool, **options) -> Harness:

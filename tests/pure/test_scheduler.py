@@ -400,7 +400,10 @@ def test_stats_count_each_token_once_despite_preemption() -> None:
 
 
 def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
-    """Equal priorities run in order of arrival; a preempted sequence waits at its old place."""
+    """Equal priorities run in order of arrival.
+
+    A preempted sequence waits at its old place.
+    """
     scheduler = Scheduler(limits(max_num_seqs=2))
     for number, priority in enumerate((5, 0, -3, 0), 1):
         scheduler.add(msgspec.structs.replace(request(number, [1] * 8, max_tokens=4), priority=priority))
@@ -423,7 +426,10 @@ def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("lacking", ["slots", "blocks"])
 def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
-    """Yielding sequences make way only for a request that does not yield; no token changes."""
+    """Yielding sequences make way only for a request that does not yield.
+
+    No token changes.
+    """
     room = {"slots": {"max_num_seqs": 2}, "blocks": {"num_blocks": 19, "max_num_seqs": 3}}[lacking]
     harness = Harness(limits(**room, max_model_len=48), overlap=overlap)
 

@@ -63,7 +63,10 @@ def test_ranks_have_each_row_and_column_once(spec, world):
 
 
 def test_the_parts_of_a_layer_stay_in_order():
-    """Parts stay in order: queries, keys, values; gates, ups; heads with the keys that they look at."""
+    """The parts of a layer stay in order.
+
+    The orders are queries, keys, values; gates, ups; and heads with the keys that they look at.
+    """
     first, last = (shard(LLAMA_8B, rank, 4).layers[0] for rank in (0, 3))
     assert [name.rpartition(".")[2] for name, _ in first.attention.qkv.pieces()] == ["q_proj", "k_proj", "v_proj"]
     assert [rows for _, rows in last.attention.qkv.pieces()] == [(3072, 4096), (768, 1024), (768, 1024)]

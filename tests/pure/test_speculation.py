@@ -140,7 +140,10 @@ def test_drafts_take_only_what_is_left() -> None:
 
 
 def test_rejected_drafts_are_never_published() -> None:
-    """Rejected drafts are never published; the harness looks at every block that can be found after every step."""
+    """Rejected drafts are never published.
+
+    The harness looks at every block that can be found after every step.
+    """
     harness = drafted(MANY, Scripted(6, 0.5), False, spare=60)
     assert harness.scheduler.stats().accepted_tokens > 0
     harness.add(request(50, [0, 1, 2, 3, 4, *harness.outcomes[0].tokens[:12]], 4))
@@ -193,7 +196,10 @@ def test_a_proposer_of_no_tokens_is_not_asked() -> None:
 
 
 def calls_of(scheduler: Scheduler) -> list[int]:
-    """Return a list; each further step adds its number of calls of Python and C functions."""
+    """Return a list.
+
+    Each further step adds its number of calls of Python and C functions.
+    """
     right, counts = scheduler.schedule, list[int]()
 
     def seen(frame: object, event: str, what: object) -> None:

@@ -96,9 +96,10 @@ def test_another_version_is_another_boot(name, monkeypatch):
 
 
 def test_free_memory_alone_changes_nothing():
-    """Free memory alone changes no fingerprint; items that depend on the number of blocks have other names.
+    """Free memory alone changes no fingerprint.
 
-    The number of blocks follows the free memory from boot to boot.
+    Items that depend on the number of blocks have other names. The number of blocks follows the free memory from boot
+    to boot.
     """
     more = dataclasses.replace(LIMITS, num_blocks=40)
     assert fingerprint(parts(plan(more))) == fingerprint(parts())

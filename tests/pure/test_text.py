@@ -97,7 +97,10 @@ def test_deltas_join_to_the_whole_decode(
 def test_a_run_of_byte_tokens_is_sent_as_the_library_streams_it(
     tokenizers: dict[str, Tokenizer], text: str, prompt: str
 ) -> None:
-    """A character is sent at the token where ``DecodeStream`` of tokenizers sends it; it needs no later token."""
+    """A character is sent at the token where ``DecodeStream`` of tokenizers sends it.
+
+    It needs no later token.
+    """
     tokenizer = tokenizers["unstripped"]
     ids = [id for char in text for id in spelled(tokenizer, char)]
     stream, detokenizer = DecodeStream(skip_special_tokens=True), tokenizer.detokenizer([])

@@ -52,9 +52,9 @@ def reasoning(thinking: Thinking, tokens: list[int]) -> list[int]:
 
 @given(left=st.integers(0, 6), within=st.booleans(), wishes=SAID)
 def test_the_reasoning_has_as_many_tokens_as_it_may(left: int, within: bool, wishes: list[int]) -> None:
-    """The reasoning has at most ``left`` tokens; only the token where it would go on becomes the end.
+    """The reasoning has at most ``left`` tokens.
 
-    All tokens behind it are the model's own.
+    Only the token where it would go on becomes the end. All tokens behind it are the model's own.
     """
     thinking = limit(left, within)
     said, wished = held(thinking, wishes), reasoning(thinking, wishes)

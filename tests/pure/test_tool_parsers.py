@@ -24,7 +24,10 @@ TOOLS = [WEATHER, Tool("f"), Tool("g")]
 
 
 def parts(parser: StreamParser, *pieces: str) -> tuple[str, dict[int, tuple[str, str]]]:
-    """Return content and calls, joined from the parts; arguments only of calls that have begun."""
+    """Return content and calls, joined from the parts.
+
+    Arguments may come only for calls that have begun.
+    """
     content = ""
     calls: dict[int, tuple[str, str]] = {}
     for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():

@@ -37,7 +37,10 @@ INT4 = Scheme(code="int4", scales="group", group=32)
 
 
 def layers(values: Any) -> dict[str, Matmul]:
-    """Return every matrix by its path; paths of experts have one word more."""
+    """Return every matrix by its path.
+
+    Paths of experts have one word more.
+    """
     found = {}
     for path, value in values:
         own = {"": value} if isinstance(value, Matmul) else {".gate_up": value.gate_up, ".down": value.down}

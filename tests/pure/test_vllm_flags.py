@@ -95,7 +95,10 @@ def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture
 
 
 def test_the_table_is_one() -> None:
-    """No flag has two rows, or a row and an option; options set or named by a row exist."""
+    """No flag has two rows, or a row and an option.
+
+    Options set or named by a row exist.
+    """
     words = [
         word.partition("=")[0] for table in (SETS, ALWAYS, UNUSED, REFUSED) for word in " ".join(table.values()).split()
     ]

@@ -45,7 +45,10 @@ def forecast(city: str) -> str:
 
 
 def run(*steps: Callable[[], object]) -> None:
-    """Run each step in order and print its name; a step may be a coroutine function."""
+    """Run each step in order and print its name.
+
+    A step may be a coroutine function.
+    """
     import asyncio
 
     for step in steps:

@@ -31,7 +31,10 @@ ENVIRONMENTS = {
 
 
 def steps_of(command: list[str | Path], url: str, **options: Any) -> list[str]:
-    """Run a client and return the names of the steps that it did; the client must succeed."""
+    """Run a client and return the names of the steps that it did.
+
+    The client must succeed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*command, url], check=False, env=environment, capture_output=True, text=True, timeout=240, **options

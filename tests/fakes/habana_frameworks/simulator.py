@@ -87,7 +87,10 @@ class Ledger:
 
 @dataclass
 class Instruction:
-    """A recorded operation; ``outs`` number its results, ``dead`` the tensors that no later instruction reads."""
+    """A recorded operation.
+
+    ``outs`` number its results, ``dead`` the tensors that no later instruction reads.
+    """
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -213,9 +216,9 @@ class Device:
                 self._charged = 0
 
     def mark_step(self) -> None:
-        """Compile the accumulated graph, if it is new; a graph of only views launches nothing.
+        """Compile the accumulated graph, if it is new.
 
-        Within a capture it only parts one recipe from the next.
+        A graph of only views launches nothing. Within a capture it only parts one recipe from the next.
         """
         if self._capture is not None:
             self._capture.signature.append("mark_step")
@@ -385,7 +388,10 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _share(outs: list[Tensor], leaves: list[Any]) -> bool:
-    """Return whether all results lie in the memory of the arguments; an operation may return a view or a copy."""
+    """Return whether all results lie in the memory of the arguments.
+
+    An operation may return a view or a copy.
+    """
     places = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
     return all(out.untyped_storage()._cdata in places for out in outs)
 
@@ -427,7 +433,10 @@ def _has_mask(args: Any) -> bool:
 
 
 INFERRED: dict[Any, tuple[bool, list[Any]] | None] = {}
-"""Sizes, strides and type of each result of an operation, by its arguments; None for a view."""
+"""Sizes, strides and type of each result of an operation, by arguments.
+
+A view has None.
+"""
 
 
 def _infer(func: Any, leaves: list[Any], spec: Any) -> Any:

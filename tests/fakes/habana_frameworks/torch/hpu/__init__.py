@@ -59,7 +59,10 @@ def current_stream() -> str:
 
 @contextmanager
 def stream(_: object) -> Iterator[None]:
-    """Run the operations inside on the device; operations outside run on the host."""
+    """Run the operations inside on the device.
+
+    Operations outside run on the host.
+    """
     with DEVICE.running():
         yield
 
