@@ -1,4 +1,7 @@
-"""JSON schemas of our own: by hand, keyword for keyword, and drawn at random. Every text of them is short."""
+"""JSON schemas of our own, and random ones.
+
+Our own are written by hand, keyword for keyword. Every text of a schema is short.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls of tools as models write them, by the names of their parsers: texts, and the calls in them."""
+"""Calls of tools as models write them, by the names of their parsers.
+
+Each entry has texts, and the calls in them.
+"""
 
 from __future__ import annotations
 

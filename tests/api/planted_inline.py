@@ -1,6 +1,7 @@
-"""A faulty server that does all its work in the event loop, for the control of the /health test.
+"""A faulty server that does all its work in the event loop.
 
-The server's process imports this module as the module of the scripted engine, and the engine runs beside it.
+It serves the control of the /health test. The server's process imports this module as the module of the scripted
+engine, and the engine runs beside it.
 """
 
 from __future__ import annotations

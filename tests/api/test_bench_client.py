@@ -89,7 +89,10 @@ def measure(server: Server, backend: str, prompt: Any, request_id: str, **extra:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_the_benchmark_gets_its_figures(server: Server, backend: str) -> None:
-    """Every request succeeds with the tokens asked for, in events of one or a few tokens, then the usage."""
+    """Every request succeeds with the tokens asked for.
+
+    They come in events of one or a few tokens, then the usage.
+    """
     (model,) = server.get("/v1/models").json["data"]
     assert model["id"] == server.model and model["root"]  # the client reads the tokenizer from there
     prompts = [f"def f{number}(a, b):" for number in range(8)]

@@ -1,4 +1,7 @@
-"""A server with two replicas of the bundled model: bits, routing, metrics of each, and a replica that dies."""
+"""A server with two replicas of the bundled model.
+
+The tests are of bits, routing, metrics of each replica, and a replica that dies.
+"""
 
 from __future__ import annotations
 

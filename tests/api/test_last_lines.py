@@ -59,7 +59,10 @@ def test_a_log_that_is_not_read_and_a_thread_that_hangs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_boot_that_takes_long_is_left_at_once(folder: Path, tmp_path: Path, number: int, status: int) -> None:
-    """A signal ends a boot at once, here while it tries out a chat template that does not end."""
+    """A signal ends a boot at once.
+
+    Here the boot tries out a chat template that does not end.
+    """
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with serving(str(folder), wait=False, chat_template=template, log=tmp_path / "log") as server:
         server.wait_until_open()

@@ -61,7 +61,10 @@ def said(server: Server, model: str, prompt: str) -> str:
 
 
 def test_answers_are_those_of_offline(adapted: Server, root: Path, offline: dict[str, list[str]]) -> None:
-    """The answers equal the offline ones, also of an adapter loaded meanwhile and of all models in one batch."""
+    """The answers of adapters equal the offline ones.
+
+    That holds for an adapter loaded meanwhile, and for all models in one batch.
+    """
     assert adapted.post(LOAD, {"lora_name": "two", "lora_path": "two"}).status == 200
     asked = [(name, prompt) for name in ("one", "bundled", "two") for prompt in PROMPTS]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -86,7 +89,10 @@ def test_a_search_is_the_adapters(adapted: Server) -> None:
 
 
 def test_a_name_that_changes_its_adapter_answers_anew(adapted: Server, offline: dict[str, list[str]]) -> None:
-    """After a name changes its adapter, no block that the prefix cache holds of the old adapter is used."""
+    """A name that changes its adapter answers from the new adapter.
+
+    No block that the prefix cache holds of the old adapter is used.
+    """
     for name in ("one", "two", "one"):
         assert adapted.post(LOAD, {"lora_name": "turning", "lora_path": name, "load_inplace": True}).status == 200
         assert said(adapted, "turning", PROMPTS[0]) == offline[name][0]

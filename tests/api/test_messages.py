@@ -117,7 +117,10 @@ def test_the_clients_own_loop_of_tools(client: anthropic.Anthropic) -> None:
 
 
 def test_an_answer_that_fills_the_context_says_so(tools_folder: Path) -> None:
-    """max_tokens is cut to the room in the context, since clients send the max_tokens of their own models."""
+    """max_tokens is cut to the room in the context.
+
+    Clients send the max_tokens of their own models.
+    """
     engine = "tests.api.scripted:run_short_engine"
     with (
         serving(str(tools_folder), engine=engine, served_model_name=["m"]) as server,

@@ -129,7 +129,10 @@ def test_weights(operated: Server) -> None:
 
 
 def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
-    """A trainer updates the weights as with vLLM's server, but for the group: in two parts, while requests run."""
+    """A trainer updates the weights as with vLLM's server, but for the group.
+
+    The weights come in two parts, while requests run.
+    """
     by_files = told(operated, "/update_weights", {"path": "other"})["digest"]
     before, digest = told(operated, "/update_weights", {"path": "same"}), said(operated)
     tensors, port = list(load_file(root / "other" / "model.safetensors").items()), free_port()

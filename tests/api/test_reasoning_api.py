@@ -77,7 +77,10 @@ def said(server: Server, path: str, body: dict[str, Any], stream: bool) -> tuple
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("asked", ASKED)
 def test_what_must_be_said_is_no_reasoning(server: Server, start: int, path: str, asked: str, stream: bool) -> None:
-    """A forced answer has no reasoning, even if the start token is by far the best token of the model."""
+    """A forced answer has no reasoning.
+
+    That holds even if the start token is by far the best token of the model.
+    """
     for bias in ({}, {str(start): 100.0}):
         thought, content = said(server, path, {**ASKED[asked], "logit_bias": bias}, stream)
         assert thought == "" and content in ("yes", "yea")

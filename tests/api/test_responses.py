@@ -191,7 +191,10 @@ def ended(client: OpenAI, id: str) -> Any:
 
 
 def test_an_answer_in_the_background(slow: OpenAI) -> None:
-    """A response in the background is fetched by its id, and equals a response that the client waits for."""
+    """A response in the background is fetched by its id.
+
+    It equals a response that the client waits for.
+    """
     asked: dict[str, Any] = {"model": "m", "input": "abcdefgh", "max_output_tokens": 20}
     whole = slow.responses.create(**asked)
     queued = slow.responses.create(**asked, background=True)

@@ -1,4 +1,7 @@
-"""Ray Serve: replicas are hot before they get a request, compute the same bits, and are replaced when they die."""
+"""Replicas of Ray Serve are hot before they get a request.
+
+They compute the same bits, and are replaced when they die.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ def engines() -> list[int]:
 
 
 def test_a_replica_with_another_digest_is_refused(cluster: None, tmp_path: Path) -> None:
-    """A replica with another digest is refused: an engine is killed, and the weights change before it is replaced."""
+    """A replica with another digest is refused.
+
+    An engine is killed, and the weights change before it is replaced.
+    """
     model = tmp_path / "model"
     shutil.copytree(BUNDLED_PATH, model)
     run(model, 2)

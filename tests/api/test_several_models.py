@@ -1,4 +1,7 @@
-"""Several models behind one port: each answers as on a server of its own, and is named in all output."""
+"""Several models behind one port.
+
+Each answers as on a server of its own, and is named in all output.
+"""
 
 from __future__ import annotations
 

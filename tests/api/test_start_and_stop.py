@@ -1,4 +1,7 @@
-"""A failed start, and a start ended by Ctrl-C: one line that says how to go on, the right status, nothing left."""
+"""A failed start, and a start ended by Ctrl-C.
+
+Each gives one line that says how to go on and the right status, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ def test_the_log_at_debug_has_the_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_a_wrong_setting_is_told_alike(command: str) -> None:
-    """The engine finds a wrong setting before it makes a list of a billion blocks, in a process of its own too."""
+    """A wrong setting is found before a list of a billion blocks is made.
+
+    The engine finds it, in a process of its own too.
+    """
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     done = preheat(command, *words, "--num-gpu-blocks-override", "1000000000", "--log-level", "warning")
     assert done.returncode == 2

@@ -97,7 +97,10 @@ def test_a_batch_is_answered_in_order(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
-    """After two signals too, every request reported as answered is on the disk, and is not asked for again."""
+    """Every request reported as answered is on the disk.
+
+    That holds after two signals too. Such a request is not asked for again.
+    """
     asked, out, partial = tmp_path / "in", tmp_path / "out", tmp_path / "out.partial"
     asked.write_text("\n".join(line(str(n), prompt=[5, 6], max_tokens=30 + 40 * n) for n in range(100)))
     out.write_text("of yesterday")

@@ -1,4 +1,7 @@
-"""Messages between two processes arrive whole, in order and at once, and no edge of the descriptor loses one."""
+"""Messages between two processes arrive whole, in order and at once.
+
+No edge of the descriptor loses a message.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Errors keep their types from the loop to the client: the raised class decides the status that the client sees."""
+"""Errors keep their types from the loop to the client.
+
+The raised class decides the status that the client sees.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,10 @@ def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
 
 
 def slipped_through(harness: Harness, *requests: Request) -> PreheatError:
-    """Return the error that a frontend makes of the refusal of the last of ``requests``, after it let them pass."""
+    """Return a frontend's error for a refusal of the scheduler.
+
+    The refused request is the last of ``requests``; the frontend let them pass.
+    """
     for each in requests:
         harness.transport.send(each)
     harness.loop.take(0)

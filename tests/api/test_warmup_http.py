@@ -1,4 +1,7 @@
-"""The server's report of the warm-up: while it lasts, afterwards, and when the engine has no time to answer."""
+"""The server's report of the warm-up.
+
+It is given while the warm-up lasts, afterwards, and when the engine has no time to answer.
+"""
 
 from __future__ import annotations
 

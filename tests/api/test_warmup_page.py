@@ -1,4 +1,7 @@
-"""The record's page in a real browser: from a disk and from a server, with and without scripts, light and dark."""
+"""The record's page in a real browser.
+
+It is read from a disk and from a server, with and without scripts, light and dark.
+"""
 
 from __future__ import annotations
 

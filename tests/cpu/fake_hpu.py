@@ -1,4 +1,7 @@
-"""A fake Gaudi for tests: a context that inserts it into the machine, and small models to run on it."""
+"""A fake Gaudi for tests, and small models to run on it.
+
+A context inserts the fake into the machine.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ from preheat.ops import norm
 
 
 def split_by_batch(monkeypatch, rows: int = 8) -> None:
-    """Plant a matrix product that cuts inputs of more than ``rows`` rows in two, as a library's heuristics do."""
+    """Plant a matrix product that cuts inputs of many rows in two.
+
+    Inputs of more than ``rows`` rows are cut, as a library's heuristics do.
+    """
     right = Product.__call__
 
     def split(self: Product, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +33,10 @@ def split_by_batch(monkeypatch, rows: int = 8) -> None:
 
 
 def threshold(monkeypatch, rows: int = 256) -> None:
-    """Plant a norm that adds up a row in another order from ``rows`` rows on, as with another block size."""
+    """Plant a norm that adds up rows of large batches in another order.
+
+    It does so from ``rows`` rows on, as with another block size.
+    """
     right = norm._norm
 
     def two_blocks(x: torch.Tensor, weight: torch.Tensor, share: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,10 @@ PLANTS = {"split by batch": split_by_batch, "threshold": threshold}
 
 
 def resumed(monkeypatch, part: str) -> None:
-    """Plant a small error into ``part`` (rope, or query and key norm) of rows that are recomputed with their output."""
+    """Plant a small error into rows that are recomputed with their output.
+
+    The error is in ``part``: rope, or the norm of queries and keys.
+    """
     right, found = CpuAttention.plan, {"rows": torch.empty(0, dtype=torch.int64)}
 
     def plan(self, step, tables):
@@ -81,7 +90,10 @@ def resumed(monkeypatch, part: str) -> None:
 
 
 def merge_from_last(monkeypatch, splits: int = 3) -> None:
-    """Plant a merge from the last KV split to the first in decoding rows with at least ``splits`` KV splits."""
+    """Plant a merge from the last KV split to the first.
+
+    It is in decoding rows with at least ``splits`` KV splits.
+    """
     right = DecodeAttention._merge
 
     def merge(self: DecodeAttention, part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

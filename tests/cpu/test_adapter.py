@@ -455,7 +455,10 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
 
 
 def test_a_tied_head_and_the_table_that_it_is(tmp_path):
-    """A tied head and the table have factors of their own, and PEFT saves the base model's table beside them."""
+    """A tied head and the table have factors of their own.
+
+    PEFT saves the base model's table beside them.
+    """
     model, spec = model_of("llama tied")
     layers = write(tmp_path, model, target_modules=["q_proj", "lm_head", "embed_tokens"])
     tensors = load_file(tmp_path / "adapter_model.safetensors")

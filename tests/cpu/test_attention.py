@@ -64,10 +64,10 @@ class Pages:
         pad: int = 0,
         finite: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
-        """Return the attention of one query at each (row, position), and how many more steps the work lists hold.
+        """Return the attention of one query at each (row, position).
 
-        The work lists are made ``planned`` steps before. ``pad`` tokens of padding follow the queries. With ``finite``,
-        all outputs must be finite.
+        Also return how many more steps the work lists hold. The work lists are made ``planned`` steps before. ``pad``
+        tokens of padding follow the queries. With ``finite``, all outputs must be finite.
         """
         slots, position = (np.array(each, np.int64) for each in zip(*at, strict=True))
         heads = Heads(window, HEADS, KV_HEADS, self.dim)

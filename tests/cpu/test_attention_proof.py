@@ -1,4 +1,7 @@
-"""The proof of attention's rows per tile: a row has the same bits at every place of a call."""
+"""The proof of attention's rows per tile.
+
+A row has the same bits at every place of a call.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,10 @@ def differing(group: int) -> list[str]:
 @pytest.mark.parametrize("instructions", ["", "AVX2", "SSE4_2"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, threads: int) -> None:
-    """A query's bits do not depend on its place, with MKL's kernels for this processor and for older ones.
+    """A query's bits do not depend on its place.
 
-    Some of MKL's kernels compute the last rows of a block differently. The places differ between one and two threads.
+    That holds with MKL's kernels for this processor and for older ones. Some of MKL's kernels compute the last rows of
+    a block differently. The places differ between one and two threads.
     """
     code = (
         f"import torch; torch.set_num_threads({threads})\n"

@@ -168,7 +168,10 @@ def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
 
 
 def test_a_processor_without_a_product_of_bfloat16_multiplies_in_float32(monkeypatch):
-    """Without bfloat16 products, as on AVX2, each row is rounded once, with the same bits beside any other rows."""
+    """Without bfloat16 products, as on AVX2, each row is rounded once.
+
+    Its bits are the same beside any other rows.
+    """
     from preheat.backends.cpu import linear
 
     monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32)

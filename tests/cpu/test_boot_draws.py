@@ -1,4 +1,7 @@
-"""Each draw of the sampler's check at boot sees a fault, and each fault is seen by a draw."""
+"""Each draw of the sampler's check at boot sees a fault.
+
+Each fault is seen by a draw.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +177,10 @@ def test_a_row_alone_sees_a_fault(runner, name):
     ids=lambda fault: f"{fault[0]} is {fault[2]}",
 )
 def test_tokens_beside_a_cut_are_seen_in_any_vocabulary(fault, vocab):
-    """The seeds of the rows are chosen so that a cut one token off is seen in any vocabulary."""
+    """A cut one token off is seen in any vocabulary.
+
+    The seeds of the rows are chosen for it.
+    """
     name, right, wrong = fault
     ids = [1 + place * (vocab - 2) // len(draws.LOGITS) for place in range(len(draws.LOGITS))]
     rows = [row for row in draws.ROWS if getattr(row.params, name) == right]

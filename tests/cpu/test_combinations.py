@@ -1,4 +1,7 @@
-"""Features together: an engine with all features of a set gives the bits of an engine with no other feature."""
+"""Features together: any set of features changes no bit.
+
+The bits are of an engine with no other feature.
+"""
 
 from __future__ import annotations
 

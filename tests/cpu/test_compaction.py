@@ -1,4 +1,7 @@
-"""Compaction in the real engine: the same bits wherever blocks lie, and a swap that fails is never silent."""
+"""Compaction in the real engine: bits are the same wherever blocks lie.
+
+A swap that fails is never silent.
+"""
 
 from __future__ import annotations
 

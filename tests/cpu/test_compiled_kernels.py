@@ -147,7 +147,10 @@ ADAPTERS = {
 
 @pytest.mark.parametrize(("leaves", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
 def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
-    """Adapters shrink by one instruction, for few rows and for many, where one product has all parts of a layer."""
+    """Adapters shrink by one instruction, for few rows and for many.
+
+    With many rows, one product has all parts of a layer.
+    """
     sizes = ShrinkSizes(4096, 3, 2, leaves).constants
     found = compiled(
         _shrink, 4, 3, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
@@ -269,7 +272,10 @@ def test_experts_compile(gated, gathered, arranged, leaves):
 
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_experts_of_small_groups_fit_into_shared_memory(tokens):
-    """Guessed tiles fit although each weight of a small group brings a scale and a zero point of its own."""
+    """Guessed tiles of small groups fit into shared memory.
+
+    Each weight of a small group brings a scale and a zero point of its own.
+    """
     scheme = Scheme(code="int4", scales="group", group=32, zeros=True)
     tile = experts_config(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
     assert isinstance(tile, Tile)
@@ -340,7 +346,10 @@ def sums(found):
 
 @pytest.mark.parametrize(("size", "warps"), [(2048, 4), (4096, 8), (5120, 16)])
 def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(size, warps):
-    """A store of eight bits changes no thread's part of the row, and so no order of the sum."""
+    """A store of eight bits changes no thread's part of the row.
+
+    So it changes no order of the sum.
+    """
     row = {"bias": None, "KIND": "rms", "SIZE": size, "WIDTH": triton.next_power_of_2(size)}
     none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
     usual = sums(compiled(_norm, warps, 1, **row, **none))

@@ -101,7 +101,10 @@ def test_numbers_of_a_draft_model_that_are_not_finite_cost_only_its_drafts() -> 
 
 
 def test_a_token_that_overflows_leaves_what_is_before_it_alone() -> None:
-    """A token that overflows leaves the blocks before it: another prompt finds its first block in the prefix cache."""
+    """A token that overflows leaves the blocks before it.
+
+    Another prompt finds its first block in the prefix cache.
+    """
     llm = LLM(**OPTIONS, dtype="float32")
     llm.loop.executor.decoder.weights.embedding[0] = torch.inf
     asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)

@@ -65,7 +65,10 @@ def asked(count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def heard(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
-    """Record the head's drafting: the tokens before a draft, the count that the target has computed, and the logits."""
+    """Record the head's drafting.
+
+    A record has the tokens before a draft, the count that the target has computed, and the logits.
+    """
     found: list[tuple[list[int], int, Tensor]] = []
     slots, executor = llm.loop.scheduler.slots, llm.loop.scheduler.drafting.proposer.executor
 
@@ -101,7 +104,10 @@ def test_the_head_says_what_plain_torch_says(saved):
 
 
 def test_it_drafts_for_rows_with_adapters_too(saved, tmp_path):
-    """A head drafts from hidden states that an adapter has changed, and the tokens stay the same as without drafts."""
+    """A head drafts from hidden states that an adapter has changed.
+
+    The tokens stay the same as without drafts.
+    """
     modules = adapted_modules(read_spec(json.loads((Path(saved.target) / "config.json").read_text())))
     adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", modules, rank=4, seed=0)))
     whose, found = [adapter, None, adapter] * 2, []

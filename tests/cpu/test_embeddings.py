@@ -97,7 +97,10 @@ def test_equals_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("config", [LAST, MEAN])
 def test_the_same_bits_in_every_way(checkpoint, config):
-    """Bits stay alone, all at once, with a warm prefix cache, in other chunks and blocks, and with few blocks."""
+    """An embedding has the same bits in every way to compute it.
+
+    The ways are alone, all at once, with a warm prefix cache, in other chunks and blocks, and with few blocks.
+    """
     some = prompts()
     llm = LLM(str(checkpoint), pooler_config=config, **OPTIONS)
     alone = []
@@ -144,7 +147,10 @@ def verified() -> dict[str, bool]:
 
 
 def test_preheat_verify_takes_its_paths(monkeypatch):
-    """preheat verify takes its paths for a pooling engine, and finds a mean summed in the order of its chunks."""
+    """preheat verify takes its paths for a pooling engine.
+
+    It finds a mean that is summed in the order of its chunks.
+    """
     assert verified() == dict.fromkeys(VERIFY, True)
     monkeypatch.setattr(Pooled, "add", by_chunks)
     assert verified()["chunks, few blocks"] is False

@@ -119,7 +119,10 @@ def test_scales_of_the_first_forward_are_found(monkeypatch):
 
 
 def test_in_place_or_not_changes_no_bits():
-    """In place and gathered give the same bits, for blocks of a whole KV split that decoding reads and widens."""
+    """In place and gathered give the same bits.
+
+    Blocks have a whole KV split; decoding reads and widens them.
+    """
     wide = {"block_size": 256, "num_gpu_blocks_override": 24}
     assert logits(**wide, contiguous_pa=True) == logits(**wide, contiguous_pa=False) == logits()
     assert logits(**wide, contiguous_pa=True) != logits(**wide, kv_cache_dtype="auto")

@@ -1,4 +1,7 @@
-"""``preheat verify --fuzz``: a minute of it, a planted fault that it finds, and its way to see the fault again."""
+"""``preheat verify --fuzz``: a minute of it, and a planted fault.
+
+It finds the fault, and tells a way to see it again.
+"""
 
 from __future__ import annotations
 

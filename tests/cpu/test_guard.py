@@ -1,4 +1,7 @@
-"""The guard on the real engine: a cold event after ready is counted, told, or fails its step and no other."""
+"""The guard on the real engine.
+
+A cold event after ready is counted, told, or fails its step and no other.
+"""
 
 from __future__ import annotations
 

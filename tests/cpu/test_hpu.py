@@ -409,7 +409,10 @@ def logprobs(output: Any) -> list[float]:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_a_row_that_is_not_finite_ends_alone(cache, tmp_path):
-    """A row that is not finite changes neither the next owner of its blocks nor a request with its cached prefix."""
+    """A row that is not finite ends alone.
+
+    It changes neither the next owner of its blocks nor a request with its cached prefix.
+    """
     save_checkpoint(MODELS["llama"], tmp_path)
     options = {
         "model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 2,

@@ -1,8 +1,8 @@
-"""The boot log in the documentation of vLLM on Gaudi, line by line, from its own inputs, on the fake card.
+"""The boot log in the documentation of vLLM on Gaudi, line by line.
 
-The model has one layer with the log's cache, 16 MiB a block, and next to no weights. Weights, workspace and graphs are
-charged by the log's own figures, and nothing is computed. A boot does all the rest: buckets, their order, the division
-of memory, the order of captures, and every number that follows.
+It is made from its own inputs, on the fake card. The model has one layer with the log's cache, 16 MiB a block, and next
+to no weights. Weights, workspace and graphs are charged by the log's own figures, and nothing is computed. A boot does
+all the rest: buckets, their order, the division of memory, the order of captures, and every number that follows.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ GiB before the first decode, and 0.3 of the pool is 4.8 GiB.
 
 
 def ours(line: str) -> str:
-    """Return a line of the log in our words: the platform has no name, and the fake is on the host."""
+    """Return a line of the log in our words.
+
+    The platform has no name here, and the fake is on the host.
+    """
     line = line.replace("HPUGraphs", "graphs").replace("# HPU blocks", "# device blocks")
     return line.replace("on hpu:0", "on cpu:0").replace("init_cache_engine took", "init_cache_engine took in total")
 

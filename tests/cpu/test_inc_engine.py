@@ -49,7 +49,10 @@ def answer(**options):
 
 
 def test_what_is_measured_is_what_goes_through_the_model(measured):
-    """The ranges hold the first layer's inputs and the first keys and values of the model, run by hand."""
+    """The measured ranges hold the numbers of the model, run by hand.
+
+    The numbers are the first layer's inputs, and the first keys and values.
+    """
     folder, said = measured
     assert f"QUANT_CONFIG={folder / 'maxabs_quant.json'} preheat serve bundled --quantization inc" in said
     ranges = read_ranges(read_config(str(folder / "maxabs_quant.json")))
@@ -69,9 +72,9 @@ def test_what_is_measured_is_what_goes_through_the_model(measured):
 
 
 def test_the_npz_is_incs_pickle_of_the_same(measured):
-    """The npz holds an object array of one dict, as numpy writes a dict, with the numbers of the JSON file.
+    """The npz holds an object array of one dict, as numpy writes it.
 
-    Every number is an array of two dimensions.
+    Its numbers equal the JSON file's. Every number is an array of two dimensions.
     """
     folder, _ = measured
     with zipfile.ZipFile(folder / "inc_output_hooks_maxabs_0_1.npz") as file:

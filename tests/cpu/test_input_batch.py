@@ -135,7 +135,10 @@ MAY_DIFFER = {"turn", "steady"}
 
 
 def plain(value: object) -> object:
-    """Return a batch as lists and numbers, without its host copy's index and the count of its steady steps."""
+    """Return a batch as lists and numbers.
+
+    The index of its host copy and the count of its steady steps are left out.
+    """
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list):

@@ -1,4 +1,7 @@
-"""Blocks that the prefix cache evicts go to the host, and come back with their bits or are computed again."""
+"""Blocks that the prefix cache evicts go to the host.
+
+They come back with their bits, or are computed again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A logit stage that bans one token, given to the packer, changes the draws of only the rows that need it."""
+"""A logit stage that bans one token, given to the packer.
+
+It changes the draws of only the rows that need it.
+"""
 
 from __future__ import annotations
 

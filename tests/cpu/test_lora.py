@@ -420,7 +420,10 @@ def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
 
 
 def test_rows_of_adapted_experts_in_float8_are_what_they_are_alone(tmp_path):
-    """With float8 weights, a row has its bits alone, and a row without adapter the bits of an engine without any."""
+    """With float8 weights, a row has the bits that it has alone.
+
+    A row without adapter has the bits of an engine without any.
+    """
     of_experts("qwen3", tmp_path)
     asked, online = prompts("own", "", "qv", "own"), engine(tmp_path, ["own", "qv"], quantization="fp8")
     seen = alone(online, asked)

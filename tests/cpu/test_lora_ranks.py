@@ -1,4 +1,7 @@
-"""Adapters on ranks that share the layers: one, two and four ranks give the same bits, and PEFT's numbers."""
+"""Adapters on ranks that share the layers.
+
+One, two and four ranks give the same bits, and PEFT's numbers.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,10 @@ INPUTS, OUTPUTS, ROWS = 4 * 1100, 40, 19
 
 
 def added(collective: Collective) -> Tensor:
-    """Return the output of a layer with K splits of several parts, for rows with and without an adapter."""
+    """Return the output of a layer with K splits of several parts.
+
+    There are rows with and without an adapter.
+    """
     part = INPUTS // collective.world
     mine = slice(collective.rank * part, (collective.rank + 1) * part)
     weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
@@ -233,9 +239,10 @@ def ranks_of(folder: Path, size: int, **more: Any) -> Iterator[Engine]:
 
 
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
-    """One, two and four ranks give equal answers and digests while two adapters take turns in one adapter slot.
+    """One, two and four ranks give equal answers and digests.
 
-    The digests are of random adapters in all modules. With split first matrices, experts are not adapted.
+    Two adapters take turns in one adapter slot. The digests are of random adapters in all modules. With split first
+    matrices, experts are not adapted.
     """
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
     for size in (1, 2, 4):

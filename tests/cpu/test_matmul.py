@@ -1,4 +1,7 @@
-"""Layers of any value on a CPU have the reference's numbers, alone and on ranks, with and without adapters."""
+"""Layers of any value on a CPU have the reference's numbers.
+
+They run alone and on ranks, with and without adapters.
+"""
 
 from __future__ import annotations
 

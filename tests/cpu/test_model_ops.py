@@ -1,4 +1,7 @@
-"""The decoder's operations are right against float64, with the same bits for a row in any place, at 1 and 2 threads."""
+"""The decoder's operations are right against float64.
+
+A row has the same bits in any place, at 1 and 2 threads.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def variant_rows(run: Operation, x: Tensor) -> int:
-    """Return how many (threads, count, offset) give a row other bits than it has among all rows of ``x``."""
+    """Return how many ways give a row other bits than among all rows.
+
+    A way is (threads, count, offset). All rows are ``x``.
+    """
     differing = 0
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -126,7 +132,10 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def error_of_one_chain(x: Tensor, weight: Tensor) -> float:
-    """Return the largest error of ``x`` W^T if fp32 products are added one after another, the worst of all orders."""
+    """Return the largest error of ``x`` W^T in the worst order.
+
+    The worst of all orders adds fp32 products one after another.
+    """
     products = x.float()[:, None] * weight.float()
     sums = torch.from_numpy(np.cumsum(products.numpy(), axis=-1, dtype=np.float32)[..., -1])
     return float((sums.double() - F.linear(x.double(), weight.double())).abs().max())
@@ -245,7 +254,10 @@ def test_embedding_copies_rows():
 
 @pytest.mark.parametrize("rows", [601, 700, 1024, 1500])
 def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
-    """A step of many rows is computed at proven sizes, whole or in parts, with the bits of few rows."""
+    """A step of many rows has the bits of few rows.
+
+    It is computed at proven sizes, whole or in parts.
+    """
     x, weight = randn(rows, 256), randn(192, 256, seed=1)
     apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])

@@ -233,9 +233,10 @@ def test_shards_and_their_index_must_agree(tmp_path):
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
-    """The upload in pieces gives the whole tensor: many pieces, a shorter last one, and tensors below a piece.
+    """The upload in pieces gives the whole tensor.
 
-    It is the way to a GPU, used here with the host as the target.
+    There are many pieces, a shorter last one, and tensors below a piece. It is the way to a GPU, used here with the
+    host as the target.
     """
     write(tmp_path, dtype=stored)
     serial, parts = {}, {}
@@ -255,7 +256,10 @@ def test_a_failing_piece_is_told(tmp_path):
 
 
 def test_the_files_are_not_read_into_memory_twice(tmp_path):
-    """A tensor of a file is a view of its pages, so the uploaded pieces are the only copy."""
+    """A tensor of a file is a view of its pages.
+
+    So the uploaded pieces are the only copy.
+    """
     write(tmp_path)
     (file,) = {id(p.file): p.file for p in SafetensorsFiles(tmp_path, copy)._places.values()}.values()
     at = file.get_tensor("model.norm.weight").data_ptr()

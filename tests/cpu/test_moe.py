@@ -110,7 +110,10 @@ def test_one_answer_alone_among_others_in_chunks_and_behind_a_prefix(checkpoint)
 
 
 def test_a_combine_in_the_order_of_arrival_is_seen(checkpoint, monkeypatch):
-    """Control: experts added up in an order that depends on the number of tokens are close, with other bits."""
+    """Control: experts added up in a varying order have other bits.
+
+    The order depends on the number of tokens. The result is close.
+    """
 
     def by_number(rows: Tensor, weights: Tensor) -> Tensor:
         order = torch.arange(rows.shape[1]).roll(len(rows) % rows.shape[1])  # depends on how many tokens there are

@@ -154,7 +154,10 @@ def test_a_process_group_begins_at_the_first_ranks_address():
     """
 
     def meet(meeting: Nodes) -> tuple[bytes, object]:
-        """Return a value from the store, and the store: the first rank's store serves only while it is referenced."""
+        """Return a value from the store, and the store.
+
+        The first rank's store serves only while it is referenced.
+        """
         store = meeting.store()
         store.set(str(meeting.rank), str(meeting.rank))
         return store.get(str(1 - meeting.rank)), store
@@ -262,7 +265,10 @@ def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 def test_an_engine_on_two_nodes(on_two_nodes):
-    """An engine on two nodes has the digest and answers of one rank, shares no memory, and ends with a killed rank."""
+    """An engine on two nodes has the digest and answers of one rank.
+
+    It shares no memory, and ends with a killed rank.
+    """
     one = LLM(tp_invariant=True, **OPTIONS)
     assert record_of(on_two_nodes).proof.digest == record_of(one).proof.digest
     assert answers(on_two_nodes) == answers(one)

@@ -87,7 +87,10 @@ def test_every_part_of_the_key_matters() -> None:
 
 
 def test_logarithms_are_element_wise() -> None:
-    """Each of the 2**23 possible variates has the same bits at any offset, in any length: no vector tail differs."""
+    """Each of the 2**23 possible variates has the same bits everywhere.
+
+    It may be at any offset, in any length: no vector tail differs.
+    """
     bits = np.arange(2**23, dtype=np.uint32) << np.uint32(9)
     whole = module._gumbel(bits)
     for offset, length in ((1, 2**23 - 1), (5, 1021), (2**23 - 3, 3), (2**22 + 7, 131)):

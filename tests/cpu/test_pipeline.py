@@ -60,7 +60,10 @@ def test_a_stage_that_is_killed_ends_the_engine():
 
 @pytest.mark.parametrize("name", ["qwen3 moe", "llama tied"])
 def test_families_have_the_bits_of_one_engine(name, tmp_path):
-    """Stages keep the digest of one engine, with experts, and with tied embeddings on the first and last stage."""
+    """Stages keep the digest of one engine.
+
+    There are models with experts, and with tied embeddings on the first and last stage.
+    """
     save_checkpoint(MODELS[name], tmp_path)
     spec = read_spec(read_config(tmp_path))
     options = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "float32", **OPTIONS}

@@ -1,4 +1,7 @@
-"""Graph drivers: a program runs as a graph if it has one, else its body is called. CUDA's graph is a fake."""
+"""Graph drivers: a program runs as a graph if it has one.
+
+Otherwise its body is called. CUDA's graph is a fake.
+"""
 
 from __future__ import annotations
 

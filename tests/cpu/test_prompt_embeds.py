@@ -202,7 +202,10 @@ def test_what_is_no_tensor_is_refused(name):
 
 
 def test_broken_files_are_refused():
-    """A file with any changed byte of the description, or cut at any length, is read as a tensor or refused."""
+    """A broken file is read as a tensor or refused.
+
+    Any byte of its description is changed, or it is cut at any length.
+    """
     whole = bytearray(base64.b64decode(saved(torch.ones(2, 3))))
     for place in range(len(whole)):
         for other in (0, 0xFF, whole[place] ^ 1):

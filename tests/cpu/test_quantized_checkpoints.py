@@ -173,7 +173,10 @@ SYMMETRIC = {
 
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_the_zero_point_of_a_symmetric_file_is_the_half(name: str, tmp_path: Path) -> None:
-    """A symmetric file's zero point is the half of its range, whatever version the file has or if it names none."""
+    """A symmetric file's zero point is the half of its range.
+
+    That holds for each version of files, and for files without a version.
+    """
     made(tmp_path, SYMMETRIC[name])
     one, other = (logits_of(open_decoder(tmp_path / folder), random_tokens(40)) for folder in ("quantized", "plain"))
     assert torch.equal(one, other)
@@ -204,7 +207,10 @@ def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_rows_that_are_loaded_in_another_order(name: str, tmp_path: Path) -> None:
-    """Fused parts of Phi-4-mini are loaded in another order of rows, as it rotates a part of each head."""
+    """Fused parts of Phi-4-mini are loaded in another order of rows.
+
+    The model rotates a part of each head.
+    """
     kind, tokens = KINDS[name], random_tokens(40)
     modules = made(tmp_path, kind, MODELS["phi4 mini"])
     assert {module.rpartition(".")[2] for module in modules} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

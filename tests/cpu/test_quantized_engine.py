@@ -33,7 +33,10 @@ MOE = {
 
 
 def verified(folder: Path) -> tuple[bool, list[PathResult]]:
-    """Return the verdict and results of ``verify`` for a dense layer and a layer of experts, with random weights."""
+    """Return the verdict and results of ``verify``.
+
+    The model has a dense layer and a layer of experts, with random weights.
+    """
     (folder / "config.json").write_text(json.dumps(MOE))
     model = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "quantization": "fp8"}
 

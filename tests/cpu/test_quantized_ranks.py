@@ -1,4 +1,7 @@
-"""Quantized layers that ranks share: one, two and four ranks give the same bits, and planted faults are seen."""
+"""Quantized layers that ranks share.
+
+One, two and four ranks give the same bits, and planted faults are seen.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def on_sizes(model: Path, folder: Path, asked: str | None = None, wrap: Any = la
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bits_do_not_depend_on_the_number_of_ranks(name: str, tmp_path: Path) -> None:
-    """Bits are equal on all sizes, and near the unshared layers, up to the order of sums and the rounding of codes."""
+    """Bits are equal on all sizes, and near the unshared layers.
+
+    The order of sums and the rounding of codes may differ.
+    """
     model = made(tmp_path, name)
     found = on_sizes(model, tmp_path / "ranks")
     assert same(found)

@@ -1,4 +1,7 @@
-"""Ranks that are actors of Ray: on one node and on two, bits equal one process's, and a dead actor ends all."""
+"""Ranks that are actors of Ray.
+
+On one node and on two, bits equal one process's, and a dead actor ends all.
+"""
 
 from __future__ import annotations
 

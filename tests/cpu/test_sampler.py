@@ -44,7 +44,10 @@ def survivors_of(row: Row, duplicates: bool) -> list[int]:
 
 @st.composite
 def a_row(draw: st.DrawFn, vocab: int) -> Row:
-    """Draw logits on a coarse grid, so that there are many true ties, and parameters over all of their ranges."""
+    """Draw logits on a coarse grid, and parameters over their ranges.
+
+    A coarse grid has many true ties.
+    """
     token = st.integers(0, vocab - 1)
     grid = st.integers(-24, 24).map(lambda x: x / 4)
     tokens = st.lists(token, max_size=12)
@@ -112,9 +115,9 @@ def test_equals_the_reference_over_a_large_vocabulary(params: dict[str, float], 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
 def test_top_p_is_of_what_min_p_leaves(top_p: float) -> None:
-    """top_p is a share of the tokens that min_p leaves, also if they are more than are sorted at first.
+    """top_p is a share of the tokens that min_p leaves.
 
-    The total is then summed apart.
+    They may be more tokens than are sorted at first. The total is then summed apart.
     """
     row = Row(np.arange(0, -30, -0.01, dtype=np.float32), SamplingParams(top_p=top_p, min_p=float(np.exp(-2.005))))
     right = answer(row)

@@ -1,4 +1,7 @@
-"""Two boots of the real engine: the second finds the first's records, and a CPU keeps the budget of graphs too."""
+"""Two boots of the real engine: the second finds the first's records.
+
+A CPU keeps the budget of graphs too.
+"""
 
 from __future__ import annotations
 

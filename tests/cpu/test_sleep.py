@@ -109,7 +109,10 @@ def test_what_runs_is_kept_through_a_sleep(engine):
 
 
 def test_adapters_are_put_back(tmp_path):
-    """Served adapters are put back after the check that ends a sleep, as it puts adapters into their slots."""
+    """Served adapters are put back after a sleep.
+
+    The check that ends a sleep puts its own adapters into the slots.
+    """
     engine = LLM(**SMALL, enable_sleep_mode=True, enable_lora=True, max_lora_rank=4)
     adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", 1)))
 

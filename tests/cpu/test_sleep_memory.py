@@ -76,7 +76,10 @@ def test_a_tag_sleeps_alone_and_wakes_where_it_was(memory):
 
 
 def test_a_segment_is_given_up_once_the_device_is_idle(memory):
-    """A segment given up by torch, with its last tensor gone, is freed only after all earlier launches have ended."""
+    """A segment is freed only after all earlier launches have ended.
+
+    torch gives it up with its last tensor.
+    """
     address = take(memory, "a", UNIT)
     memory._driver.busy = True
     memory._release(address, UNIT, 0, None)

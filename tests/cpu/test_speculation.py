@@ -45,7 +45,10 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 10, "defrag_threshold": 0}
 
 @pytest.fixture(autouse=True)
 def trials(monkeypatch) -> None:
-    """Let ``auto`` try some drafts, even if drafts of so small models do not pay on a busy machine."""
+    """Let ``auto`` try some drafts.
+
+    On a busy machine, drafts of so small models may not pay.
+    """
     monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)
     monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
 
@@ -192,7 +195,10 @@ def accept_by_a_coin(patch):
 
 
 def noise_by_place(patch):
-    """Plant noise behind a draft that depends on the token's place in the row, and so on the number of drafts."""
+    """Plant noise behind a draft by the token's place in its row.
+
+    So the noise depends on the number of drafts.
+    """
     right = logit_stages._metadata
 
     def metadata(slots, chosen, rows, position):

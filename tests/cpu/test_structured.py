@@ -258,9 +258,9 @@ def test_the_servers_wishes_hold_for_all(llm, grammars, monkeypatch):
 
 
 def test_masks_behind_drafts(grammars):
-    """A row of drafts has a mask for each position: the mask of the state behind each accepted draft.
+    """A row of drafts has a mask for each position.
 
-    The state itself stays.
+    It is the mask of the state behind each accepted draft. The state itself stays.
     """
     backend = grammars.backend
     grammar = backend.compile(held(regex="ab[cd]{1,3}e").structured_outputs)

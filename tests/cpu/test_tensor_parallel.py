@@ -125,7 +125,10 @@ class OrderOfArrival(Wrapped):
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3 moe"])
 def test_controls(name, tmp_path, monkeypatch):
-    """Control: rounding on the way, a tree of the number of ranks, and sums in the order of arrival are seen."""
+    """Control: three faults of ranks are seen.
+
+    They are rounding on the way, a tree of the number of ranks, and sums in the order of arrival.
+    """
     save_checkpoint(MODELS[name], tmp_path / "model")
     model = tmp_path / "model"
     plain = on_sizes(model, tmp_path / "plain", wrap=Wrapped)
@@ -230,7 +233,10 @@ def test_what_is_gathered_is_larger_than_a_place(tmp_path):
 
 
 def test_messages_arrive_whole_and_in_order(tmp_path):
-    """Messages arrive whole and in order, with far more data than the ring holds and one of two ranks slow."""
+    """Messages arrive whole and in order.
+
+    There is far more data than the ring holds, and one of two ranks is slow.
+    """
     sent = [np.full(size, size) for size in (1, 10, channel.SLOT_BYTES, 3 * channel.SLOT_BYTES) * 6]
 
     def read(rank: int) -> bool:

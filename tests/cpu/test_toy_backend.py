@@ -1,4 +1,7 @@
-"""A platform is one class: a toy backend boots the bundled model and finds the tokens of the CPU backend."""
+"""A platform is one class.
+
+A toy backend boots the bundled model and finds the tokens of the CPU backend.
+"""
 
 from __future__ import annotations
 

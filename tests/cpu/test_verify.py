@@ -98,7 +98,10 @@ def test_a_planted_kernel_is_found(plant, monkeypatch):
 
 
 def test_only_the_first_run_differing_is_found(monkeypatch):
-    """A fault of only the first run is found, as in a cold engine: every run is compared with the first."""
+    """A fault of only the first run is found, as in a cold engine.
+
+    Every run is compared with the first.
+    """
     from preheat.execution.executor import Executor
 
     right, calls = Executor._sample, []

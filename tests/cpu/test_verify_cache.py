@@ -99,7 +99,10 @@ def test_what_is_planted_is_found_by_its_path(engines, path, monkeypatch):
 
 
 def test_a_block_that_is_never_published_is_missed(engines, monkeypatch):
-    """A block that is never published keeps the bits right, but breaks the rule of how much is found."""
+    """A block that is never published keeps the bits right.
+
+    It breaks the rule of how much is found.
+    """
     ends_later(monkeypatch, -1)
     result = nearly_equal(engines[1], [])
     assert result is not None

@@ -1,6 +1,6 @@
-"""New weights from a trainer in another process, by gloo: the engine is like a fresh boot with them.
+"""New weights from a trainer in another process, by gloo.
 
-After any fault the old weights stay and the engine answers.
+The engine is like a fresh boot with them. After any fault the old weights stay and the engine answers.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ def llm() -> LLM:
 
 
 def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fresh):
-    """An engine with a trainer's weights is like a fresh one: sent whole, in two parts, in any order.
+    """An engine with a trainer's weights is like a fresh one.
 
-    Neither of two parts counts before the last one has come.
+    The weights are sent whole, in two parts, and in any order. Neither of two parts counts before the last one has
+    come.
     """
     boot, said = llm.state.digest, tokens(llm)
     trainer.join(llm)

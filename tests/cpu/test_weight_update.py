@@ -1,4 +1,7 @@
-"""New weights in place: every part of every family, all or nothing, and the digest of a fresh boot."""
+"""New weights in place, with the digest of a fresh boot.
+
+Every part of every family is updated: all or nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of combinations is complete and true: every pair is decided, and the tests that it names exist."""
+"""The table of combinations is complete and true.
+
+Every pair is decided, and the tests that it names exist.
+"""
 
 from __future__ import annotations
 

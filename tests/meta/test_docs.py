@@ -82,7 +82,10 @@ def test_flags_of_vllm_are_documented_as_they_are():
 
 
 def test_flags_of_vllm_in_prose_have_an_answer():
-    """Every flag on the page for users of vLLM is known to the parser, as an option or in the table."""
+    """Every flag on the page for users of vLLM is known.
+
+    The parser knows it as an option, or the table has it.
+    """
     known = {opt.flag for opt in OPTIONS.values()} | {row.flag for row in FOREIGN.values()} | SHORT.keys()
     text = (ROOT / "docs" / "from-vllm.md").read_text()
     named = re.findall(r"`(--?[a-z][a-z0-9-]*)", re.sub(r"`-(address|backend)`|`preheat [^`]*`", "", text))

@@ -49,7 +49,10 @@ ELSEWHERE = {
     "backends.cpu.environment": "the system",
     "backends.cuda.tuning": "tables of the package",
 }
-"""Modules that open anything else, or a file that the one module has checked, and the thing that they open."""
+"""Exceptions: modules that open files or other things themselves.
+
+They open something else than a file, or a file that the one module has checked; the value names it.
+"""
 
 
 def opened(source: str) -> set[str]:

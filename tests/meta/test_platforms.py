@@ -16,7 +16,10 @@ MODULES_OF_PLATFORMS = tuple(f"{package}.{name}" for package in ("torch", "prehe
 
 
 def platform_facts(tree: ast.AST) -> set[str]:
-    """Return the places in ``tree`` that name a platform, or ask a tensor, a device or torch for it."""
+    """Return the places in ``tree`` that name a platform or ask for it.
+
+    A question may go to a tensor, a device or torch.
+    """
     return {f"line {node.lineno}: {said}" for node in ast.walk(tree) if (said := platform_fact(node))}
 
 

@@ -56,7 +56,10 @@ def wheel(dist: Path) -> Path:
 
 
 def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
-    """The wheel has the whole package, with data files and py.typed, but no tests, tools or fake device."""
+    """The wheel has the whole package.
+
+    It has data files and py.typed, but no tests, tools or fake device.
+    """
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     ours = {f"preheat/{path.relative_to(PACKAGE).as_posix()}": path for path in files}
     with zipfile.ZipFile(wheel) as archive:
@@ -93,7 +96,10 @@ def test_the_sdist_has_the_sources(dist: Path) -> None:
 
 
 def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
-    """An installed wheel runs in a folder of its own, before the repository's, beside the packages that it needs."""
+    """An installed wheel runs in a folder of its own.
+
+    The folder comes before the repository's, beside the packages that the wheel needs.
+    """
     site = tmp_path / "site"
     pip = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", *pip, "--target", site, wheel, cwd=tmp_path)

@@ -42,7 +42,10 @@ def test_members(owner, name):
 
 @pytest.mark.parametrize(("module", "names"), IMPORTS.items())
 def test_names_of_modules(module, names):
-    """Each name of a vLLM module can be imported from the same module here, or is refused with a reason."""
+    """Each name of a vLLM module is here, or is refused with a reason.
+
+    A script imports it from the same module.
+    """
     found = importlib.import_module(f"preheat.{module}")
     for name in names.split():
         value = getattr(found, name)

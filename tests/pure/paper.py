@@ -132,7 +132,10 @@ def reference(request: Request) -> Outcome:
 
 @dataclass
 class PaperRow:
-    """A row as given to the device: ``tokens`` up to the last that it computes, which may be UNSEEN."""
+    """A row as given to the device.
+
+    ``tokens`` go up to the last that it computes, which may be UNSEEN.
+    """
 
     slot: int
     owner: Request

@@ -355,7 +355,10 @@ def test_grammar_and_parser_agree_on_what_is_content(tokenizers: dict[str, Token
 
 
 def test_the_agreement_can_fail(tokenizers: dict[str, Tokenizer]) -> None:
-    """Control: a grammar that only knows the end waits for it, where the parser sees that no reasoning began."""
+    """Control: a grammar that only knows the end waits for it.
+
+    The parser sees that no reasoning began.
+    """
     tokenizer = tokenizers["plain"]
     form, library = form_of(tokenizer, asked=JSON), Anything(tokenizer)
     assert form.constraint is not None

@@ -157,7 +157,10 @@ def test_control_digests_left_behind_are_noticed(monkeypatch) -> None:
 
 
 def test_control_a_copy_in_place_of_a_swap_is_noticed(monkeypatch) -> None:
-    """Control: a copy in place of a swap keeps the used block, but destroys the cached block in its new place."""
+    """Control: a copy in place of a swap is noticed.
+
+    It keeps the used block, but destroys the cached block in its new place.
+    """
     right = PaperDevice.swap
 
     def swap(self, swaps) -> None:

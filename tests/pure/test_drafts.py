@@ -275,7 +275,10 @@ def test_every_step_with_drafts_that_is_allowed_has_its_bucket():
 
 @pytest.mark.parametrize("blocks", [100, 6])
 def test_dummy_rows_sample_as_many_positions_as_are_planned(blocks):
-    """Dummy rows sample as many positions as planned, even if the cache has fewer blocks than there are slots."""
+    """Dummy rows sample as many positions as planned.
+
+    That holds even if the cache has fewer blocks than there are slots.
+    """
     at = replace(LIMITS, num_blocks=blocks)
     plan = make_plan(at, PlanOptions(verify_widths=(2, 3, 5, 8)))
     slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)

@@ -1,4 +1,7 @@
-"""The environment of another engine boots this one: each variable keeps its meaning, or is said to have no effect."""
+"""The environment of another engine boots this one.
+
+Each variable keeps its meaning, or is said to have no effect.
+"""
 
 import itertools
 import logging

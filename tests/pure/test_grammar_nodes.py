@@ -237,7 +237,10 @@ RULES = st.fixed_dictionaries(
 
 @given(RULES)
 def test_rules_that_end_are_those_that_can_be_written_out(rules):
-    """Rules that end are rules that can be written out: a shortest text uses none of three rules within itself."""
+    """Rules that end are rules that can be written out.
+
+    A shortest text uses none of three rules within itself.
+    """
 
     def ends(node: Node, depth: int) -> bool:
         match node:

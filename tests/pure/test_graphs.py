@@ -1,4 +1,7 @@
-"""Graph capture at boot: the logged run comes out line by line, and the twin on a CPU counts."""
+"""Graph capture at boot.
+
+The logged run comes out line by line, and the twin on a CPU counts.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -47,7 +50,10 @@ DECODE_ROW = 161.9 * MIB / 112  # 48 decode graphs of 112 rows
 
 
 class Logged:
-    """The device of the log, with its free memory after the cache, and the memory that its graphs took."""
+    """The device of the log.
+
+    It has the free memory after the cache, and the memory that its graphs took.
+    """
 
     def __init__(self, free):
         self.now = free

@@ -94,7 +94,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"),
 def test_what_was_written_is_read(
     tokenizer: Tokenizer, thoughts: list[str], said: str | None, called: dict[str, Any] | None, data: st.DataObject
 ) -> None:
-    """At any cut, nothing is lost, and the count of reasoning tokens is the count of the thoughts' tokens."""
+    """At any cut, nothing is lost.
+
+    The count of reasoning tokens equals the count of the thoughts' tokens.
+    """
     messages = [ANALYSIS + thought for thought in thoughts]
     messages += [] if said is None else [(FINAL if called is None else COMMENTARY) + said]
     if called is not None:

@@ -1,4 +1,7 @@
-"""Images with hidden costs are refused beforehand or given up, and the next one is decoded all the same."""
+"""Images with hidden costs are refused beforehand or given up.
+
+The next image is decoded all the same.
+"""
 
 from __future__ import annotations
 

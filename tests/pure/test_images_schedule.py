@@ -125,7 +125,10 @@ def test_what_is_planted_is_noticed(plant, monkeypatch):
 
 
 def test_a_hash_knows_where_an_image_begins(monkeypatch):
-    """A hash knows where in an image a block begins: two equal images lie at different offsets of blocks."""
+    """A hash knows where in an image a block begins.
+
+    Here two equal images lie at different offsets of blocks.
+    """
 
     def hits() -> Harness:
         harness = Harness(limits(block_size=2, image_tokens=TOKENS))

@@ -1,4 +1,7 @@
-"""The values of a JSON text are counted before it is decoded, never too few, wherever it is cut into chunks."""
+"""The values of a JSON text are counted before it is decoded.
+
+They are never too few, wherever the text is cut into chunks.
+"""
 
 from __future__ import annotations
 

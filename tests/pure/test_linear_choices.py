@@ -1,4 +1,7 @@
-"""The choice of a linear layer's implementation: tables, the rule where they are silent, and rejections by a proof."""
+"""The choice of a linear layer's implementation.
+
+There are tables, a rule where they are silent, and rejections by a proof.
+"""
 
 import logging
 from functools import partial
@@ -210,7 +213,10 @@ def test_few_rows_of_codes_have_one_too():
 
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
 def test_a_row_has_enough_of_the_weights_on_its_way(size):
-    """All programs that run at once, less one stage, load 4 MB of weights: an H200's latency times bandwidth."""
+    """A row has enough of the weights on its way.
+
+    All programs that run at once, less one stage, load 4 MB of weights: an H200's latency times bandwidth.
+    """
     choice = rule(LinearShape(*size, scheme=FP8.scheme), 1)
     weights = codes_bytes(FP8._replace(gated=size[2]), choice.outputs, 0, choice.inputs) * (choice.stages - 1)
     at_once = min(-(-size[0] // (choice.outputs * (2 if size[2] else 1))), 2 * PROCESSORS)

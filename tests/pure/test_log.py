@@ -1,4 +1,7 @@
-"""The log: an event is one line of printable characters, and no thread waits for the reader of standard error."""
+"""The log: an event is one line of printable characters.
+
+No thread waits for the reader of standard error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The order of sequences when there are fewer adapter slots than adapters: in order, passing over, but not for ever."""
+"""The order of sequences when adapter slots are few.
+
+They run in order, passing over some, but not for ever.
+"""
 
 from __future__ import annotations
 

@@ -310,7 +310,10 @@ def test_gemma_has_two_ropes_in_both_dialects():
 
 
 def test_phi_in_its_own_words():
-    """The fields of the published Phi-4-mini: a part of a head rotates, by one of two lists of factors."""
+    """The fields of the published Phi-4-mini are read.
+
+    A part of a head rotates, by one of two lists of factors.
+    """
     rope = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
     fields = {"head_dim": 16, "rope_scaling": rope, "original_max_position_embeddings": 128}
     spec = read_spec(config_of("Phi3ForCausalLM", **fields, partial_rotary_factor=0.75))

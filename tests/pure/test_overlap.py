@@ -34,7 +34,10 @@ REQUESTS = st.lists(
 
 
 def heard(asked, every: int, spare: int, overlap: bool, **options) -> Harness:
-    """Add a request every ``every`` steps, in a cache so small that most of them must share or be preempted."""
+    """Add a request every ``every`` steps, in a small cache.
+
+    Most requests must share blocks or be preempted.
+    """
     size = limits(max_model_len=36, num_blocks=10 + spare, max_num_batched_tokens=12)
     harness = Harness(size, overlap=overlap, **options)
     for number, (prompt, max_tokens, more) in enumerate(asked):
@@ -198,7 +201,10 @@ def test_scattered_tells_what_compact_would_do() -> None:
 
 
 def decoding(prompts: int = 1, **options) -> Harness:
-    """Return sequences that decode: two tokens of each are known, and the step of the third is in flight."""
+    """Return sequences that decode.
+
+    Two tokens of each are known, and the step of the third is in flight.
+    """
     harness = Harness(limits(), overlap=True, **options)
     harness.add(*(request(number, [number + 1, 2], 30) for number in range(prompts)))
     for _ in range(3):

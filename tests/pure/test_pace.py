@@ -25,7 +25,10 @@ class Clock:
 
 @given(st.lists(st.tuples(st.integers(0, 2), SECONDS, st.floats(0, 0.01)), min_size=1, max_size=30))
 def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
-    """A step that takes at least as long as the last of its shape never ends before the next one is ready."""
+    """The next step is ready before the one in flight can end.
+
+    A step takes at least as long as the last of its shape.
+    """
     clock, last = Clock(), {}
     launch_timer = LaunchTimer(clock)
     for shape, took, preparing in steps:

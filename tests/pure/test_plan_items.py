@@ -276,7 +276,10 @@ def plan_of_everything():
 
 
 def test_programs_of_different_kinds_are_different_keys():
-    """A step with adapters is no step of the draft model, and four images are not four pairs of blocks."""
+    """Programs of different kinds are different keys.
+
+    A step with adapters is no step of the draft model, and four images are not four pairs of blocks.
+    """
     programs = {item.program for item in plan_of_everything().items if item.program}
     assert len(programs) == len(set(map(str, programs)))
     assert {program.kind for program in programs} == {"forward", "sampler", "encoder", "swap", "offload"}

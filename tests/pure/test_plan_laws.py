@@ -1,4 +1,7 @@
-"""The laws of a plan: cover, round trip, account as far as a plan goes, closed. Without any engine."""
+"""The laws of a plan, without any engine.
+
+They are cover, round trip, account as far as a plan goes, and closed.
+"""
 
 import dataclasses
 
@@ -88,7 +91,10 @@ def within_budgets(shape: Bucket, at: Limits) -> bool:
 
 
 def plan_of(at: Limits, how: PlanOptions, **more) -> Plan:
-    """Return the plan of settings that a boot takes: `Limits.of` refuses drafts that leave no room for a prompt."""
+    """Return the plan of settings that a boot takes.
+
+    `Limits.of` refuses drafts that leave no room for a prompt.
+    """
     assume(max(how.verify_widths, default=0) < at.max_model_len)
     try:
         return make_plan(at, how, **more)
@@ -133,9 +139,10 @@ def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how
 @settings(max_examples=150, deadline=None)
 @given(limits, st.sampled_from(STRATEGIES), st.data())
 def test_reach_rows_that_share_a_prefix_have_a_bucket_of_their_size(at, strategy, data):
-    """With the usual ranges, rows that share a prefix have a bucket of their size and take no fallback.
+    """Rows that share a prefix have a bucket of their size.
 
-    A bucket beyond the cache's blocks has less than twice the step's blocks.
+    They take no fallback, with the usual ranges. A bucket beyond the cache's blocks has less than twice the step's
+    blocks.
     """
     misses = []
     how = PlanOptions(bucketing_policy="split", bucketing_strategy=strategy, allow_large_plan=True)

@@ -223,7 +223,10 @@ def test_skipping_warm_up_skips_the_mistake_too(caplog):
 
 
 def test_a_minimum_above_the_default_maximum_is_a_range_of_one():
-    """A minimum above the default maximum, as in the environment of a longer model, is a range of one."""
+    """A minimum above the default maximum is a range of one.
+
+    It may come from the environment of a longer model.
+    """
     prompt, _ = candidates(LIMITS, PlanOptions(bucketing_policy="split", prompt_seq_bucket_min=4096))
     assert prompt.axes[1].values == (2048,)
 

@@ -184,7 +184,10 @@ def test_too_many_token_ids_are_not_looked_at(processor: InputProcessor) -> None
 
 
 def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path) -> None:
-    """While a long text is encoded, the longest pause of another thread is a small part of that time."""
+    """Other threads run while a text is encoded.
+
+    Their longest pause is a small part of the time that a long text takes.
+    """
     byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer, pauses, done = Tokenizer(tmp_path), [0.0], threading.Event()
     text = " ".join(f"word{number * 7919}" for number in range(150_000))

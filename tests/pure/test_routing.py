@@ -32,7 +32,10 @@ def router(size: int, blocks: int = MANY) -> Router:
 
 @dataclass
 class Model:
-    """Plain form of the rule: it keeps all prompts given to a replica, and compares them block by block."""
+    """Plain form of the rule.
+
+    It keeps all prompts given to a replica, and compares them block by block.
+    """
 
     size: int
     prompts: list[list[list[int]]] = field(default_factory=list)
@@ -98,7 +101,10 @@ def test_the_end_of_a_chain_is_forgotten_first() -> None:
 
 
 def test_nothing_is_left_out_of_a_prefix() -> None:
-    """The same tokens with another salt, adapter or image are another prompt for the router, as for the cache."""
+    """Another salt, adapter or image makes another prompt.
+
+    That holds for the router as for the cache, even if the tokens are equal.
+    """
     tested = router(2)
     prompt = list(range(2 * BLOCK))
     image = Segment(0, 2, Image(b"a", b""))

@@ -82,7 +82,10 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks():
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, MOE], ids=["8b", "moe"])
 def test_what_is_one_product_does_not_depend_on_the_number_of_ranks(spec):
-    """Sizes of tiles and K splits, on which the order of a library's sum may depend, are equal on all sizes."""
+    """Sizes of tiles and K splits are equal on all sizes of groups.
+
+    The order of a library's sum may depend on them.
+    """
     for path in linears(spec):
         sizes = set()
         for world in (1, 2, 4):

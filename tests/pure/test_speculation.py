@@ -221,7 +221,10 @@ def calls_of(scheduler: Scheduler) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_where_drafts_do_not_pay_a_step_costs_the_host_what_it_does_without(overlap) -> None:
-    """If drafts do not pay, the proposer is hardly ever asked, and most steps call as few functions as without it."""
+    """If drafts do not pay, the proposer is hardly ever asked.
+
+    Most steps then call as few functions as without it.
+    """
     calls, wrong = [], Scripted(4, 0.0)
     for proposer in (None, wrong):
         harness = Harness(limits(max_model_len=256, num_blocks=200), overlap=overlap, proposer=proposer)

@@ -1,4 +1,7 @@
-"""The store: the same boot finds its records, another boot does not, and none of its contents can stop a boot."""
+"""The store: the same boot finds its records, another does not.
+
+None of its contents can stop a boot.
+"""
 
 import dataclasses
 import logging

@@ -53,7 +53,10 @@ def run_of(tokenizer: Tokenizer, id: int) -> bool:
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
-    """Return the library's ``decode``, but keep characters in a run of byte tokens, whatever else is in the run."""
+    """Return the library's ``decode``, with one exception.
+
+    Characters in a run of byte tokens stay, whatever else is in the run.
+    """
     ids = [id for id in ids if tokenizer._backend.id_to_token(id) and not (skip and id in tokenizer.special_ids)]
     head = tokenizer.encode("h", False)
     text = ""
@@ -145,7 +148,10 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_token_costs_the_same_wherever_it_is(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
-    """Nothing is decoded again and again: neither a run of U+FFFD nor tokens without a text make a window grow."""
+    """Nothing is decoded again and again.
+
+    Neither a run of U+FFFD nor tokens without a text make a window grow.
+    """
     sizes: list[int] = []
 
     def decode(ids: list[int]) -> str:
@@ -386,7 +392,10 @@ def test_templates(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
 
 
 def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Return the text cut by the definition: the match with the first end, the longest if several end there."""
+    """Return the text cut by the definition of stop strings.
+
+    The match with the first end counts, the longest if several end there.
+    """
     matches = [
         (start + len(stop), -len(stop), stop)
         for stop in stops

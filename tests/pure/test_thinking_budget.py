@@ -1,4 +1,7 @@
-"""Budgets of reasoning, as a function of only the tokens: the tokens spent, and the forced ones after them."""
+"""Budgets of reasoning, as a function of only the tokens.
+
+They decide the tokens spent, and the forced ones after them.
+"""
 
 from __future__ import annotations
 

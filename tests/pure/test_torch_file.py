@@ -1,4 +1,7 @@
-"""A client's tensor file is read in bounded time: the objects of its pickle stay small at every step."""
+"""A client's tensor file is read in bounded time.
+
+The objects of its pickle stay small at every step.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ class Work:
 
 
 def events(path):
-    """Return the events of a trace, after a check of the fields that Chrome's format asks of each kind."""
+    """Return the events of a trace, after a check of their fields.
+
+    Chrome's format asks for fields of each kind of event.
+    """
     found = json.loads(path.read_text())
     for event in found:
         assert {"name", "ph", "pid", "tid"} <= event.keys()

@@ -1,4 +1,7 @@
-"""The page at / is one file that needs nothing else, and is there unless the server is told otherwise."""
+"""The page at / is one file that needs nothing else.
+
+It is there unless the server is told otherwise.
+"""
 
 import asyncio
 import re

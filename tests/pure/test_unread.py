@@ -1,4 +1,7 @@
-"""A field of a checkpoint that changes numbers is read, or has a value that changes none, or is refused by name."""
+"""No field of a checkpoint that changes numbers goes unread.
+
+It is read, or has a value that changes none, or is refused by name.
+"""
 
 from __future__ import annotations
 

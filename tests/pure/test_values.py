@@ -1,4 +1,7 @@
-"""The values of layers: each feature sets fields of its own, and a backend tells for a value whether it can run it."""
+"""The values of layers: each feature sets fields of its own.
+
+A backend tells for a value whether it can run it.
+"""
 
 from __future__ import annotations
 

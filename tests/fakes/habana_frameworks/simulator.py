@@ -487,7 +487,10 @@ def _meta(tensor: Tensor) -> Tensor:
 
 DEVICE = Device()
 HERE = torch.device("cpu", 0)
-"""The device's name among tensors: the host's with a number, as the host's own code never gives a number."""
+"""The device's name among tensors: the host's, with a number.
+
+The host's own code never gives a number.
+"""
 
 REAL: dict[str, Callable[..., Any]] = {name: getattr(torch, name) for name in ("empty", "zeros", "empty_strided")}
 
