@@ -59,7 +59,7 @@ def png(width: int, height: int, text: int = 0) -> str:
 
 
 def noise(size: int) -> str:
-    """Return an image of noise whose URL has about ``size`` characters."""
+    """Return an image of noise with a URL of about ``size`` characters."""
     side = int((0.7 * size) ** 0.5)
     file = io.BytesIO()
     PIL.Image.frombytes("L", (side, side), random.Random(side).randbytes(side * side)).save(file, "PNG")
@@ -137,7 +137,7 @@ def _copied(source: Path, target: Path, without: str) -> None:
 
 
 def _many_names(count: int) -> bytes:
-    """Return a file of ``count`` empty tensors, whose header is mostly names."""
+    """Return a file of ``count`` empty tensors, with a header of mostly names."""
     tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     prefix = "base_model.model.model.layers"
     header = json.dumps({f"{prefix}.{number}.q_proj.lora_A.weight": tensor for number in range(count)}).encode()

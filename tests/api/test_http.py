@@ -206,7 +206,7 @@ def test_keys_origins_and_limits(folder: Path) -> None:
 
 @contextlib.contextmanager
 def waiting(server: Server, body: dict[str, Any], header: bytes) -> Iterator[None]:
-    """Run a client whose ``n`` sequences wait for an answer meanwhile."""
+    """Run a client with ``n`` sequences that wait for an answer meanwhile."""
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: %d\r\n\r\n" % (header, len(data))

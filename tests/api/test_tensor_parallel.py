@@ -1,4 +1,4 @@
-"""A killed rank ends a server whose engine has several ranks."""
+"""A killed rank ends a server of several ranks."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class TeapotScheduler(Scheduler):
 
 
 class TeapotDevice(PaperDevice):
-    """Device whose steps fail when a prompt with BREAKS gets its tenth token."""
+    """Device with steps that fail when a prompt with BREAKS gets its tenth token."""
 
     def launch(self, step: PaperStep) -> PaperStep:
         time.sleep(0.01)  # or all is over before a stream begins

@@ -22,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Server]:
-    """Run a server whose engine stays in its warm-up until ``waiting.model`` has a file named go."""
+    """Run a server with an engine in its warm-up until ``waiting.model`` has a file named go."""
     with serving(str(write_model(tmp_path)), engine="tests.api.scripted:run_waiting_engine", wait=False) as server:
         server.wait_until_open()
         yield server

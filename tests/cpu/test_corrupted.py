@@ -1,4 +1,7 @@
-"""Requests whose numbers overflow end with an error on an engine, and no other request's bits change."""
+"""Requests with numbers that overflow end with an error on an engine.
+
+No other request's bits change.
+"""
 
 from __future__ import annotations
 

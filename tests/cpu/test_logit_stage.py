@@ -67,7 +67,7 @@ def test_a_banned_token_is_not_drawn_and_other_rows_do_not_notice(free: list[lis
 
 
 class LateBan(TokenBan):
-    """Stage whose ban begins after ``wait`` tokens of output."""
+    """Stage with a ban that begins after ``wait`` tokens of output."""
 
     wait = 4
 

@@ -95,7 +95,7 @@ def test_weights_that_are_rounded_while_loading(tmp_path: Path) -> None:
 
 
 class OwnMaxima(Wrapped):
-    """Plant a rank whose scales are of only its own inputs."""
+    """Plant a rank with scales of only its own inputs."""
 
     def gather(self, x: Tensor) -> Tensor:
         found = super().gather(x)

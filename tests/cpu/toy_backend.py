@@ -29,7 +29,7 @@ def nothing(*args: Any, **more: Any) -> None:
 
 
 class ToyAttention:
-    """Attention in which each token looks up the blocks of its sequence."""
+    """Attention where each token looks up the blocks of its sequence."""
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self.layers, self.tables = layers, dict[int, np.ndarray]()
