@@ -103,7 +103,7 @@ They replace fields of :data:`ADAPTER`.
 
 
 def adapters(folder: Path) -> None:
-    """Write a folder for each of :data:`CONFIGS`, and folders with hostile weight files."""
+    """Write a folder for each of :data:`CONFIGS`, and folders with hostile files."""
     from tests.adapters import write_adapter
 
     folder.mkdir()

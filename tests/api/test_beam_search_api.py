@@ -13,9 +13,9 @@ MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 
 def test_completions_and_chats(server: Server) -> None:
-    """Return the best sequences, the likeliest first when lengths are equal.
+    """Completions and chats get the best sequences.
 
-    Other requests change nothing.
+    With equal lengths the likeliest comes first. Other requests change nothing.
     """
     with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         body = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True, "length_penalty": 0.5}

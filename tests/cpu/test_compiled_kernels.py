@@ -203,7 +203,7 @@ def many_rows(choice, gated, adapters):
 def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
     """With adapters, as many products wait for the one before as without.
 
-    The compiler makes all products wait if it cannot prove that the code behind them is safe.
+    The compiler makes all products wait if the code behind them does not suit it.
     """
     waits = [many_rows(choice, gated, each).asm["sass"].count("WARPGROUP.DEPBAR.LE") for each in (False, True)]
     assert waits[0] == waits[1] > 0

@@ -40,7 +40,10 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def asked(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts that open the reasoning, and budgets: none, few and more tokens, and before a grammar."""
+    """Return prompts that open the reasoning, with and without budgets.
+
+    Budgets are of zero, few and more tokens, and one of them comes before a grammar.
+    """
     end = llm.frontend.tokenizer.token_id("</think>")
     after = StructuredOutputsParams(regex="[ab]{4,8}", after_token_id=end)
     more: list[dict[str, Any]] = [

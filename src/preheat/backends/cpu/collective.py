@@ -199,7 +199,10 @@ def _views(parts: dict[int, Tensor]) -> dict[int, memoryview]:
 
 
 def _mapped(path: Path, size: int) -> np.ndarray:
-    """Map a file for several processes, zeros at first."""
+    """Return the bytes of a file that several processes map.
+
+    They are zeros at first.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)
