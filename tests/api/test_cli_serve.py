@@ -1,4 +1,4 @@
-"""``preheat serve``: what it prints is true when it is printed."""
+"""``preheat serve``: everything that it prints is true when it is printed."""
 
 from __future__ import annotations
 

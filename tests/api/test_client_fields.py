@@ -1,4 +1,4 @@
-"""Fields and endpoints that clients of vLLM use by themselves, through the official client: each does what it says."""
+"""Fields and endpoints that vLLM's clients use by themselves, through the official client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    """Its tokens are those of the prompt, again and again from the second one on."""
+    """Run a server whose answers repeat the prompt's tokens, from the second token on."""
     with serving(str(folder), chat_template=TEMPLATE, max_logprobs=MOST_LOGPROBS) as running:
         yield running
 
@@ -63,20 +63,20 @@ def chat(client: OpenAI, server: Server) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def prompt_of(folder: Path) -> Callable[[Any], str]:
-    """The prompt that an answer to a conversation says it had, as text."""
+    """Return the text of the prompt, as the answer to a conversation reports it."""
     tokenizer = Tokenizer(folder)
     return lambda answer: tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False)
 
 
 def refused(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str | None, str]:
-    """The field that the refusal names, and what it says."""
+    """Return the field that the refusal names, and its message."""
     with pytest.raises(BadRequestError) as error:
         call(*args, **options)
     return error.value.param, error.value.message
 
 
 def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Callable[..., Any]) -> None:
-    """The tokens of the prompt come again and again: three times here, whole and streamed."""
+    """An answer ends once the prompt's tokens have come three times, whole and streamed."""
     detection = {"max_pattern_size": 3, "min_pattern_size": 3, "min_count": 3}
     for stream in (False, True):
         answer = complete([40, 41, 42], stream=stream, max_tokens=40, repetition_detection=detection)
@@ -91,7 +91,7 @@ def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Cal
 
 
 def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
-    """``model_dump`` has null in fields that only OpenAI fills, and in those of whatever client made it."""
+    """An answer may be sent back unchanged: ``model_dump`` has null in fields of OpenAI and of other clients."""
     answer = chat().choices[0].message
     plain = prompt_of(chat([USER, {"role": "assistant", "content": answer.content}, USER]))
     for message in (answer, answer.model_dump(), {**answer.model_dump(), "reasoning_content": None, "parsed": None},
@@ -100,7 +100,10 @@ def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any],
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_of: Callable[..., str]) -> None:
-    """In the header, once in the log, and in the metric; one that is null is not given."""
+    """An unknown field is named in the header, once in the log, and in the metric.
+
+    A null field is not.
+    """
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "other": None}
     strange = {"messages": [{**USER, "content": [part], "what": 1}, {"role": "user", "content": "", "what": 2}],
                "why\r\n": {"a": 1}, "nothing": None, "max_tokens": 2, "stream_options": None,
@@ -360,7 +363,7 @@ def test_invocations_go_where_the_body_fits(server: Server) -> None:
 
 
 def test_several_conversations_are_answered_together(server: Server) -> None:
-    """Each as if it were alone, in order, with the usage of all."""
+    """Each conversation is answered as if it were alone, in order, with the usage of all."""
     said = [[{"role": "user", "content": text}] for text in ("hi", "good morning", "x")]
     common = {"max_tokens": 5, "logprobs": True, "return_token_ids": True}
     alone = [server.post("/v1/chat/completions", {"messages": messages, **common}).json for messages in said]

@@ -1,4 +1,4 @@
-"""The frontend against an engine played by hand: what it sends, what it makes of what comes back."""
+"""The frontend against an engine played by hand: its messages, and its answers to the engine's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Played:
-    """A frontend and what it sent."""
+    """A frontend, and the messages that it sent."""
 
     def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
         self.sent: list[ToEngine] = []
@@ -85,7 +85,7 @@ class Played:
         return [message for message in self.sent if isinstance(message, Request)]
 
     def say(self, text: str | list[int], finish: Finish | None = None, id: int = 1) -> None:
-        """The engine gives the tokens of ``text``, one step each."""
+        """Give the tokens of ``text`` as the engine, one step each."""
         ids = self.frontend.tokenizer.encode(text, False) if isinstance(text, str) else text
         for place, token in enumerate(ids):
             last = finish is not None and place == len(ids) - 1
@@ -275,7 +275,10 @@ words = st.lists(st.sampled_from(["return", " a", "+", "😀", "\n", "é", "x"])
 @settings(max_examples=150, deadline=None)
 @given(words=words, stops=st.lists(st.sampled_from(["a+", "retu", "😀é", "\n", "zz"]), max_size=3), n=st.integers(1, 3))
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str], stops: list[str], n: int) -> None:
-    """Choices in any interleaving: the deltas of each, joined, are its text; without stops, the decoded tokens."""
+    """The joined deltas of each choice are its text, in any interleaving.
+
+    Without stops, they are the decoded tokens.
+    """
     played, rng = Played(tokenizer), random.Random(len(words))
     state = played.ask(n=n, stop=stops or None, stream=True)
     told = [""] * n
@@ -500,7 +503,7 @@ def test_variables_of_every_conversation_are_those_of_the_settings(tmp_path: Pat
 
 
 def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
-    """Templates read the other name of a thought, and arguments of calls as objects."""
+    """Templates get a thought under its other name too, and arguments of calls as objects, as over HTTP."""
     write_model(tmp_path)
     source = (
         "{% for m in messages %}{{ m.reasoning_content }}"
@@ -531,7 +534,10 @@ def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
 
 
 def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
-    """A request that will never fit is the client's mistake; one that does not fit now may come again."""
+    """A request that will never fit is the client's mistake.
+
+    A request that does not fit now may come again.
+    """
     played = Played(tokenizer, max_queued=4)
     with pytest.raises(InvalidRequest, match=r"asks for 5 sequences .* at most 4 can wait"):
         played.ask(n=5)
@@ -551,7 +557,10 @@ def test_which_prompt_of_a_list() -> None:
 
 
 def test_others_may_work_between_the_messages_of_a_request(tokenizer: Tokenizer) -> None:
-    """Requests that begin meanwhile know of those that are on their way; whoever stops leaves nothing behind."""
+    """Requests that begin meanwhile count the requests under way.
+
+    A request that stops leaves nothing behind.
+    """
     played = Played(tokenizer, max_queued=10)
     frontend = played.frontend
     params = frontend.input.params(n=4)
@@ -590,13 +599,13 @@ def test_the_bytes_of_a_request_are_counted_for_each_choice(tokenizer: Tokenizer
         with pytest.raises(InvalidRequest, match="each counted n times") as refused:
             played.ask([5] * 20, **params)
         assert refused.value.param == "n"
-    offline = Played(tokenizer)  # where the caller is the owner of the memory
+    offline = Played(tokenizer)  # here the caller owns the memory
     offline.ask([5] * 20, n=7)
 
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_what_has_ended_is_forgotten_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
-    """The control: choices and their state know each other."""
+    """Control: without the cleanup, choices and their state refer to each other and stay in memory."""
 
     def choices() -> int:
         return sum(type(each) is Choice for each in gc.get_objects())

@@ -24,7 +24,7 @@ from tests.api.conftest import SCRIPTED
 
 
 class Listening:
-    """An application that keeps the status of every answer, and all that was said."""
+    """Application that keeps the status of every answer, and all bytes of the answers."""
 
     def __init__(self, service: Service) -> None:
         self.service, self._app = service, build_app(service)
@@ -42,7 +42,7 @@ class Listening:
 
 
 def warmed(**options: object) -> tuple[Frontend, Listening]:
-    """The real frontend after the warm-up, and the application that answered the dummy requests."""
+    """Return the real frontend after the warm-up, and the application that answered the dummy requests."""
     settings, sent, apps = Settings.load(dict(options)), [], []
     frontend = boot_front(settings, sent.append)
 
@@ -83,7 +83,7 @@ def test_without_a_tokenizer_what_needs_text_is_left_out() -> None:
 
 
 def run_supervisor(warm_up) -> Service:
-    """Until the scripted engine is ready."""
+    """Run the supervisor until the scripted engine is ready."""
 
     async def run() -> Service:
         ready = asyncio.Event()

@@ -1,4 +1,4 @@
-"""``LLM``, ``LLMEngine`` and ``AsyncLLM`` with the bundled model: one way of running, and so the same tokens."""
+"""``LLM``, ``LLMEngine`` and ``AsyncLLM`` with the bundled model: one way of running, so the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the server listens, and what a request may leave out."""
+"""The addresses where the server listens, and parts that a request may leave out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_curl_of_a_unix_socket() -> None:
 
 
 def test_a_path_in_front(folder: Path) -> None:
-    """Behind a proxy that leaves the path on, and behind one that takes it off."""
+    """``--root-path`` works behind a proxy that keeps the path, and behind a proxy that takes it off."""
     with serving(str(folder), root_path="/llm/", api_key=["k"]) as server:
         for prefix in ("", "/llm"):
             assert server.get(f"{prefix}/health").status == 200

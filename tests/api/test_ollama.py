@@ -1,4 +1,4 @@
-"""Ollama's API, through its client. The engine repeats what the last message says."""
+"""Ollama's API through its client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator's endpoints: who may reach them, and what they do to a real engine."""
+"""An operator's endpoints: the clients that may reach them, and their effect on a real engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INFO: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of weights, and beside them one that is not allowed."""
+    """Write folders of weights, and beside them a folder that is not allowed."""
     outside = tmp_path_factory.mktemp("outside")
     root = outside / "root"
     tensors = load_file(BUNDLED_PATH / "model.safetensors")
@@ -129,7 +129,10 @@ def test_weights(operated: Server) -> None:
 
 
 def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
-    """As trainers talk to vLLM's server, but for the group: in two parts, while requests are answered."""
+    """A trainer updates the weights as with vLLM's server, but for the group.
+
+    The weights come in two parts, while requests run.
+    """
     by_files = told(operated, "/update_weights", {"path": "other"})["digest"]
     before, digest = told(operated, "/update_weights", {"path": "same"}), said(operated)
     tensors, port = list(load_file(root / "other" / "model.safetensors").items()), free_port()
@@ -157,7 +160,10 @@ def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
 
 
 def test_pause_and_resume(operated: Server) -> None:
-    """What runs is kept, what comes is held back; both go on."""
+    """A pause keeps the running requests and holds back new ones.
+
+    After it both go on.
+    """
     long: dict[str, Any] = ASKED | {"max_tokens": 100}
     expected = operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"]
     assert "wait" in told(operated, "/pause?mode=later", None, 400)["error"]["message"]

@@ -1,4 +1,4 @@
-"""Prompts that are embeddings, over HTTP: sent by OpenAI's client as vLLM's documentation does."""
+"""Prompts that are embeddings, over HTTP: OpenAI's client sends them as in vLLM's documentation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def embedded(server: Server, text: str, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The rows of a text's tokens, as a client makes them."""
+    """Return the embedding rows of a text's tokens, as a client makes them."""
     ids = server.post("/tokenize", {"prompt": text}).json["tokens"]
     table = next(each for name, each in load_file(BUNDLED_PATH / "model.safetensors").items() if "embed" in name)
     file = io.BytesIO()
@@ -48,7 +48,7 @@ def texts(client: openai.OpenAI, prompt: Any, **more: Any) -> list[str]:
 
 
 def test_rows_of_the_table_say_what_their_tokens_say(server: Server, client: openai.OpenAI) -> None:
-    """One, several, and beside texts, which come last; in each type that holds the rows."""
+    """Rows of the embedding table give the answer of their tokens: one, several, beside texts, in each dtype."""
     right = texts(client, LINES)
     first, second = (embedded(server, line) for line in LINES)
     assert texts(client, "", prompt_embeds=first) == right[:1]

@@ -1,4 +1,7 @@
-"""The proof over HTTP: the digest is told, a failed check keeps requests out, and any server can be verified."""
+"""The proof over HTTP.
+
+The digest is told, a failed check keeps requests out, and any server can be verified.
+"""
 
 from __future__ import annotations
 

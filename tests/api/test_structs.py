@@ -1,4 +1,7 @@
-"""Every struct is described before a request is read: two threads that describe one at once end the process."""
+"""Every struct is described before a request is read.
+
+Two threads that describe a struct at once end the process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ SMALL_BYTES = 20_000
 
 
 def described_late(tmp_path: Path, engine: str) -> set[str]:
-    """Send a small body to each endpoint, and return the types that the server described after it was ready."""
+    """Send a small body to each endpoint, and return the types described after the server was ready."""
     log = tmp_path / "log"
     with abused("plain", engine=engine, log=log, max_body_bytes=BODY_BYTES) as server:
         ready = log.stat().st_size

@@ -86,7 +86,10 @@ def test_settings_and_checkpoints_that_cannot_do_without(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """No tokenizer file is there, so that one that is asked for would be missed."""
+    """Run a server of a folder without tokenizer files.
+
+    So a read of such a file would fail.
+    """
     folder = tmp_path_factory.mktemp("bare")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 1}))
     with serving(str(folder), skip_tokenizer_init=True) as running:

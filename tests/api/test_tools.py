@@ -1,4 +1,4 @@
-"""Tools and reasoning in chats, through the official client. The engine repeats what the last message says."""
+"""Tools and reasoning in chats, through the official client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(client: OpenAI, text: str | list[Any], **options: Any) -> Any:
 
 
 def joined(events: Any) -> tuple[str, str, list[list[str]], str]:
-    """Content, reasoning, calls and finish reason of a stream, whose deltas must have OpenAI's shape."""
+    """Return content, reasoning, calls and finish reason of a stream, after a check of the deltas' shape."""
     content, thought, calls, reason = "", "", [], ""
     for event in events:
         (choice,) = event.choices
@@ -121,7 +121,7 @@ def test_calls_and_results_go_through_the_template(client: OpenAI, tools_folder:
 
 
 def test_special_tokens_are_in_no_text(client: OpenAI) -> None:
-    """The marks of calls are special tokens too: they are found, and nothing else of their kind is shown."""
+    """The marks of calls are special tokens too: they are found, and no other special token is shown."""
     odd = "<|im_start|>"
     text = f"<think>a{odd}b</think>c{odd}d" + CALL.replace("Grüße", f"Gr{odd}üße") + odd
     for stream in (False, True):

@@ -1,4 +1,7 @@
-"""Messages between two processes: whole, in order, at once, and never lost in an edge of the descriptor."""
+"""Messages between two processes arrive whole, in order and at once.
+
+No edge of the descriptor loses a message.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at / in a real browser: chats, tokens, tools, and answers asked for again in company."""
+"""The page at / in a real browser: chats, tokens, tools, and answers asked for again beside other requests."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_answers_in_company_are_the_same(page: Tab, server: Server) -> None:
 
 
 def test_one_bit_makes_another_digest(page: Tab, scripted: Server) -> None:
-    """The control of the test above: the page tells answers apart."""
+    """Control of the test above: one changed bit gives another digest on the page."""
     opened(page, scripted)
     given = {"id": 5, "logprob": -0.5, "top_logprobs": [{"bytes": [65], "logprob": -0.5}]}
     found = {"tokens": [given, given], "wait": 1}

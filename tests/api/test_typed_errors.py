@@ -1,4 +1,7 @@
-"""Errors are typed from the loop to the client: the class of what is raised decides the status that the client sees."""
+"""Errors keep their types from the loop to the client.
+
+The raised class decides the status that the client sees.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_a_prompt_beyond_the_token_budget_is_refused_when_prompts_are_not_chunke
 
 
 class Teapot(PreheatError):
-    """The smallest error class: all that the loop, the wire and the server need to know of it."""
+    """The smallest error class: all that the loop, the wire and the server need."""
 
     status, kind, code = 418, "teapot", "short_and_stout"
 
@@ -60,7 +63,7 @@ class TeapotScheduler(Scheduler):
 
 
 class TeapotDevice(PaperDevice):
-    """Steps fail in which a row of a prompt with BREAKS gets its tenth token."""
+    """Device with steps that fail when a prompt with BREAKS gets its tenth token."""
 
     def launch(self, step: PaperStep) -> PaperStep:
         time.sleep(0.01)  # or all is over before a stream begins
@@ -162,7 +165,7 @@ def test_what_is_not_ours_is_an_internal_error() -> None:
 
 
 def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
-    """One of another module would be unknown where that is not imported."""
+    """Every error class is in preheat.errors, as each process must know it without another import."""
     ours = {kind.__name__: kind for kind in _kinds(PreheatError) if kind.__module__ == "preheat.errors"}
     bases = "|".join(ours)
     for path in MODULES:
@@ -172,11 +175,14 @@ def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
     assert all(type(WireError.of(kind("x")).restore()) is kind for kind in ours.values())
 
 
-# -------------------------------------------------------------------------- what the scheduler refuses is a 400
+# --------------------------------------------------------------------------- a refusal of the scheduler is a 400
 
 
 def slipped_through(harness: Harness, *requests: Request) -> PreheatError:
-    """What a frontend makes of the answer to the last of ``requests``, which it let pass."""
+    """Return a frontend's error for a refusal of the scheduler.
+
+    The refused request is the last of ``requests``; the frontend let them pass.
+    """
     for each in requests:
         harness.transport.send(each)
     harness.loop.take(0)
@@ -203,7 +209,7 @@ def test_what_slips_through_to_the_scheduler_is_still_a_400(requests: list[Reque
 
 
 def padded(rows: int, tokens: int, longest: int) -> int:
-    """To multiples of eight."""
+    """Pad to multiples of eight."""
     return -(-tokens // 8) * 8
 
 

@@ -1,4 +1,7 @@
-"""What the server says of the warm-up: while it lasts, afterwards, and when the engine has no time to answer."""
+"""The server's report of the warm-up.
+
+It is given while the warm-up lasts, afterwards, and when the engine has no time to answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Server]:
-    """A server whose engine is in the middle of its warm-up until ``waiting.model`` has a file named go."""
+    """Run a server with an engine in its warm-up until ``waiting.model`` has a file named go."""
     with serving(str(write_model(tmp_path)), engine="tests.api.scripted:run_waiting_engine", wait=False) as server:
         server.wait_until_open()
         yield server
@@ -92,7 +95,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_waited_for(folder: Path) -> No
             time.sleep(0.02)
         time.sleep(0.1)
         answer = server.get("/warmup")
-        assert int(answer.headers["age"]) >= 1  # it says that it is not of now
+        assert int(answer.headers["age"]) >= 1  # the header tells the answer's age
         assert Record.from_json(answer.body) == known
         assert server.get("/ready").status == 200
 

@@ -1,4 +1,7 @@
-"""The record's page in a real browser: from a disk and from a server, with and without scripts, light and dark."""
+"""The record's page in a real browser.
+
+It is read from a disk and from a server, with and without scripts, light and dark.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ CONTRAST = """
   return Math.min(...shown.filter((element) => element.textContent.trim()).map(ratio));
 })()
 """
-"""The least contrast of any text, by the rule of WCAG 2."""
+"""Least contrast of any text, by the rule of WCAG 2."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def file(record: Record, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rows(page: Tab) -> int:
-    """Lines of the table that can be seen."""
+    """Return the visible lines of the table."""
     return int(page.value("[...document.querySelectorAll('#items tbody tr')].filter((r) => r.offsetHeight).length"))
 
 
@@ -79,7 +82,7 @@ def test_one_file_with_everything_in_it(page: Tab, file: str, record: Record) ->
 
 
 def test_the_browser_notices_what_a_page_does_wrong(page: Tab, tmp_path: Path) -> None:
-    """The control of the test above."""
+    """Control of the test above: the browser notices a page that asks for an address or fails."""
     bad = tmp_path / "bad.html"
     bad.write_text("<img src='http://127.0.0.1:9/x.png'><script>nothing.there()</script>")
     page.open(bad.as_uri())

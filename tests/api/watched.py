@@ -1,4 +1,4 @@
-"""The scripted engine, behind a server that says on standard error whenever msgspec describes a type."""
+"""The scripted engine, behind a server that reports on standard error each type that msgspec describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters that PEFT writes are read back with PEFT's factors and scales; what does not fit is refused."""
+"""PEFT's adapters are read back with PEFT's factors and scales.
+
+An adapter that does not fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MAX_RANK = 16
 
 
 def model_of(name):
-    """A small model, and its spec."""
+    """Return a small model and its spec."""
     family, changes = MODELS[name]
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = kind.config_class(**SMALL | changes | {"num_hidden_layers": 2, "layer_types": None, "vocab_size": 40})
@@ -43,8 +46,9 @@ def model_of(name):
 
 
 def write(folder, model, *, seed=0, **fields):
-    """Save an adapter whose matrices are all random; returns PEFT's layers of it by module, as PEFT reads them back: it
-    sorts the patterns of a config when it saves them.
+    """Save an adapter with random matrices, and return PEFT's layers of it by module.
+
+    The layers are read back by PEFT, since it sorts the patterns of a config when it saves them.
     """
     torch.manual_seed(seed)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, **fields}))
@@ -161,13 +165,13 @@ def llama():
 
 @pytest.fixture(scope="module")
 def saved(llama, tmp_path_factory):
-    """An adapter of all layers but the head, with PEFT's layers of it."""
+    """Return an adapter of all layers but the head, with PEFT's layers of it."""
     folder = tmp_path_factory.mktemp("adapter")
     return folder, write(folder, llama[0], target_modules=ALL)
 
 
 def test_a_patterned_rank_is_no_other(llama, saved):
-    """The comparison can fail: it notices one scale and one number."""
+    """Control: the comparison notices one changed scale and one changed number."""
     adapter, (_, layers) = read(saved[0], llama[1]), saved
     name, (a, b, scale) = next(iter(layers.items()))
     assert same(adapter, layers)
@@ -183,7 +187,10 @@ def test_factors_are_in_the_dtype_of_the_adapters(llama, saved):
 
 @pytest.fixture
 def edit(llama, saved, tmp_path):
-    """Reads a changed copy of ``saved``: ``fields`` of the config, ``tensors`` (None: dropped)."""
+    """Return a function that reads a changed copy of ``saved``.
+
+    It changes ``fields`` of the config, and ``tensors`` (None: dropped).
+    """
     places = (tmp_path / str(number) for number in count())
 
     def edited(fields=None, tensors=None, **options):
@@ -325,7 +332,7 @@ def test_headers_that_lie_are_errors_of_the_adapter(what, llama, saved, tmp_path
 
 
 def test_more_names_than_a_model_has_are_not_listed(llama, saved, tmp_path, monkeypatch):
-    """Listing them would hold all requests up."""
+    """A refusal does not list more names than a model has: the list would hold up all requests."""
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     names = {f"base_model.model.a.{number}": F32 | {"data_offsets": [0, 0]} for number in range(FEW_TENSORS)}
     (folder / "adapter_model.safetensors").write_bytes(tensors(names))
@@ -369,7 +376,10 @@ def test_a_file_written_to_later_changes_nothing(llama, saved, tmp_path):
 
 
 def stacked(folder, **fields):
-    """An adapter of the stacked experts of a small model; its spec, and what PEFT adds to each parameter."""
+    """Save an adapter of the stacked experts of a small model.
+
+    Returns the model's spec, and PEFT's change of each parameter.
+    """
     model, spec = model_of("mixtral")
     torch.manual_seed(0)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "init_lora_weights": False, **fields}))
@@ -445,7 +455,10 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
 
 
 def test_a_tied_head_and_the_table_that_it_is(tmp_path):
-    """Both have factors of their own, and PEFT saves the base model's table beside them."""
+    """A tied head and the table have factors of their own.
+
+    PEFT saves the base model's table beside them.
+    """
     model, spec = model_of("llama tied")
     layers = write(tmp_path, model, target_modules=["q_proj", "lm_head", "embed_tokens"])
     tensors = load_file(tmp_path / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Which device is taken, and why another one is not."""
+"""The choice of a device, and the reasons against the other devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from preheat.settings import OPTIONS, Settings
 
 
 def check(settings: Settings, facts: Facts) -> None:
-    """As a boot does, before anything is loaded."""
+    """Check settings as a boot does, before anything is loaded."""
     check_options(settings, facts)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with a Hopper GPU, as far as anybody asks before it is used."""
+    """Fake a machine with a Hopper GPU, as far as is asked before the GPU is used."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -156,7 +156,7 @@ def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
 
 @pytest.mark.parametrize("name", FACTS)
 def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
-    """And a value that means the same as the default is no reason to stop."""
+    """A backend accepts the default of each rejected option, and each value that means the same."""
     facts = FACTS[name]
     check(Settings(), facts)
     for option, reason in facts.rejected.items():
@@ -168,7 +168,10 @@ def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
 
 
 def test_a_processor_without_a_product_of_bfloat16_multiplies_in_float32(monkeypatch):
-    """As on AVX2: each row is rounded once, and has its bits in any company."""
+    """Without bfloat16 products, as on AVX2, each row is rounded once.
+
+    Its bits are the same beside any other rows.
+    """
     from preheat.backends.cpu import linear
 
     monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32)

@@ -43,7 +43,10 @@ def test_offline_parts_share_an_engine_and_find_nothing_cold(tmp_path, capsys):
 
 
 def test_a_format_has_a_file_of_its_own(tmp_path):
-    """And its engine is quantized. A format of a checkpoint is in the shape's config."""
+    """A format has a file of its own and a quantized engine.
+
+    A checkpoint's format is in the shape's config.
+    """
     line = ["bench", "throughput", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
     assert main([*line, "--format", "fp8", "--kv-cache-dtype", "fp8"]) == 0
     found = json.loads((tmp_path / "bundled_fp8_kv_fp8.json").read_text())["parts"]["throughput"]

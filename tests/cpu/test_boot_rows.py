@@ -1,4 +1,4 @@
-"""What the check at boot looks at beside the usual contexts: each row passes, and sees what is planted for it."""
+"""Special contexts of the check at boot: each row passes, and sees the fault planted for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(loop):
     "name", ["finite", "poisoned", "resumed", "long context", "full step", "sampler", "logprobs", "grammar"]
 )
 def test_all_is_well(check, loop, name, monkeypatch):
-    """And something was really computed."""
+    """Every row passes and computes something."""
     ran: list[str] = []
 
     def noted(kind):
@@ -100,7 +100,7 @@ def test_the_long_context_has_three_splits_where_there_is_room():
 
 
 def multiplied(patch):
-    """What is hidden is multiplied by zero."""
+    """Plant attention that multiplies hidden values by zero."""
     for module in (decode_attention, paged_attention):
         patch.setattr(
             module,
@@ -110,7 +110,7 @@ def multiplied(patch):
 
 
 def unmarked(patch):
-    """A row whose logits are not finite gets a token as any other."""
+    """Plant a sampler that gives a row with logits that are not finite a token like any other."""
     patch.setattr(cpu_sampler, "finite_rows", lambda logits: np.ones(len(logits), bool))
 
 
@@ -145,7 +145,7 @@ def no_adapter(patch):
 
 
 def no_room(patch):
-    """The last token is found, too: there is nothing left to sample from."""
+    """Plant a lookup that also finds the last token, so that nothing is left to sample from."""
     right = prefix.PrefixCache.lookup
 
     def lookup(self, sequence):
@@ -206,7 +206,7 @@ def after_temperature(patch):
 
 
 def by_company(patch):
-    """In a batch of several rows the last bit is another one."""
+    """Plant logprobs whose last bit depends on the number of rows in the batch."""
     right = cpu_sampler.token_logprobs
     patch.setattr(cpu_sampler, "token_logprobs", lambda logits, *more: right(logits * (1 + 1e-7 * len(logits)), *more))
 
@@ -231,7 +231,7 @@ def no_mask(patch):
 
 
 def one_bit_less(patch):
-    """Of the mask: its highest token."""
+    """Plant a mask without its highest token."""
     right = guidance.Guidance.fill
 
     def fill(self, masks, rows):
@@ -255,7 +255,7 @@ def ends_anywhere(patch):
 
 
 def every_row(patch):
-    """The mask is applied to all rows."""
+    """Plant a mask that applies to all rows."""
     right = slots.Slots.describe
 
     def describe(self, slot, request):
@@ -310,7 +310,7 @@ def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
 
 
 def test_such_an_engine_does_not_become_ready(monkeypatch):
-    """Its weights are finite, what they give is not."""
+    """An engine with finite weights but infinite products does not become ready."""
     right = boot.load_model
 
     def load(*args):

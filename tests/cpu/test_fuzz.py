@@ -1,4 +1,7 @@
-"""``preheat verify --fuzz``: a minute of it, and that it finds what is planted and says how to see it again."""
+"""``preheat verify --fuzz``: a minute of it, and a planted fault.
+
+It finds the fault, and tells a way to see it again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The guard on the real engine: what is cold after ready is counted, told, or fails its step and no other."""
+"""The guard on the real engine.
+
+A cold event after ready is counted, told, or fails its step and no other.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def llm() -> LLM:
 
 
 def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
-    """A guard with every source of this platform, over a record in which every item has run (``hot``) or none."""
+    """Return a guard with every source of this platform.
+
+    Every item of its record has run (``hot``), or none.
+    """
     plan = llm.loop.packer.plan
     record = Record.of(plan)
     for entry in record.entries:
@@ -43,14 +49,14 @@ def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
 
 
 def compile_something() -> None:
-    """Somebody compiles: Dynamo traces a function that it has not seen, and hands it to no compiler."""
+    """Trace a new function with Dynamo, and hand it to no compiler."""
     made: dict[str, Any] = {}
     exec("def triple(x): return x * 3", made)
     torch.compile(made["triple"], backend="eager", dynamic=False)(torch.ones(3))
 
 
 def serve(llm: LLM, count: int, then_compile: int = -1) -> list[RequestState]:
-    """Run ``count`` requests to their end; before step ``then_compile`` something is compiled."""
+    """Run ``count`` requests to their end; compile something before step ``then_compile``."""
     states = [
         llm.frontend.prepare(PROMPT, GREEDY, request_id=str(i), add_special_tokens=False, cap_length=True)
         for i in range(count)
@@ -169,7 +175,10 @@ def test_without_warm_up_each_program_is_cold_once(llm):
 
 
 def test_only_what_was_not_warmed_up_is_called_so(llm, caplog):
-    """As in vLLM on Gaudi, but not of a step beyond the bucket sizes, whose fallback is warm."""
+    """A cold step is told as on vLLM for Gaudi.
+
+    A step beyond the bucket sizes is not, since its fallback is warm.
+    """
     with caplog.at_level(logging.WARNING):
         watch(llm, "warn", hot=False)
         serve(llm, 1)

@@ -1,4 +1,4 @@
-"""``logprob_token_ids``: log-probabilities of chosen tokens, with the bits that they have among all."""
+"""``logprob_token_ids``: log-probabilities of chosen tokens equal their bits in the whole vocabulary."""
 
 from __future__ import annotations
 

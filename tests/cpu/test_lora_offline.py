@@ -57,7 +57,10 @@ def test_chats(llm, folder):
 
 
 def test_a_search_has_its_adapter_in_all_rounds(llm, folder):
-    """A beam of width 1 is what is decoded greedily, each with its adapter, and wider ones are what they are alone."""
+    """A beam of width 1 equals greedy decoding with its adapter.
+
+    Wider searches equal the same searches alone.
+    """
     one, two = (LoRARequest(name, number, str(folder / name)) for number, name in ((1, "one"), (2, "two")))
     adapters, params = [one, None, two, one], BeamSearchParams(1, 8, ignore_eos=True)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What adapters add on a CPU: the contract's numbers, and bits that depend on the row and its adapter alone."""
+"""Adapters on a CPU: the contract's numbers, and bits that depend only on the row and its adapter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter into ``place``: what it has for each of the first parts."""
+    """Put an adapter into slot ``place``.
+
+    ``given`` has its matrices for each of the first parts.
+    """
     made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
@@ -64,7 +67,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     plain = run(made, rows, x, [-1] * 9)
     found = run(made, rows, x, [0, -1, 1] * 3)
     assert torch.equal(found[1::3], plain[1::3])
-    assert torch.equal(found[2::3], plain[2::3])  # a place in which nothing is
+    assert torch.equal(found[2::3], plain[2::3])  # an empty adapter slot
     assert torch.equal(found[:, OUTPUTS[0] :], plain[:, OUTPUTS[0] :])  # a part that the adapter leaves alone
     assert not torch.equal(found[::3, : OUTPUTS[0]], plain[::3, : OUTPUTS[0]])
     zero = torch.zeros(1, INPUTS)
@@ -75,7 +78,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 64, 65, 200])
 def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
-    """On the number of rows, on theirs places, on the adapter's place, and on the largest rank."""
+    """Bits depend on neither the number and places of the rows, the adapter slot, nor the largest rank."""
     x = signed_pairs(noise(count, INPUTS, seed=7), 1.0) + noise(count, INPUTS, seed=8)
     wanted = [factors(20, part, seed=part) for part in range(2)]
     results = []
@@ -93,7 +96,10 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
 
 
 def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
-    """The control: the proof chooses another number of rows, and with the wrong one the test above fails."""
+    """Control: the proof chooses another number of rows.
+
+    With the wrong number the test above fails.
+    """
     right = lowrank._in_parts
 
     def by_rows(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -126,7 +132,10 @@ def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_that_is_weighted_and_added_changes_no_bit(dtype):
-    """Which is how experts that no adapter changes are left alone where they are summed in leaves."""
+    """Adding a weighted NOTHING changes no bit.
+
+    So experts without an adapter keep their bits in a sum of K splits.
+    """
     y = torch.tensor([[0.0, -0.0, 1e-40, -3.0]]).to(dtype)
     weights = torch.tensor([[0.0, 1e-45, 0.7]])
     found = add_delta(y, combine(torch.full((1, 3, 4), NOTHING), weights))

@@ -1,4 +1,7 @@
-"""Adapters on ranks that share the layers: one, two and four have the same bits, and they are PEFT's numbers."""
+"""Adapters on ranks that share the layers.
+
+One, two and four ranks give the same bits, and PEFT's numbers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,11 @@ TARGETS: dict[str, list[str]] = {
 def logits_on(
     collective: Collective, model: Path, adapters: list[Path], places: np.ndarray, divided: bool = False
 ) -> Tensor:
-    """With rows of all ``adapters`` and of none, whose first matrices are all ``divided`` or only those of columns."""
+    """Return the logits of rows of all ``adapters`` and of rows without an adapter.
+
+    With ``divided``, all first matrices of the adapters are split over the ranks; otherwise only the first matrices of
+    row-split layers.
+    """
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
     room = AdapterLimits(len(adapters), MAX_RANK, "float32", divided)
@@ -137,7 +144,10 @@ INPUTS, OUTPUTS, ROWS = 4 * 1100, 40, 19
 
 
 def added(collective: Collective) -> Tensor:
-    """What a layer with leaves of several parts gives, of one adapter."""
+    """Return the output of a layer with K splits of several parts.
+
+    There are rows with and without an adapter.
+    """
     part = INPUTS // collective.world
     mine = slice(collective.rank * part, (collective.rank + 1) * part)
     weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
@@ -170,12 +180,12 @@ def test_what_is_added_is_the_references(tmp_path):
 
 
 def in_a_row(patch):
-    """A rank adds its leaves from the first to the last."""
+    """Plant a rank that adds its K splits from the first to the last."""
     patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):
-    """Parts are cut from a rank's first input on, not from each leaf's."""
+    """Plant parts cut from a rank's first input on, instead of each K split's first input."""
     right = LinearFactors.__init__
 
     def made(self: LinearFactors, *sizes: int, **more: Any) -> None:
@@ -229,8 +239,10 @@ def ranks_of(folder: Path, size: int, **more: Any) -> Iterator[Engine]:
 
 
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
-    """Two adapters take turns in one place; digests are of random ones in all modules. Where first matrices are
-    divided, experts are not adapted.
+    """One, two and four ranks give equal answers and digests.
+
+    Two adapters take turns in one adapter slot. The digests are of random adapters in all modules. With split first
+    matrices, experts are not adapted.
     """
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
     for size in (1, 2, 4):

@@ -1,4 +1,4 @@
-"""Ranks on several nodes, without Ray: what travels by connections has the bits of what travels through memory."""
+"""Ranks on several nodes, without Ray: data sent by connections keeps the bits of data sent through memory."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ KEY = b"the key of one engine"
 
 
 def nothing() -> None:
-    """Nobody has died."""
+    """Report no death."""
 
 
 def on_nodes(world: int, run: Callable[[Nodes], object]) -> list:
-    """What ``run`` gives on each of ``world`` ranks, threads that have connections alone."""
+    """Return the results of ``run`` on ``world`` ranks: threads with nothing but connections."""
     doors = [Door("127.0.0.1", KEY) for _ in range(world)]
     site = Network(tuple(door.address for door in doors))
 
@@ -75,13 +75,13 @@ def joined(run: Callable[[Link], Tensor], check: Callable[[], None] = nothing) -
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits: NaNs with payloads, zeros with signs, numbers too small for their exponent."""
+    """Return any bits: NaNs with payloads, zeros with signs, numbers too small for their exponent."""
     bits = np.random.default_rng(seed).integers(0, 256, size * dtype.itemsize, np.uint8)
     return torch.from_numpy(bits).view(dtype)
 
 
 def everything(link: Link) -> Tensor:
-    """The bytes of many exchanges in a row."""
+    """Return the bytes of many exchanges in a row."""
     found = []
     for seed, dtype in enumerate((torch.uint8, torch.bfloat16, torch.float32, torch.int64)):
         for size in (1, 3, 257, (PLACE_BYTES + 5) // dtype.itemsize):
@@ -99,7 +99,7 @@ def test_connections_move_the_bits_that_memory_moves(tmp_path):
 
 
 def test_the_control_of_moved_bits():
-    """A conversion on the way, there and back, is seen: it makes other NaNs."""
+    """Control: a conversion on the way, there and back, makes other NaNs, and is seen."""
 
     class Converts(Wrapped):
         def gather(self, x: Tensor) -> Tensor:
@@ -123,7 +123,10 @@ def test_what_is_gathered_is_in_the_order_of_ranks_whoever_comes_first():
 
 @pytest.mark.parametrize(("wrap", "same"), [(lambda link: link, True), (RoundsOnTheWire, False)])
 def test_a_model_on_nodes_has_the_logits_of_one_rank(wrap, same, tmp_path):
-    """The control: partial sums rounded on the way are seen."""
+    """Two nodes give the logits of one rank.
+
+    The control rounds partial sums on the way.
+    """
     (alone,) = on_ranks(1, tmp_path / "one", lambda link: logits_on(link, BUNDLED_PATH))
     for logits in on_nodes(2, joined(lambda link: logits_on(wrap(link), BUNDLED_PATH))):
         assert torch.equal(logits, alone) is same
@@ -145,10 +148,16 @@ def test_stages_on_nodes_hand_on_what_they_have():
 
 
 def test_a_process_group_begins_at_the_first_ranks_address():
-    """As NCCL's would; there are no GPUs on several nodes here."""
+    """A process group begins at the first rank's address, as NCCL's would.
+
+    No test has GPUs on several nodes.
+    """
 
     def meet(meeting: Nodes) -> tuple[bytes, object]:
-        """The store, too: the first rank's serves the others as long as somebody has it."""
+        """Return a value from the store, and the store.
+
+        The first rank's store serves only while it is referenced.
+        """
         store = meeting.store()
         store.set(str(meeting.rank), str(meeting.rank))
         return store.get(str(1 - meeting.rank)), store
@@ -167,7 +176,7 @@ def pair() -> tuple[Connection, Connection]:
 
 
 def test_messages_arrive_whole_and_in_order():
-    """More than connections hold, to two ranks, of which one is slow."""
+    """Messages arrive whole and in order, with more data than connections hold and one of two ranks slow."""
     pairs = [pair() for _ in range(2)]
     sent = [np.full(size, size) for size in (1, 10, 40_000, 300_000) * 3]
 
@@ -214,7 +223,10 @@ def test_a_peer_that_has_gone_ends_the_exchange(monkeypatch):
 
 @pytest.mark.parametrize("how", ["silent", "closed"])
 def test_who_waits_for_a_peer_is_told_why_it_is_dead(how):
-    """Both by what the leader finds out: of a connection that is only silent nothing else would tell."""
+    """A rank that waits for a silent or closed connection is told the leader's reason for the death.
+
+    A silent connection alone would never tell of it.
+    """
     other, ours = pair()
     reason: list[str] = []
 
@@ -231,7 +243,7 @@ def test_who_waits_for_a_peer_is_told_why_it_is_dead(how):
 
 
 class TwoNodes:
-    """The launcher of a rank that believes itself on another node: it has nothing but an address and a key."""
+    """Launcher of a rank on a simulated other node: the rank has only an address and a key."""
 
     nodes = ("here", "there")
 
@@ -253,7 +265,10 @@ def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 def test_an_engine_on_two_nodes(on_two_nodes):
-    """It has the digest and the answers of one rank; no memory is shared; and a rank that is killed ends it."""
+    """An engine on two nodes has the digest and answers of one rank.
+
+    It shares no memory, and ends with a killed rank.
+    """
     one = LLM(tp_invariant=True, **OPTIONS)
     assert record_of(on_two_nodes).proof.digest == record_of(one).proof.digest
     assert answers(on_two_nodes) == answers(one)

@@ -1,4 +1,7 @@
-"""A rank that waits for others learns of a death at once, also where the death takes the group's files along."""
+"""A rank that waits for others learns of a death at once.
+
+That holds even if the group's files vanish with the death.
+"""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""The profiling run: what a step needs is measured on the real model before memory is divided."""
+"""The profiling run measures a step's memory on the real model before memory is divided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from preheat.warmup.record import Record
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 16, "boot_check": "off"}
 MIB = 2**20
 SLACK = MIB
-"""Each processor counts pages for itself and reports them in batches: what the kernel prints lags by some of them."""
+"""Tolerance in bytes: the kernel's count lags, since each processor counts pages for itself and reports in batches."""
 
 
 def boot(**options) -> tuple[Plan, Record]:
@@ -61,7 +61,7 @@ def test_the_largest_bucket_runs_through_the_model_before_there_is_a_cache(polic
 
 
 def test_what_it_needs_is_not_given_to_the_cache(monkeypatch):
-    """The cache of a device that takes a share of what is free."""
+    """A device that takes a share of its free memory leaves the measured peak out of the cache."""
     monkeypatch.setattr(CpuBackend, "free_memory", lambda self: 64 * MIB)
     monkeypatch.setattr(CpuBackend, "kv_cache_memory", lambda self: None)
     found = {}

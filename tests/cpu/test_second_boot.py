@@ -1,4 +1,7 @@
-"""Two boots of the real engine: the second finds what the first left, and the budget of graphs is kept on a CPU too."""
+"""Two boots of the real engine: the second finds the first's records.
+
+A CPU keeps the budget of graphs too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each origin of cold events that exists here is provoked for real; of the others, how we listen is tested."""
+"""Each origin of cold events on this machine is provoked for real.
+
+The hooks of the others are tested.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Named:
 
 
 def compile_something() -> None:
-    """Dynamo traces a function that it has not seen, and hands it to no compiler, so that none is needed."""
+    """Trace a new function with Dynamo and hand it to no compiler, so that none is needed."""
     made: dict[str, Any] = {}
     exec(compile("def double(x):\n    return x * 2", "made.py", "exec"), made)
     torch.compile(made["double"], backend="eager", dynamic=False)(torch.ones(3))
@@ -129,7 +132,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
     assert source.taken() == ()
     step["run"](needs)
-    assert source.taken() == ["late_outer.part was imported"]  # and not what that one imports in its turn
+    assert source.taken() == ["late_outer.part was imported"]  # and not its own imports
     step["run"](needs)
     assert source.taken() == ()
     step["run"](needs_more)
@@ -142,7 +145,7 @@ def test_a_step_is_what_the_loop_calls():
 
 
 class Recorder:
-    """Stands where CUDAGraph does: a class whose method has no hook."""
+    """Class in place of CUDAGraph, with a method without a hook."""
 
     def capture_begin(self, pool: Any = None) -> Any:
         return pool
@@ -244,7 +247,10 @@ def test_the_triton_hook_leaves_others_in_place():
 
 
 def test_triton_itself_calls_the_hook(tmp_path, monkeypatch):
-    """Compiling for a GPU needs none."""
+    """Triton calls the hook when it compiles for a GPU.
+
+    That needs no GPU.
+    """
     triton = pytest.importorskip("triton", reason="no Triton for this machine")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Who asks to be told of every step: the log of compilations and of fallbacks, and the trace."""
+"""Listeners of every step: the log of compilations and of fallbacks, and the trace."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    """Dynamo forgets what earlier tests compiled."""
+    """Let Dynamo forget the compiled code of earlier tests."""
     torch._dynamo.reset()
 
 
 def steps(llm: LLM) -> int:
-    """The steps that one request takes."""
+    """Return the number of steps of one request."""
     before = llm.loop.scheduler.stats().steps
     llm.generate("def f():", PARAMS, use_tqdm=False)
     return llm.loop.scheduler.stats().steps - before

@@ -1,4 +1,4 @@
-"""Both libraries of grammars: the same requests have texts that fit, whichever of them serves."""
+"""Both libraries of grammars give fitting texts for the same requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def test_every_form_with_both(llm):
 
 
 def test_what_its_free_text_triggers_is_held(llm):
-    """The random model begins no tag by itself, so it is given a bias."""
+    """A tag that free text triggers is held to its grammar.
+
+    A bias makes the random model begin the tag.
+    """
     first = llm.frontend.tokenizer.encode("<n", add_special_tokens=False)
     form = tag(type="triggered_tags", triggers=["<n"], tags=[TAG])
     params = [held(1.0, seed, max_tokens=90, **form) for seed in range(6)]
@@ -155,7 +158,7 @@ def test_the_keyword_is_said_with_its_place(other):
 
 
 def test_validation_would_notice_what_is_ignored(other, monkeypatch):
-    """The control: a keyword that we leave out is not kept to."""
+    """Control: a keyword that the library ignores is not kept to."""
     monkeypatch.setattr("preheat.grammar.document.UNSUPPORTED", frozenset())
     schema = {"type": "array", "items": {"const": 2}, "contains": {"const": 1}, "minItems": 1, "maxItems": 2}
     ((text, reason),) = texts(other, [held(json=schema)])
@@ -163,7 +166,10 @@ def test_validation_would_notice_what_is_ignored(other, monkeypatch):
 
 
 def test_masks_behind_drafts(llm):
-    """A mask a position, behind each draft that the grammar takes; the state stays where it is."""
+    """A row of drafts has a mask for each position behind an accepted draft.
+
+    The state stays.
+    """
     backend = llm.loop.grammars.backend
     grammar = backend.compile(held(regex="ab[cd]{1,3}e").structured_outputs)
     request = Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])
@@ -183,7 +189,7 @@ def test_masks_behind_drafts(llm):
 
 
 def test_special_tokens_are_no_text(other):
-    """Not even where any text may be: their names would be characters otherwise."""
+    """Special tokens are no text, even where any text may be: their names are no characters."""
     backend, special = other.loop.grammars.backend, [0, 1, 2]
     state = backend.compile(held(**tag(type="any_text")).structured_outputs).state(
         Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])

@@ -1,4 +1,4 @@
-"""What both libraries allow, byte by byte: exactly what was asked for, in every notation, or the request is refused."""
+"""Both libraries allow, byte by byte, exactly the requested texts in every notation, or refuse the request."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def backend(request) -> Library:
 
 @pytest.fixture(scope="module")
 def bytes_of(backend) -> dict[int, int]:
-    """The token of each byte."""
+    """Return the token of each byte."""
     texts = {token: backend.text([token]) for token in range(backend.vocab_size) if not backend.is_special(token)}
     return {text[0]: token for token, text in texts.items() if len(text) == 1}
 
 
 def takes(backend: Library, bytes_of: dict[int, int], grammar: Grammar, text: str) -> bool:
-    """Whether the masks allow ``text`` to its last byte, and the end there."""
+    """Return whether the masks allow ``text`` to its last byte, and the end there."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
     state = grammar.state(Request(1, [0], params, 0, 9, stop_ids=[END]))
     mask = np.zeros((1, backend.words), np.int32)
@@ -220,7 +220,7 @@ def test_what_no_finite_text_satisfies_is_refused(backend, name):
 
 
 def test_a_way_that_does_not_end_is_not_taken(backend, bytes_of):
-    """The rest of the schema is served."""
+    """A way without an end is not taken, and the rest of the schema is served."""
     schema = {
         "anyOf": [
             LOOP | {"properties": {"x": {"$ref": "#/anyOf/0"}}},
@@ -233,7 +233,7 @@ def test_a_way_that_does_not_end_is_not_taken(backend, bytes_of):
 
 
 def test_a_grammar_that_fails_on_its_way_is_refused_before_it_is_used(backend):
-    """Each is tried when it is compiled."""
+    """Each grammar is tried when it is compiled, so a failing one is refused before its use."""
     grammars = Grammars(backend, {}, StructuredOutputsConfig(), 5.0)
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.regex: "):
         grammars.grammar(StructuredOutputsParams(regex="(a?){1000}a{1000}")).result()

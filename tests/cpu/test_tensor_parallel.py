@@ -1,7 +1,7 @@
 """Tensor parallelism on a CPU: one, two and four ranks give the same bits.
 
-The contract is proved with ranks that are threads of this process, which exchange what processes would; the engine with
-ranks that are processes.
+For the contract, ranks are threads of this process with the exchanges of processes. The engine has ranks that are
+processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOKENS = 24
 
 
 def on_ranks(world: int, folder: Path, run: Callable[[Collective], Tensor]) -> list[Tensor]:
-    """What ``run`` gives on each of ``world`` ranks, threads that meet in a new folder."""
+    """Return the results of ``run`` on ``world`` ranks: threads that meet in a new folder."""
     folder.mkdir(parents=True)
 
     def rank(number: int) -> Tensor:
@@ -69,7 +69,7 @@ def logits_on(collective: Collective, model: Path, dtype: torch.dtype = torch.fl
 
 
 def on_sizes(model: Path, folder: Path, dtype: torch.dtype = torch.float32, wrap: Callable = lambda c: c) -> list:
-    """The logits on 1, 2 and 4 ranks, each of which has the same ones."""
+    """Return the logits on 1, 2 and 4 ranks, and assert that all ranks of a size agree."""
     found = []
     for world in (1, 2, 4):
         all_ranks = on_ranks(world, folder / str(world), lambda c: logits_on(wrap(c), model, dtype))
@@ -84,8 +84,10 @@ def same(found: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_the_number_of_ranks(name, tmp_path):
-    """Biases, experts with and without a shared one, slopes, one part for queries, keys and values in another order;
-    key/value heads that several ranks have; a vocabulary that four do not divide.
+    """One, two and four ranks give the same bits for models of all shapes.
+
+    The models have biases, experts with and without a shared one, ALiBi slopes, fused queries, keys and values in
+    another order, key/value heads that several ranks hold, and a vocabulary that four does not divide.
     """
     reference = save_checkpoint(MODELS[name], tmp_path / "model")
     found = on_sizes(tmp_path / "model", tmp_path)
@@ -99,7 +101,7 @@ def test_bits_in_bfloat16(tmp_path):
 
 
 class Wrapped:
-    """A collective that does something else with what it gathers."""
+    """Collective that passes calls on, as a base for planted faults."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective, self.rank, self.world = collective, collective.rank, collective.world
@@ -114,7 +116,7 @@ class RoundsOnTheWire(Wrapped):
 
 
 class OrderOfArrival(Wrapped):
-    """A rank sees first what it has itself."""
+    """Plant a rank that gets its own part first."""
 
     def gather(self, x: Tensor) -> Tensor:
         found = super().gather(x)
@@ -123,7 +125,10 @@ class OrderOfArrival(Wrapped):
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3 moe"])
 def test_controls(name, tmp_path, monkeypatch):
-    """Rounding what travels, a tree that follows the number of ranks, sums in the order of arrival: each is seen."""
+    """Control: three faults of ranks are seen.
+
+    They are rounding on the way, a tree of the number of ranks, and sums in the order of arrival.
+    """
     save_checkpoint(MODELS[name], tmp_path / "model")
     model = tmp_path / "model"
     plain = on_sizes(model, tmp_path / "plain", wrap=Wrapped)
@@ -228,7 +233,10 @@ def test_what_is_gathered_is_larger_than_a_place(tmp_path):
 
 
 def test_messages_arrive_whole_and_in_order(tmp_path):
-    """Far more than the ring holds, to two ranks, of which one is slow."""
+    """Messages arrive whole and in order.
+
+    There is far more data than the ring holds, and one of two ranks is slow.
+    """
     sent = [np.full(size, size) for size in (1, 10, channel.SLOT_BYTES, 3 * channel.SLOT_BYTES) * 6]
 
     def read(rank: int) -> bool:
@@ -248,7 +256,7 @@ def test_messages_arrive_whole_and_in_order(tmp_path):
 
 
 def test_a_wait_ends_with_the_engine(tmp_path):
-    """Here the leader's, for a rank that reads nothing."""
+    """The leader's wait for a rank that reads nothing ends with the engine."""
 
     def check() -> None:
         raise RankDied("rank 1 is gone")
@@ -269,7 +277,7 @@ PROMPTS = ["def add(a, b):", "class Stack:", "import os"]
 
 
 def answers(llm: LLM) -> list[object]:
-    """Greedy and drawn tokens, logprobs of the output and of the prompt, penalties."""
+    """Return results with greedy and drawn tokens, logprobs of output and prompt, and penalties."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=1),
         SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=6, presence_penalty=0.5),
@@ -292,7 +300,10 @@ def two() -> Iterator[LLM]:
 
 
 def test_logprobs_are_of_the_logits_that_were_drawn_from():
-    """The logits of a prompt, which are computed behind the draw in the same step, take the same memory in float32."""
+    """Logprobs are of the drawn token's logits, although prompt logits reuse the memory in float32.
+
+    The logits of a prompt are computed behind the draw in the same step.
+    """
     llm = LLM(tp_invariant=True, **OPTIONS | {"dtype": "float32", "skip_warmup": True, "boot_check": "off"})
     greedy = [SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=n) for n in (1, None, None)]
     for result in llm.generate(PROMPTS, greedy, use_tqdm=False):
@@ -332,7 +343,10 @@ def test_ranks_that_differ_are_noticed(two):
 
 
 def test_a_rank_that_stops_ends_the_engine_with_the_reason(two):
-    """A process that is stopped looks alive to the system: its heartbeat tells. It is the last test of this engine."""
+    """A stopped rank, alive to the system, ends the engine by its missing heartbeat.
+
+    It is the last test of this engine.
+    """
     ranks, began = two.loop.executor.ranks, time.monotonic()
     os.kill(ranks.processes[0].pid, signal.SIGSTOP)
     with pytest.raises(RankDied, match="Rank 1 has sent no heartbeat for 4 s"):

@@ -1,4 +1,4 @@
-"""``preheat verify`` on the real engine: all paths equal, and everything that is planted found."""
+"""``preheat verify`` on the real engine: all paths are equal, and every planted fault is found."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def test_a_planted_kernel_is_found(plant, monkeypatch):
 
 
 def test_only_the_first_run_differing_is_found(monkeypatch):
-    """As in an engine that is not warm: what every run is compared with is the first."""
+    """A fault of only the first run is found, as in a cold engine.
+
+    Every run is compared with the first.
+    """
     from preheat.execution.executor import Executor
 
     right, calls = Executor._sample, []

@@ -55,7 +55,10 @@ def test_nothing_is_cold_afterwards(llm):
 
 
 def test_a_bucket_runs_one_layer_of_each_kind_at_first(monkeypatch):
-    """And whole steps are left to the checks: warm-up runs none."""
+    """A bucket runs one layer of each kind.
+
+    Whole steps are left to the checks.
+    """
     forward, layers = Executor._forward, []
 
     def count(self: Executor, bucket, which, tap=None):
@@ -103,7 +106,7 @@ def test_raise_without_warm_up_is_refused():
 
 def test_nothing_stays_behind():
     chance = torch.get_rng_state(), np.random.get_state()[1].copy()
-    llm = warm(boot_check="off")  # whose real blocks are looked at in test_boot_check
+    llm = warm(boot_check="off")  # test_boot_check looks at its real blocks
     scheduler, executor = llm.loop.scheduler, llm.loop.executor
     scheduler.check()
     assert scheduler.idle
@@ -176,7 +179,7 @@ def test_the_log_tells_what_the_seed_tells(caplog):
 
 
 def test_the_story_of_three_sequences():
-    """Prompt (4, 512), then decode (4, 512); (2, 512) when two remain; (4, 640) past 512 tokens."""
+    """Three sequences run prompt (4, 512), decode (4, 512), then (2, 512) when two remain; (4, 640) past 512 tokens."""
     ranges = {
         "prompt_bs": (1, 32, 4),
         "prompt_seq": (128, 128, 1024),

@@ -1,5 +1,6 @@
-"""New weights from a trainer in another process, by gloo: as a fresh boot with them; whatever goes wrong, the old
-weights stay and the engine answers.
+"""New weights from a trainer in another process, by gloo.
+
+The engine is like a fresh boot with them. After any fault the old weights stay and the engine answers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def free_port() -> int:
 
 
 def train(pipe: Connection, port: int, folder: str) -> None:
-    """A trainer that does what it is told: join; send, of the checkpoint in ``folder``, the tensors of these names, or
-    changed ones; die.
+    """Run a trainer on commands: join, send tensors, change tensors, die.
+
+    It sends the tensors of the given names from the checkpoint in ``folder``.
     """
     torch.set_num_threads(1)
     tensors = load_file(f"{folder}/model.safetensors")
@@ -57,7 +59,7 @@ def train(pipe: Connection, port: int, folder: str) -> None:
 
 
 class Trainer:
-    """A trainer process, whose checkpoint is in ``folder``."""
+    """Trainer process with its checkpoint in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -70,7 +72,7 @@ class Trainer:
         self._pipe.send(what)
 
     def join(self, llm: LLM, timeout: float = 30) -> None:
-        """The process has started before the engine's ``timeout`` begins."""
+        """Join; the process has started before the engine's ``timeout`` begins."""
         assert self._pipe.recv() == "running"
         self.tell("join")
         llm.init_weight_transfer_engine(self.info(timeout=timeout))
@@ -108,7 +110,11 @@ def llm() -> LLM:
 
 
 def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fresh):
-    """Whole; then in two parts, of which neither counts before the last; in any order."""
+    """An engine with a trainer's weights is like a fresh one.
+
+    The weights are sent whole, in two parts, and in any order. Neither of two parts counts before the last one has
+    come.
+    """
     boot, said = llm.state.digest, tokens(llm)
     trainer.join(llm)
     names = sorted(trainer.tensors)
@@ -132,7 +138,7 @@ def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fre
 
 
 def test_tensors_whose_bits_are_others_are_seen(llm, trainer, fresh):
-    """The comparison can fail: one tensor less is another digest."""
+    """Control: one tensor less gives another digest."""
     trainer.join(llm)
     trainer.send(llm, [name for name in trainer.tensors if name != NORM])
     assert llm.state.digest != fresh[0].digest
@@ -158,7 +164,10 @@ SENT_WRONG: dict[str, tuple[Callable[[Trainer], dict[str, Any]], float, type[Pre
 
 
 def test_what_does_not_fit_changes_nothing(llm, trainer, fresh):
-    """It is received as it was announced, so that trainer and engine go on together."""
+    """Wrong tensors change nothing.
+
+    They are received as announced, so that trainer and engine go on together.
+    """
     trainer.join(llm)
     before, said = llm.state, tokens(llm)
     for announced, value, kind, message in SENT_WRONG.values():
@@ -211,7 +220,10 @@ def test_no_trainer_is_there(llm):
 
 
 def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
-    """Requests are answered before the trainer sends the last one; another transfer waits for its turn."""
+    """Requests are answered before the trainer sends its last tensor.
+
+    Another transfer waits for its turn.
+    """
     trainer.join(llm)
     names, outcomes = sorted(trainer.tensors), list[Any]()
     trainer.tell(("send", names[:-1]))

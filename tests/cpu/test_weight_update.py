@@ -1,4 +1,7 @@
-"""New weights in place: every part of every family, all or nothing, and the digest of a fresh boot."""
+"""New weights in place, with the digest of a fresh boot.
+
+Every part of every family is updated: all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints of one model."""
+    """Write two checkpoints of one model."""
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     for seed, folder in enumerate(folders):
         save_checkpoint(MODELS["llama"], folder, seed=seed)
@@ -111,7 +114,7 @@ def test_what_is_refused_changes_nothing(what, pair):
 
 
 def test_a_head_that_nothing_would_read_is_refused(tmp_path):
-    """A tied model takes one that repeats the table, in the same update or after it."""
+    """A tied model refuses a head, unless it repeats the table in the same update or after it."""
     save_checkpoint(MODELS["llama tied"], tmp_path)
     model, head = load(tmp_path), "lm_head.weight"
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
@@ -138,7 +141,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def restored(llm: LLM) -> Iterator[LLM]:
-    """With the weights of the boot, and again afterwards."""
+    """Return the engine with the weights of the boot, and restore them afterwards."""
     yield llm
     llm.update_weights(BUNDLED_PATH)
 
@@ -168,7 +171,11 @@ def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "planted: keys are not changed"])
 def test_what_runs_goes_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
-    """Its keys and values are computed again; a cache that kept its keys would answer from the old ones."""
+    """A running request goes on with the new weights.
+
+    Its keys and values are computed again. The control plants a cache that keeps its keys, and so would answer from the
+    old weights.
+    """
     if stale:
         monkeypatch.setattr(PrefixCache, "rekey", lambda *_: None)
         monkeypatch.setattr("preheat.schedule.blocks.BlockPool.forget_contents", lambda _: None)

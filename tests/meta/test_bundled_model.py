@@ -1,4 +1,4 @@
-"""The model that comes with preheat is what its card and the documentation promise."""
+"""The model that comes with preheat keeps the promises of its card and of the documentation."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor, from the file's header alone."""
+    """Return type and shape of each tensor, from only the file's header."""
     with safe_open(BUNDLED / "model.safetensors", framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}

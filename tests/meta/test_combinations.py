@@ -1,4 +1,7 @@
-"""The table of what goes with what is whole and true: every pair is decided, and tests that it names exist."""
+"""The table of combinations is complete and true.
+
+Every pair is decided, and the tests that it names exist.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TESTS = sorted({row.test for row in ROWS if isinstance(row, Works)})
 
 
 def undecided(rows: tuple[Row, ...]) -> list[set[str]]:
-    """Pairs of which nothing is said, or that are said both to work and not to."""
+    """Return pairs that the table does not decide, or decides both ways."""
     return [set(pair) for pair, said in verdicts(rows).items() if len({type(row) for row in said}) != 1]
 
 

@@ -36,12 +36,12 @@ FIGURES = {
     "prefill 32 × 2,048, tokens/s": "prefill 32 × 2,048, tokens/s",
     "throughput, mixed lengths, tokens/s": "nanobench, tokens/s",
 }
-"""The rows of figures in the README, and their names in docs/performance.md."""
+"""Rows of figures in the README, with their names in docs/performance.md."""
 RUNS = re.compile(r"<!-- run -->\n```(python|sh)\n(.*?)```", re.DOTALL)
 
 
 def blocks(path: Path, language: str) -> str:
-    """All blocks of ``language`` that are marked to run, one after the other."""
+    """Return all blocks of ``language`` that are marked to run, one after the other."""
     return "\n".join(code for kind, code in RUNS.findall(path.read_text()) if kind == language)
 
 
@@ -88,7 +88,10 @@ def test_flags_of_vllm_are_documented_as_they_are():
 
 
 def test_flags_of_vllm_in_prose_have_an_answer():
-    """What the page for those who come from vLLM names is known to the parser, as an option or in the table."""
+    """Every flag on the page for users of vLLM is known.
+
+    The parser knows it as an option, or the table has it.
+    """
     known = {opt.flag for opt in OPTIONS.values()} | {row.flag for row in FOREIGN.values()} | SHORT.keys()
     text = (ROOT / "docs" / "from-vllm.md").read_text()
     named = re.findall(r"`(--?[a-z][a-z0-9-]*)", re.sub(r"`-(address|backend)`|`preheat [^`]*`", "", text))
@@ -134,7 +137,10 @@ def test_every_decision_is_a_dated_record():
 
 
 def test_figures_of_the_readme_are_those_of_the_page():
-    """Which has them from the files of figures, as tests/meta/test_performance_doc.py shows."""
+    """The README's figures equal the page's.
+
+    tests/meta/test_performance_doc.py compares the page with its files.
+    """
     page = (ROOT / "docs" / "performance.md").read_text()
     section = page.partition("### Llama-3.1-8B\n")[2].partition("### Qwen3")[0]
     taken = {row[0]: row[1:] for row in cells(section)}  # preheat, vLLM, vLLM invariant
@@ -143,7 +149,7 @@ def test_figures_of_the_readme_are_those_of_the_page():
 
 
 def cells(text: str) -> list[list[str]]:
-    """The rows of the tables in ``text``."""
+    """Return the rows of the tables in ``text``."""
     return [[cell.strip() for cell in row.strip("| ").split("|")] for row in text.splitlines() if row.startswith("| ")]
 
 
@@ -161,7 +167,7 @@ def test_links_to_a_section_find_it(path):
 
 
 def anchors(path: Path) -> set[str]:
-    """The places in a document that can be linked to: its headings, as GitHub names them, and its own anchors."""
+    """Return the link targets of a document: its headings, as GitHub names them, and its own anchors."""
     text = path.read_text()
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads} | set(ANCHOR.findall(text))

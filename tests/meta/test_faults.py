@@ -12,7 +12,7 @@ from tools.faults import FAULTS, Fault
 
 
 def lost(fault: Fault) -> list[str]:
-    """The edits of ``fault`` whose place is not there once."""
+    """Return the edits of ``fault`` with a text that is not in its file exactly once."""
     return [edit.path for edit in fault.edits if (PACKAGE / edit.path).read_text().count(edit.old) != 1]
 
 

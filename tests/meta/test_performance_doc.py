@@ -1,4 +1,4 @@
-"""The page of figures says what the files of figures say."""
+"""The page of figures equals the files of figures."""
 
 import json
 

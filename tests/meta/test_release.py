@@ -1,4 +1,4 @@
-"""What is released: the packages are complete, and what they install runs without the repository."""
+"""Releases: the packages are complete, and an installed package runs without the repository."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFO = f"{NAME}.dist-info"
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, check=False, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def hatch(folder: Path, dist: Path, *targets: str) -> None:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, and the wheel that is built of it, as installers do."""
+    """Build the sdist, and the wheel from the sdist, as installers do."""
     folder = tmp_path_factory.mktemp("dist")
     hatch(ROOT, folder, "sdist")
     with tarfile.open(folder / f"{NAME}.tar.gz") as archive:
@@ -56,7 +56,10 @@ def wheel(dist: Path) -> Path:
 
 
 def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
-    """Data files and py.typed included; tests, tools and the fake device are not in it."""
+    """The wheel has the whole package.
+
+    It has data files and py.typed, but no tests, tools or fake device.
+    """
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     ours = {f"preheat/{path.relative_to(PACKAGE).as_posix()}": path for path in files}
     with zipfile.ZipFile(wheel) as archive:
@@ -93,7 +96,10 @@ def test_the_sdist_has_the_sources(dist: Path) -> None:
 
 
 def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
-    """In a folder of its own, in front of the repository's, beside the packages that preheat needs."""
+    """An installed wheel runs in a folder of its own.
+
+    The folder comes before the repository's, beside the packages that the wheel needs.
+    """
     site = tmp_path / "site"
     pip = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", *pip, "--target", site, wheel, cwd=tmp_path)

@@ -37,7 +37,10 @@ class Count:
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield each docstring and comment with the number of its first line. Names of code count as one word."""
+    """Yield each docstring and comment with the number of its first line.
+
+    Names of code count as one word.
+    """
     for node in ast.walk(ast.parse(source)):
         for statement in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None

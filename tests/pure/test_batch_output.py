@@ -1,4 +1,4 @@
-"""Where a batch's answers go: nothing is lost, nothing is told that is not there."""
+"""Output of a batch: no answer is lost, and none is reported that is not written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ STATES = st.tuples(st.sampled_from(IDS), st.sampled_from([200, 200, 429]))
 @given(st.lists(STATES, max_size=5, unique_by=lambda state: state[0]),
        st.binary(max_size=20).filter(lambda torn: b"\n" not in torn), st.booleans())  # fmt: skip
 def test_a_run_goes_on_where_another_ended(tmp_path_factory, before, torn, finished):
-    """Only with whole answers of status 200, each once; the rest is asked for again."""
+    """A run goes on with only the whole answers of status 200, each once.
+
+    All other requests are asked again.
+    """
     folder = tmp_path_factory.mktemp("resumed")
     text = b"".join(answer(id, status) + b"\n" for id, status in before) + torn
     (folder / ("out" if finished else "out.partial")).write_bytes(text)
@@ -94,7 +97,10 @@ def test_a_run_that_did_not_end_is_not_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an answer: it does not count, and those before it stay."""
+    """A disk that is full in the middle of an answer keeps the answers before it.
+
+    The torn one does not count.
+    """
     room = [len(answer("0")) * 2]
 
     def full(file: int, data: memoryview, real=os.write) -> int:

@@ -1,4 +1,4 @@
-"""The benchmarks without an engine: their workloads are those that vLLM's figures were taken with."""
+"""The benchmarks without an engine: their workloads equal the workloads of vLLM's figures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_cost_of_invariance_is_the_time_that_it_adds():
 
 
 def test_arrivals_are_those_of_the_anchors(monkeypatch):
-    """As many requests at each rate as vLLM was sent, without waiting for them."""
+    """The client sends as many requests at each rate as were sent to vLLM, without waiting for answers."""
     client = Client(0, 128256)
 
     async def ask(prompt, tokens, **sampling):
@@ -156,7 +156,7 @@ def test_a_clock_runs_down():
 
 
 def test_a_client_practises_elsewhere():
-    """No server listens at the port that it will ask."""
+    """A client practices without a server at the port that it will ask."""
     client = asyncio.run(Client.practised(1, 4096))
     assert client.prompt(3) == Client(1, 4096).prompt(3)
 

@@ -12,7 +12,10 @@ from preheat.schedule.blocks import PAD_BLOCK, BlockPool
 
 
 class Model(RuleBasedStateMachine):
-    """Lists instead of heaps and links: ``blank`` ids, ``cached`` ids in eviction order, ``owners`` of block lists."""
+    """Model with lists instead of heaps and links.
+
+    ``blank`` are ids, ``cached`` ids in eviction order, ``owners`` block lists.
+    """
 
     @initialize(num_blocks=st.integers(2, 12))
     def build(self, num_blocks) -> None:
@@ -90,7 +93,10 @@ TestModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=
 
 
 def cached_pool() -> BlockPool:
-    """Blocks 1 to 3 cached, the tail first in line for eviction; block 4 blank."""
+    """Return a pool with blocks 1 to 3 cached, the tail first in line for eviction.
+
+    Block 4 is blank.
+    """
     pool = BlockPool(5, 4)
     blocks = pool.allocate(3)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What nobody foresaw in a boot is one line too, which keeps its cause."""
+"""An unforeseen error of a boot is one line too, and keeps its cause."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_our_own_errors_stay_as_they_are():
 
 
 def test_the_architecture_is_judged_before_the_tokenizer(tmp_path):
-    """Its tokenizer may be of a kind that is not read: that is not what keeps the model from running."""
+    """The architecture is judged before the tokenizer, so that an unread tokenizer is not given as the reason."""
     (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="architecture RwkvForCausalLM is not supported: it needs layers that keep a"):

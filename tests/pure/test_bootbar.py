@@ -41,7 +41,7 @@ def test_it_fills_and_goes(last, monkeypatch):
 
 
 def test_a_line_of_the_log_takes_its_place(monkeypatch):
-    """Whatever another process writes begins at the line's start."""
+    """A line of another process begins at the line's start, in place of the bar."""
     text = draw(Terminal(), monkeypatch, Progress(40, 40, ""))
     drawn = [part for part in text.split("Warming up")[1:] if part.strip()]
     assert drawn
@@ -62,7 +62,7 @@ def test_the_inline_transport_tells_at_once():
 
 
 def lines_of(stream, monkeypatch, shown=True):
-    """What a start writes to ``stream`` that reports once, in several times the time between lines."""
+    """Return the output of a start to ``stream``, with one report in several times the time between lines."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
     with ProgressLines(shown) as lines:

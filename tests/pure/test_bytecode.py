@@ -14,7 +14,7 @@ MODULE = "module_without_bytecode"
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module, and an interpreter that was told to write no bytecode."""
+    """Write a module, for an interpreter that was told to write no bytecode."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / f"{MODULE}.py").write_text("answer = 42\n")

@@ -1,4 +1,4 @@
-"""The drawings of the record's page: everything is in them once, in its place, and inside the frame."""
+"""The drawings of the record's page hold everything once, in its place, and inside the frame."""
 
 import itertools
 

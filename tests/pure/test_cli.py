@@ -163,7 +163,7 @@ def test_one_ladder_as_json_and_as_text(capsys):
 
 
 def test_the_plan_of_a_published_config(capsys):
-    """Weights are neither there nor asked for."""
+    """The plan of a published config needs no weights."""
     asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096 --max-num-batched-tokens 2048 --block-size 64"
     text = printed(asked, capsys)
     assert text.startswith("256 sequences x 4,096 tokens, 2,048 tokens a step, blocks of 64\n")

@@ -1,4 +1,4 @@
-"""The determinism passes, case by case as their source tests them, and what it leaves open."""
+"""The determinism passes, case by case as in their source's tests, and cases that the source leaves open."""
 
 import logging
 
@@ -12,7 +12,7 @@ INVARIANT, ITERATIONS = "VLLM_BATCH_INVARIANT", "VLLM_DETERMINISM_WARMUP_ITERATI
 
 
 class Steps:
-    """A step that counts its calls; those whose number is in ``failing`` raise."""
+    """Step that counts its calls; calls with a number in ``failing`` raise."""
 
     def __init__(self, *failing):
         self.calls, self.failing = 0, failing

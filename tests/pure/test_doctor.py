@@ -1,4 +1,4 @@
-"""`preheat doctor` and `preheat collect-env`: each verdict from what would cause it, no secret shown."""
+"""`preheat doctor` and `preheat collect-env`: each verdict from its cause, no secret shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of(found):
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A nvidia-smi that answers with the lines it is given."""
+    """Return a fake nvidia-smi that answers with the given lines."""
 
     def answer(*lines: str, status: int = 0) -> dict:
         script = tmp_path / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""What drafts, how much is drafted, and what the options say of both. Without torch."""
+"""Drafters, the number of drafts, and the options of both. Without torch."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_what_drafts_is_bounded_for_each_matched_token():
 
 
 def steps(rows: int, drafts: int) -> float:
-    """A step whose cost grows with its rows, drafts included: little, and above eight of them much."""
+    """Return a step's cost. It grows with rows and drafts: a little, and steeply above eight of them."""
     return 1.0 + 0.02 * rows * drafts + max(rows * (1 + drafts) - 8, 0) / 8
 
 
@@ -186,7 +186,10 @@ def test_as_many_tokens_are_drafted_as_pay(rows, right, expected):
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_row_has_more_drafts_only_once_some_were_accepted(right):
-    """So what is never right has cost little when it is given up, and what is right is all used soon."""
+    """A row has more drafts only once some were accepted.
+
+    So drafts that are never right cost little until they are given up, and right drafts are all used soon.
+    """
     length, chosen, lost = MeasuredLength((2, 3, 5, 8), lambda _, drafts: 1.0 + 0.05 * drafts), [], 0.0
     for _ in range(384):
         most = length.most(1, 7)
@@ -229,8 +232,10 @@ def test_a_draft_model_is_not_asked_where_it_does_not_pay():
     st.booleans(), st.sampled_from([1.0, 0.5, 0.1]),
 )  # fmt: skip
 def test_law_drafts_that_are_never_right_cost_no_time(more, rows, asking, waits, finds):
-    """Of 2,000 steps hardly any has drafts, or asks for some, and all together last no 2 % longer than without: for any
-    cost of drafts, and a proposer that has some in each step or in few of them.
+    """Hardly any of 2,000 steps has or asks for drafts, if drafts are never right.
+
+    All steps together last at most 2 % longer than without drafts. The law holds for any cost of drafts, and for a
+    proposer with drafts in each step or in few steps.
     """
     added = dict(zip((0, 1, 2, 4, 7), [0.0, *np.cumsum(more).tolist()], strict=True))
     length = MeasuredLength((2, 3, 5, 8), lambda _, drafts: 1.0 + added[drafts], lambda _: asking, waits=waits)
@@ -270,7 +275,10 @@ def test_every_step_with_drafts_that_is_allowed_has_its_bucket():
 
 @pytest.mark.parametrize("blocks", [100, 6])
 def test_dummy_rows_sample_as_many_positions_as_are_planned(blocks):
-    """Also where a step has fewer rows than there are slots, because the cache has fewer blocks."""
+    """Dummy rows sample as many positions as planned.
+
+    That holds even if the cache has fewer blocks than there are slots.
+    """
     at = replace(LIMITS, num_blocks=blocks)
     plan = make_plan(at, PlanOptions(verify_widths=(2, 3, 5, 8)))
     slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)
@@ -313,7 +321,10 @@ def test_drafts_are_in_the_metrics_where_there_are_any():
 
 
 def asked_of(length: MeasuredLength, found: int, seconds: float) -> int:
-    """In how many of 2,000 steps of four rows drafts are asked for, of which so many are found and all are right."""
+    """Return in how many of 2,000 steps of four rows drafts are asked for.
+
+    Each time ``found`` drafts are found, and all are right.
+    """
     asked = 0
     for _ in range(2000):
         if most := length.most(4, 4):

@@ -1,4 +1,7 @@
-"""The environment of another engine boots this one: what it sets keeps its meaning, or is said to have no effect."""
+"""The environment of another engine boots this one.
+
+Each variable keeps its meaning, or is said to have no effect.
+"""
 
 import itertools
 import logging
@@ -31,7 +34,7 @@ def said(caplog):
 
 
 def boots(env, args=None):
-    """The plan of a boot as far as it goes without a model."""
+    """Return the plan of a boot as far as it goes without a model."""
     settings = Settings.load({"max_num_seqs": 256, "max_num_batched_tokens": 2048} | (args or {}), env)
     check_options(settings, CPU)
     resolve(CPU, settings)
@@ -58,7 +61,10 @@ def test_all_of_them_together_keep_their_meaning(said):
 
 
 def test_the_largest_prompt_batch_bounds_prompts_and_not_decoding_rows(said):
-    """Under the unified policy it bounded both, and nearly every step with prompts ran as the fallback."""
+    """The largest prompt batch bounds prompts, not decoding rows, under the unified policy too.
+
+    Once it bounded both, and nearly every step with prompts ran as the fallback.
+    """
     plan = boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"})
     assert plan.limits.max_num_prefill_seqs == 4
     assert all(part.fallback is None for part in plan.dispatcher.phases.values())
@@ -123,7 +129,7 @@ def test_what_is_here_of_a_list_counts():
 @pytest.mark.parametrize("lazy", ["0", "1"])
 @pytest.mark.parametrize("args", [{}, {"enforce_eager": True}, {"execution_mode": "eager"}])
 def test_the_bridges_mode_boots(lazy, args):
-    """It picks a mode that this platform has, and gives way to one that is named."""
+    """The bridge's variable picks a mode that this platform has, unless an option names one."""
     env = {"PT_HPU_LAZY_MODE": lazy}
     assert boots(env, args).items
     mode = "eager" if args else {"0": "compile", "1": "graphs"}[lazy]  # by Gaudi's table

@@ -84,7 +84,7 @@ def test_expressions_mean_what_they_mean_in_python(pattern, value):
 
 
 def test_a_dot_that_takes_a_newline_is_noticed():
-    """The control of the law above."""
+    """Control of the law above: a dot that takes a newline is seen."""
     assert bool(re.fullmatch("a.b", "a\nb")) != fits(parsed("a(?:.|\\n)b", WHOLE), "a\nb")
 
 
@@ -172,7 +172,7 @@ NUMBERS = st.decimals(min_value=-2000, max_value=2000, places=2) | st.integers(-
 
 @given(st.none() | NUMBERS, st.none() | NUMBERS, st.booleans(), st.booleans(), NUMBERS)
 def test_numbers_within_bounds(low, high, low_itself, high_itself, value):
-    """None is rounded, and each has zeros behind it or none."""
+    """Numbers within bounds are not rounded, and may have zeros behind them."""
     node = decimals(None if low is None else (low, low_itself), None if high is None else (high, high_itself))
     for each in {value, low, high} - {None}:
         right = (low is None or each > low or (each == low and low_itself)) and (
@@ -193,7 +193,10 @@ def test_integers_within_bounds(low, high, value, step):
 
 @given(st.text(max_size=4), st.data())
 def test_every_spelling_of_a_string(value, data):
-    """RFC 8259, section 7: characters as they are, short escapes, four hexadecimal digits, pairs of them."""
+    """Every spelling of RFC 8259, section 7, is allowed.
+
+    There are characters as they are, short escapes, four hexadecimal digits, and pairs of them.
+    """
     spelled = '"'
     for each in value:
         units = each.encode("utf-16-be")
@@ -234,7 +237,10 @@ RULES = st.fixed_dictionaries(
 
 @given(RULES)
 def test_rules_that_end_are_those_that_can_be_written_out(rules):
-    """A text of three rules that is as short as can be uses none of them within itself."""
+    """Rules that end are rules that can be written out.
+
+    A shortest text uses none of three rules within itself.
+    """
 
     def ends(node: Node, depth: int) -> bool:
         match node:

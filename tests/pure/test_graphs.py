@@ -1,4 +1,7 @@
-"""Graph capture at boot: the logged run comes out line by line, and the twin on a CPU counts."""
+"""Graph capture at boot.
+
+The logged run comes out line by line, and the twin on a CPU counts.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -47,7 +50,10 @@ DECODE_ROW = 161.9 * MIB / 112  # 48 decode graphs of 112 rows
 
 
 class Logged:
-    """The device of the log: the memory that its graphs took, free after the cache is there."""
+    """The device of the log.
+
+    It has the free memory after the cache, and the memory that its graphs took.
+    """
 
     def __init__(self, free):
         self.now = free
@@ -62,7 +68,7 @@ class Logged:
 
 
 def boot(ratio, options=LOGGED):
-    """Capture as the log does; the record and the lines."""
+    """Capture as the log does, and return the record and the lines."""
     settings = Settings(gpu_memory_utilization=0.5, graph_reserved_mem=0.4, graph_prompt_ratio=ratio)
     split = divide_memory(settings, "graphs", FREE, BLOCK)
     log_division(settings, "graphs", split, split.num_blocks)
@@ -166,7 +172,10 @@ def test_what_warm_up_could_not_run_is_not_captured_and_what_it_skipped_is():
 
 
 def test_what_is_beyond_the_ladders_is_not_captured():
-    """The source runs such steps as they come; here they have a shape, and still no graph."""
+    """Steps beyond the ladders have a shape, but no graph.
+
+    The source runs them as they come.
+    """
     plan = make_plan(LIMITS, PlanOptions(**{**vars(LOGGED), "decode_seq_bucket_max": 1024}), COSTS)
     record = Record.of(plan)
     done = capture(plan, record, SETTINGS, pool=1 << 60, capture_one=lambda _: 1, free=lambda: 1 << 60)
@@ -272,7 +281,10 @@ def test_the_twin_accounts_for_every_shape(pool, ratio):
 
 @pytest.mark.parametrize("early", [0, 3 * MIB])
 def test_what_the_sampler_took_before_counts_against_the_pool(early):
-    """The sampler's graphs take four mebibytes, of which its items have taken ``early``; all others take nothing."""
+    """The sampler's graphs take four mebibytes, and its items have taken ``early`` of them.
+
+    All others take nothing.
+    """
     split = divide_memory(SETTINGS, "graphs", FREE, BLOCK)
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record, free, captured = Record.of(plan), [round(55.43 * GIB)], []

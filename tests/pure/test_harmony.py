@@ -1,4 +1,7 @@
-"""Answers of gpt-oss: messages in channels, from tokens, the same whole and in a stream; grammars, counts, prompts."""
+"""Answers of gpt-oss: messages in channels, read from tokens.
+
+They are the same whole and in a stream. Grammars, counts and prompts fit them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ OSLO = [("weather", {"city": "Oslo"})]
 
 @pytest.fixture(scope="module", params=["plain", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The marks are tokens, with a text or without."""
+    """Write a tokenizer with the marks as tokens, with a text or without."""
     backend, folder = byte_level(), tmp_path_factory.mktemp(request.param)
     add = backend.add_special_tokens if request.param == "special" else backend.add_tokens
     add([AddedToken(mark, special=request.param == "special", normalized=False) for mark in HarmonyParser.MARKS])
@@ -91,7 +94,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"),
 def test_what_was_written_is_read(
     tokenizer: Tokenizer, thoughts: list[str], said: str | None, called: dict[str, Any] | None, data: st.DataObject
 ) -> None:
-    """Nothing is lost, at any cut, and the count of reasoning tokens is that of the thoughts."""
+    """At any cut, nothing is lost.
+
+    The count of reasoning tokens equals the count of the thoughts' tokens.
+    """
     messages = [ANALYSIS + thought for thought in thoughts]
     messages += [] if said is None else [(FINAL if called is None else COMMENTARY) + said]
     if called is not None:
@@ -122,7 +128,7 @@ def test_a_grammar_holds_the_final_channel_and_all_before_it_is_reasoning(tokeni
 
 
 def seen_by_the_grammar(tokenizer: Tokenizer, constraint: StructuredOutputsParams, ids: list[int]) -> str:
-    """The text that a grammar has seen when it has accepted ``ids``, alone and as drafts."""
+    """Return the text that a grammar has seen when it has accepted ``ids``, alone and as drafts."""
     library = Anything(tokenizer)
     request = Request(0, [], SamplingParams(structured_outputs=constraint), 0, 8, stop_ids=[0])
     state = State(library, library.deep_copy(), request)  # type: ignore[arg-type]
@@ -151,14 +157,14 @@ def test_grammar_and_parser_agree_on_what_is_content(
     assert form.constraint is not None
     said = "".join(before)
     if "<|channel|>final<|message|>" in said.replace(" ", ""):
-        return  # it is the final message, which a grammar would not let go on so
+        return  # the final message: a grammar would not let it go on so
     ids = tokenizer.encode(said + final + (text if final else ""), False)
     content = answered(tokenizer, form, said + final + (text if final else ""))[1]
     assert content == seen_by_the_grammar(tokenizer, form.constraint, ids) == (text if final else "")
 
 
 def test_the_agreement_can_fail(tokenizer: Tokenizer) -> None:
-    """The control: a grammar that does not look at headers begins in the reasoning."""
+    """Control: a grammar that does not look at headers begins in the reasoning."""
     form = form_of(tokenizer, asked=JSON)
     assert form.constraint is not None
     ids = tokenizer.encode(f"{ANALYSIS}Well.", False)

@@ -35,7 +35,7 @@ def nodes(times=1.0):
 
 
 def write(folder, *, ranks=(1.0,), rank_names=True, sub="g3", **changes):
-    """A configuration, with the ranges of each rank beside it; its path."""
+    """Write a configuration, with the ranges of each rank beside it, and return its path."""
     stats = folder / sub / "inc_output"
     stats.parent.mkdir(exist_ok=True)
     for rank, times in enumerate(ranks):
@@ -112,7 +112,7 @@ def test_ranks_are_unified_by_the_greatest(tmp_path):
 
 
 def test_old_keys_old_names_and_missing_keys(tmp_path):
-    """whitelist and blacklist; a checkpoint's own module names; INC's defaults."""
+    """whitelist and blacklist, a checkpoint's own module names, and INC's defaults are read."""
     path = write(tmp_path, blocklist=None, allowlist=None, scale_method=None, mode=None, observer=None,
                  blacklist={"names": ["lm_head"]}, whitelist={"types": ["Linear", "KVCache"]})  # fmt: skip
     config, linear, _ = scales_of(path)

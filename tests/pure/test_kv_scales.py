@@ -1,4 +1,4 @@
-"""The type of the KV cache: what it takes, where its scales come from, and what is refused by name."""
+"""The type of the KV cache: accepted values, the origin of its scales, and refusals by name."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_inc_scales_need_inc():
 
 
 def test_what_a_block_holds_is_part_of_its_hash():
-    """Another type, and other scales, are other contents."""
+    """A block's hash depends on the cache's type and scales, since other ones mean other contents."""
     small = with_kv_dtype(SPEC, "fp8", "bfloat16")
     scaled = resolved({f"{ATTENTION.format(number)}.kv_scale": 2.0 for number in range(2)})
     contents = ["", *(str(identity(spec)) for spec in (small, with_kv_dtype(SPEC, "fp8_e5m2", "bfloat16"), scaled))]

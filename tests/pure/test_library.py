@@ -1,4 +1,4 @@
-"""What a caller of the library holds: parameters, outputs, arguments, metrics, streams of a request."""
+"""Objects of a caller of the library: parameters, outputs, arguments, metrics, streams of a request."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_ids_beside_the_embeddings_of_a_prompt_must_all_be_embedded():
 
 
 def test_memory_of_what_nothing_refers_to_is_given_back():
-    """Also of cycles that were put away, as an engine is when it has booted."""
+    """Unreferenced memory is freed, also of cycles that were put away, as a booted engine is."""
 
     class Engine: ...
 

@@ -1,4 +1,7 @@
-"""Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
+"""The choice of a linear layer's implementation.
+
+There are tables, a rule where they are silent, and rejections by a proof.
+"""
 
 import logging
 from functools import partial
@@ -158,7 +161,7 @@ FP8 = SHAPE._replace(scheme=Scheme(code="fp8", scales="channel", activations="to
 
 
 def test_tables_tell_formats_apart(tmp_path):
-    """Of one size: plain, of four bits, in float8."""
+    """Tables tell formats of one size apart: plain, of four bits, in float8."""
     written = table((16, NARROW), (512, Expanded(WIDEST)), shape=INT4)
     written.entries += [*table((16, WIDE)).entries, *table((16, FP8_REFERENCE), shape=FP8).entries]
     (tmp_path / "table.json").write_bytes(encode(written))
@@ -173,8 +176,11 @@ def test_tables_tell_formats_apart(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 64, 65, 300, 512, 8192])
 def test_codes_are_read_in_whole_steps(rows):
-    """In float8 at least 64 outputs and four warps: the instruction that the reference has. Whole numbers of many rows
-    become plain weights first."""
+    """Codes are read in whole steps.
+
+    In float8 there are at least 64 outputs and four warps, as in the reference's instruction. Integers for many rows
+    become plain weights first.
+    """
     for shape in (INT4, FP8, FP8._replace(gated=True), INT4._replace(gated=True)):
         choice = rule(shape, rows)
         if isinstance(choice, Expanded):
@@ -207,7 +213,10 @@ def test_few_rows_of_codes_have_one_too():
 
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
 def test_a_row_has_enough_of_the_weights_on_its_way(size):
-    """Latency times bandwidth of an H200 is about 4 MB: so much in all programs that run at once, a stage less."""
+    """A row has enough of the weights on its way.
+
+    All programs that run at once, less one stage, load 4 MB of weights: an H200's latency times bandwidth.
+    """
     choice = rule(LinearShape(*size, scheme=FP8.scheme), 1)
     weights = codes_bytes(FP8._replace(gated=size[2]), choice.outputs, 0, choice.inputs) * (choice.stages - 1)
     at_once = min(-(-size[0] // (choice.outputs * (2 if size[2] else 1))), 2 * PROCESSORS)
@@ -324,7 +333,7 @@ def test_experts_are_looked_up_in_tables_too(monkeypatch):
     st.integers(1, 8192),
 )  # fmt: skip
 def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
-    """The law for every guess: a kernel that copies rows of plain weights in bulk has rows that may be copied."""
+    """Any guessed kernel that copies rows of plain weights in bulk has rows of whole 16 bytes."""
     from preheat.backends.cuda import moe
     from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
 
@@ -346,7 +355,10 @@ def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hid
     st.integers(1, 4096),
 )  # fmt: skip
 def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num_experts, steps, tokens):
-    """The law for every guess: Triton keeps one buffer less than a tile has stages, and all buffers fit."""
+    """All buffers of any guess fit into shared memory.
+
+    Triton keeps one buffer less than a tile has stages.
+    """
     from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
     from preheat.backends.cuda.moe import ExpertsShape, experts_config
 

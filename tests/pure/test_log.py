@@ -1,4 +1,7 @@
-"""The log: an event is one line of printable characters, and nothing waits for whoever reads standard error."""
+"""The log: an event is one line of printable characters.
+
+No thread waits for the reader of standard error.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +215,10 @@ print("done", flush=True)
 
 
 def noisy(end: str, **files) -> tuple[float, int, str]:
-    """Seconds from the last line to the end, status and standard output of a process that logs 2 MB."""
+    """Run a process that logs 2 MB.
+
+    Return seconds from its last line to its end, status and standard output.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", NOISY.replace("{end}", end)], stdout=subprocess.PIPE, text=True, **files
     ) as process:

@@ -1,4 +1,4 @@
-"""A file that says how to log, as vLLM's users have them."""
+"""A file that configures logging, as vLLM's users have them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def logged(file: Path, config: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_a_file_says_of_vllm_counts_for_ours(tmp_path: Path) -> None:
-    """Each event once, on one line; loggers that it does not name stay as they are."""
+    """A file for vLLM's loggers applies to ours: each event once, on one line.
+
+    Other loggers stay as they are.
+    """
     done = logged(tmp_path / "log.json", FOR_VLLM)
     assert done.stdout == "said DEBUG one\\ntwo\n"
     assert done.stderr.endswith("other: three\n") and "two" not in done.stderr

@@ -1,4 +1,7 @@
-"""Which sequences begin when there are fewer places than adapters: in order, passing over, but not for ever."""
+"""The order of sequences when adapter slots are few.
+
+They run in order, passing over some, but not for ever.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def step(made: Scheduler) -> Schedule | None:
 
 
 def steps(made: Scheduler, most: int = 1_000) -> list[list[int]]:
-    """The requests of each step until all have ended."""
+    """Return the requests of each step until all have ended."""
     found = []
     while (schedule := step(made)) is not None:
         found.append(sorted(schedule.ids.tolist()))

@@ -79,7 +79,7 @@ def test_the_logged_sets_are_captured(ratio):
 
 
 def test_equal_shares_interleave_as_logged():
-    """11 prompts, all of decode, then the 12th prompt."""
+    """Equal shares interleave as logged: 11 prompts, all of decode, then the 12th prompt."""
     _, order = run(POOL, prompt_ratio=0.5)
     assert [phase for phase, _, _ in order] == ["prompt"] * 11 + ["decode"] * 48 + ["prompt"] * 4
     text = [
@@ -119,7 +119,10 @@ def test_orders():
 
 
 def test_the_first_estimate_is_the_plans():
-    """The original has none, so its first graph may take more than there is."""
+    """The first estimate is the plan's.
+
+    The original has none, so its first graph may take more than is free.
+    """
     done, order = run(100, expected=dict.fromkeys((*PROMPTS, *DECODES), 101))
     assert order == []
     assert len(done["prompt"].skipped) == 24

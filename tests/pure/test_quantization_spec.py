@@ -1,4 +1,4 @@
-"""What a config says of quantization, layer by layer; everything else is refused by name."""
+"""A config's quantization, layer by layer; everything unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -109,14 +109,17 @@ def test_ignored_modules_stay_plain(ignored: list[str]) -> None:
 
 
 def test_a_module_around_linear_layers_is_not_ignored() -> None:
-    """Its children are quantized all the same; a part of a name means nothing either."""
+    """The children of an ignored module are quantized all the same.
+
+    A part of a name means nothing either.
+    """
     for ignored in ("model.layers.1", "model.layers.0.mlp", "mlp", "down_proj"):
         assert schemes(spec_of(ct(ignore=["lm_head", ignored]))).keys() == set(LAYERS)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
 def test_names_may_be_those_of_another_layout(prefix: str) -> None:
-    """Of models that see images: the Hub's, and transformers 5's."""
+    """Names may be of another layout of models that see images: the Hub's, or transformers 5's."""
     llava = {
         "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA | {"model_type": "llama"},
         "image_token_index": 0,
@@ -153,7 +156,7 @@ def test_a_name_means_whole_words() -> None:
 
 
 def test_layers_may_have_different_schemes() -> None:
-    """Names count before kinds, and groups before later ones."""
+    """Layers may have different schemes: names count before kinds, and groups before later ones."""
     mixed = ct(format="mixed-precision")
     mixed["config_groups"] = {
         "a": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS, "format": "float-quantized"},

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the rule against a plain model of it, and what it forgets."""
+"""The replica of a request: the rule against a plain model of it, and its forgetting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def router(size: int, blocks: int = MANY) -> Router:
 
 @dataclass
 class Model:
-    """The rule in its plainest form: all prompts that a replica was given are kept, and compared block by block."""
+    """Plain form of the rule.
+
+    It keeps all prompts given to a replica, and compares them block by block.
+    """
 
     size: int
     prompts: list[list[list[int]]] = field(default_factory=list)
@@ -50,7 +53,7 @@ class Model:
         return max(map(blocks, self.prompts[replica]), default=0)
 
     def best(self, prompt: list[int]) -> set[int]:
-        """All replicas that the two parts of the rule leave."""
+        """Return all replicas that the two parts of the rule leave."""
         loads = list(map(len, self.unfinished))
         allowed = [replica for replica in range(self.size) if loads[replica] - min(loads) <= AHEAD]
         longest = max(self.common(replica, prompt) for replica in allowed)
@@ -98,7 +101,10 @@ def test_the_end_of_a_chain_is_forgotten_first() -> None:
 
 
 def test_nothing_is_left_out_of_a_prefix() -> None:
-    """The same tokens with another salt, adapter or image are another prompt for the cache, so for the router too."""
+    """Another salt, adapter or image makes another prompt.
+
+    That holds for the router as for the cache, even if the tokens are equal.
+    """
     tested = router(2)
     prompt = list(range(2 * BLOCK))
     image = Segment(0, 2, Image(b"a", b""))

@@ -170,7 +170,10 @@ def test_bad_values_say_what_is_wrong(args, message):
 
 @pytest.mark.parametrize("opt", OPTIONS.values(), ids=lambda opt: opt.name)
 def test_no_value_of_any_option_is_a_traceback(opt):
-    """Numbers that no processor counts with, and bytes that end a path."""
+    """No value of any option is a traceback.
+
+    Some values are numbers too large for a processor, or bytes that end a path.
+    """
     values = {int: [2**70, -(2**70), 2**64], str: ["a\0b"], tuple: [("a", "b\0")], dict: [{"model": "a\0"}]}
     for value in values.get(opt.kinds[0], []):
         with pytest.raises(SettingsError) as refused:

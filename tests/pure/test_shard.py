@@ -1,4 +1,4 @@
-"""Shards: what each rank has of a model, and what no model can be divided into."""
+"""Shards: each rank's share of a model, and refused divisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def test_ranks_have_each_row_and_column_once(spec, world):
 
 
 def test_the_parts_of_a_layer_stay_in_order():
-    """Queries, then keys, then values; gates, then ups; heads with the keys that they look at."""
+    """The parts of a layer stay in order.
+
+    The orders are queries, keys, values; gates, ups; and heads with the keys that they look at.
+    """
     first, last = (shard(LLAMA_8B, rank, 4).layers[0] for rank in (0, 3))
     assert [name.rpartition(".")[2] for name, _ in first.attention.qkv.pieces()] == ["q_proj", "k_proj", "v_proj"]
     assert [rows for _, rows in last.attention.qkv.pieces()] == [(3072, 4096), (768, 1024), (768, 1024)]
@@ -79,7 +82,10 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks():
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, MOE], ids=["8b", "moe"])
 def test_what_is_one_product_does_not_depend_on_the_number_of_ranks(spec):
-    """The sizes of tiles and leaves, on which the order of a library's sum may depend."""
+    """Sizes of tiles and K splits are equal on all sizes of groups.
+
+    The order of a library's sum may depend on them.
+    """
     for path in linears(spec):
         sizes = set()
         for world in (1, 2, 4):

@@ -1,4 +1,4 @@
-"""Structured outputs before anything is compiled: parameters, settings, files of grammars, what a schema becomes."""
+"""Structured outputs before compilation: parameters, settings, files of grammars, rules from a schema."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def test_a_file_that_cannot_be_used_says_where(tmp_path, text, why):
 
 
 def names_of(**asked: object) -> set[str]:
-    """What may come first in an object of the schema."""
+    """Return the names that may come first in an object of the schema."""
     rules = json_rules(StructuredOutputsParams(**asked), asked["json"], "json")
     return {name for name in ("a", "b") if _reads(rules, f'{{"{name}":1}}')}
 
 
 def _reads(rules: Rules, value: str) -> bool:
-    """Whether ``value`` is of the rules: by taking each of them as what it stands for."""
+    """Return whether ``value`` fits the rules, with each rule replaced by its contents."""
 
     def whole(node: Node, depth: int = 0) -> Node:
         match node:
@@ -216,7 +216,10 @@ class Counting:
 
 
 def test_the_state_goes_where_the_sequence_goes():
-    """Into the slot, out of it, and with the sequence through a preemption; min_tokens is its own affair."""
+    """A state follows its sequence into a slot, out of it, and through a preemption.
+
+    min_tokens does not depend on it.
+    """
     from preheat.schedule.blocks import BlockPool
     from preheat.schedule.running import RunningSequences
 

@@ -1,4 +1,4 @@
-"""How long a warm-up will still take, learned from what has run."""
+"""The rest of a warm-up's time, learned from the items that have run."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def test_nothing_has_run_yet():
 
 
 def test_kinds_are_off_by_factors_of_their_own():
-    """A first boot on a CPU: a step takes four times its estimate and a sampler item ten times."""
+    """On a first CPU boot, a step takes four times its estimate and a sampler item ten times."""
     steps, draws = items("mixed", 10, 0.1), items("sampler", 100, 0.01)
     left = TimeLeft([*steps, *draws])
     for step in steps:

@@ -14,7 +14,7 @@ from preheat.utils.trace import Trace, open_trace, untraced
 
 
 class Work:
-    """Something to trace."""
+    """Work to trace."""
 
     def run(self, number):
         if number < 0:
@@ -23,7 +23,10 @@ class Work:
 
 
 def events(path):
-    """The events of a trace, checked to have what Chrome's format asks of each kind."""
+    """Return the events of a trace, after a check of their fields.
+
+    Chrome's format asks for fields of each kind of event.
+    """
     found = json.loads(path.read_text())
     for event in found:
         assert {"name", "ph", "pid", "tid"} <= event.keys()

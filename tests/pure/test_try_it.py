@@ -1,4 +1,7 @@
-"""The page at / is one file that needs nothing else, and is there unless the server is told otherwise."""
+"""The page at / is one file that needs nothing else.
+
+It is there unless the server is told otherwise.
+"""
 
 import asyncio
 import re
@@ -12,7 +15,7 @@ from preheat.settings import Settings
 
 
 def get(path: str, **options: object) -> tuple[int, dict[str, str]]:
-    """Status and headers of an answer, before the engine is there."""
+    """Return status and headers of an answer, before the engine is there."""
     sent = []
 
     async def send(message):

@@ -36,7 +36,7 @@ OF_OURS = {opt.flag for opt in OPTIONS.values()}
 
 
 def recipes() -> list[tuple[str, str]]:
-    """Each line, and the reason why it is refused, if it is."""
+    """Return each line, and the reason of its refusal, if any."""
     found: list[tuple[str, str]] = []
     for line in (DATA / "recipes.txt").read_text().splitlines():
         if line.startswith("    "):
@@ -48,7 +48,7 @@ def recipes() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_parser() -> Iterator[None]:
-    """One parser for all lines of this file: making one takes longer than parsing a line."""
+    """Use one parser for all lines of this file: making one takes longer than parsing a line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "_parser", cache(cli._parser))
         yield
@@ -62,7 +62,7 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(*words: str) -> Settings:
-    """The settings of ``preheat serve`` with these words."""
+    """Return the settings of ``preheat serve`` with these words."""
     values = _values(["serve", *map(dashed, words)])
     values.pop("run")
     return _load(values)
@@ -76,7 +76,7 @@ def test_every_flag_of_vllm_is_an_option_or_a_row(flag: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FOREIGN)))
 def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With a value that nobody would guess: what is refused says why, what is unused is warned about."""
+    """Each row answers with an odd value: a refused flag gives its reason, an unused flag warns."""
     row = FOREIGN[name]
     given = [] if row.switch else ["7"]
     if row.verdict == "refused":
@@ -95,7 +95,10 @@ def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture
 
 
 def test_the_table_is_one() -> None:
-    """No flag has two rows, or a row and an option; what a row sets, and what its reason names, is there."""
+    """No flag has two rows, or a row and an option.
+
+    Options set or named by a row exist.
+    """
     words = [
         word.partition("=")[0] for table in (SETS, ALWAYS, UNUSED, REFUSED) for word in " ".join(table.values()).split()
     ]
@@ -127,7 +130,7 @@ def test_there_are_enough_recipes() -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), [pair for page in PAGES for pair in pairs(page)])
 def test_lines_of_the_pages_are_right(theirs: str, ours: str) -> None:
-    """Ours starts, and a line of vLLM is changed only if it would not."""
+    """Our command line starts, and differs from vLLM's only where vLLM's would not start."""
     program, command, *words = shlex.split(ours)
     assert (program, command in {"serve", "run-batch"}) == ("preheat", True)
     if command == "run-batch":
@@ -211,7 +214,7 @@ OBJECTS = st.dictionaries(KEYS, LEAVES | INNER, min_size=1, max_size=3)
 
 
 def dotted(value: object, path: str) -> list[str]:
-    """The words that give an object by its keys."""
+    """Return the words that give an object by its keys."""
     if isinstance(value, dict):
         return [word for key, each in value.items() for word in dotted(each, f"{path}.{key}")]
     return [path, json.dumps(value)]

@@ -1,6 +1,6 @@
-"""The CPU backend: torch's own kernels, one operation after the other or compiled. Its graph driver calls the function.
+"""The CPU backend: torch's own kernels, run one by one or compiled.
 
-Thread count and instruction set are part of what fixes the bits.
+Its graph driver calls the function. Thread count and instruction set are among the inputs that fix the bits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CpuBackend:
 
     @property
     def fingerprint(self) -> str:
-        """The instruction set that torch's kernels use here."""
+        """Instruction set of torch's kernels here."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def free_memory(self) -> int:
@@ -83,22 +83,31 @@ class CpuBackend:
         return memory.used_memory()
 
     def peak_memory(self, run: Callable[[], None]) -> int:
-        """The peak of the resident set."""
+        """Return the peak of the resident set."""
         return memory.peak_memory(run)
 
     def kv_cache_memory(self) -> int | None:
-        """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
+        """Return 1 GiB.
+
+        A host's memory is shared with other programs, so the default takes no share of it.
+        """
         return KV_CACHE_BYTES
 
     def supports(self, value: Value) -> Support:
-        """Refused, besides, where this torch multiplies no plain matrix."""
+        """Return the support that the facts give.
+
+        Plain matrices are refused too if this torch multiplies none.
+        """
         found = supports(self.facts, value)
         if isinstance(found, Refused) or all(part.input in {"token", "block", "static"} for part in matmuls(value)):
             return found
         return obstacle() or found
 
     def supports_bfloat16(self) -> bool:
-        """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""
+        """Return whether the processor multiplies bfloat16.
+
+        That takes AVX512-BF16 or AMX. Otherwise bfloat16 is emulated and slower than float32.
+        """
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
     def prepare(self, settings: Settings, cache: Path | None) -> None:
@@ -107,7 +116,7 @@ class CpuBackend:
             torch.set_num_threads(settings.num_threads)
 
     def synchronize(self) -> None:
-        """Nothing runs on when a call returns."""
+        """Do nothing: no operation runs on after its call returns."""
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
@@ -116,7 +125,7 @@ class CpuBackend:
         return HostEvent()
 
     def sleep_memory(self) -> None:
-        """No graph knows an address."""
+        """Return nothing: no graph knows an address."""
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
@@ -129,10 +138,13 @@ class CpuBackend:
         return Calls(body)
 
     def compiling(self, threads: int) -> None:
-        """torch's kernels are there."""
+        """Do nothing: torch's kernels are compiled already."""
 
     def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
-        """A linear layer proves a number of rows when it first occurs, which is before ready."""
+        """Do nothing: a linear layer proves a size at its first use.
+
+        The first use is before ready.
+        """
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError(
@@ -177,7 +189,10 @@ class CpuBackend:
         positions: Tensor | None = None,
         images: Tensor | None = None,
     ) -> None:
-        """IndexError for an id outside the table. Every token is known: a step has ended when the next one begins."""
+        """Embed known tokens: a step has ended when the next one begins.
+
+        Raises IndexError for an id outside the table.
+        """
         embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How cold events are noticed on a CPU."""
+"""Sources of cold events on a CPU."""
 
 from __future__ import annotations
 

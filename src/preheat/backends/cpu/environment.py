@@ -1,4 +1,4 @@
-"""What `preheat doctor` looks at for the CPU backend. No torch."""
+"""The CPU backend's part of `preheat doctor`. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def findings() -> Iterator[Finding]:
-    """Cores, instruction set, threads, memory, compiler."""
+    """Yield findings on cores, instruction set, threads, memory and compiler."""
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     yield Finding("CPU cores", f"{allowed} of {cores} may be used" if allowed < cores else str(cores))
     asked = os.environ.get("OMP_NUM_THREADS", "")

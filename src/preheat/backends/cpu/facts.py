@@ -1,4 +1,4 @@
-"""What is known of the CPU backend without torch."""
+"""Facts of the CPU backend, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from preheat.backends.base import DEQUANTIZED, NO_BRIDGE, NO_LAZY_BRIDGE, Facts,
 
 
 def modes() -> Modes:
-    """The modes that run on this machine: `compile` needs the compiler that Inductor looks for."""
+    """Return the modes that run on this machine.
+
+    `compile` needs the compiler that Inductor looks for.
+    """
     runs: dict[Mode, str] = {
         "eager": "torch runs one operation after the other",
         "compile": "torch.compile, each kind of layer once for each number of tokens",
@@ -46,5 +49,8 @@ FACTS = Facts(
         "defrag_with_graphs": "there are no graphs on a CPU",
     },
 )
-"""``split`` is part of attention's contract here; ``min_tokens``: one row never has the bits of many. Steps are
-small, because whoever arrives waits for the end of one."""
+"""``split`` is part of attention's contract here.
+
+``min_tokens``: one row never has the bits of many. Steps are small, because an arriving request waits for the end of a
+step.
+"""

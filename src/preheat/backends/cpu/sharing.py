@@ -1,4 +1,7 @@
-"""How ranks meet that share a model's layers on CPUs, one process each."""
+"""Meeting of the ranks that share a model on CPUs.
+
+Each rank is a process.
+"""
 
 from __future__ import annotations
 

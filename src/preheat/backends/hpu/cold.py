@@ -1,4 +1,7 @@
-"""How cold events are noticed on Gaudi: by the bridge's own counters, read after each step."""
+"""Sources of cold events on Gaudi: the bridge's own counters.
+
+They are read after each step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from preheat.backends.hpu.bridge import Bridge
 
 
 def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Watched]:
-    """``captured`` counts the graphs that were captured."""
+    """Return the sources; ``captured`` returns the number of captured graphs."""
 
     def metric(name: str, what: str) -> Callable[[ExitStack], Counted]:
         def read() -> int:

@@ -1,4 +1,4 @@
-"""What is known of the Gaudi backend without torch: the seat of its execution modes and defaults."""
+"""Facts of the Gaudi backend, without torch: its execution modes and defaults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ FACTS = Facts(
         "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
     },
 )
-"""``split`` equals the block: attention merges block by block. The defaults are those of vLLM on Gaudi."""
+"""Facts of Gaudi; ``split`` equals the block.
+
+Attention merges block by block. The defaults are from vLLM on Gaudi.
+"""
 
 SIMULATED = replace(FACTS, name="hpu (simulated)", simulated=True)
 """The facts of a fake device."""

@@ -1,7 +1,8 @@
-"""How ranks meet that share a model's layers on Gaudi, one card and one process each.
+"""Meeting of the ranks that share a model on Gaudi.
 
-Ranks exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
-like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` says.
+Each rank has one card and one process. Ranks exchange by torch.distributed's process group of HCCL's name. Its
+gathering is an operation like any other: in lazy mode it accumulates, and graphs hold it, if
+``PT_HPU_ENABLE_LAZY_COLLECTIVES`` is on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from preheat.errors import SettingsError
 
 
 class HpuSharing:
-    """See :class:`preheat.backends.base.Sharing`. The ``bridge`` is there once the backend is prepared."""
+    """See :class:`preheat.backends.base.Sharing`; ``bridge`` returns the bridge once the backend is prepared."""
 
     def __init__(self, bridge: Callable[[], Bridge]) -> None:
         self._bridge = bridge
@@ -29,8 +30,9 @@ class HpuSharing:
 
 
 class Group:
-    """A rank, see :func:`preheat.backends.process_group.join_group`. Raises SettingsError also if
-    collectives are kept out of lazy graphs.
+    """A rank, see :func:`preheat.backends.process_group.join_group`.
+
+    Raises SettingsError also if collectives are kept out of lazy graphs.
     """
 
     def __init__(self, bridge: Bridge, meeting: Meeting, check: Callable[[], None]) -> None:
@@ -53,4 +55,4 @@ class Group:
         return found
 
     def abort(self) -> None:
-        """What waits on a card ends with the process."""
+        """Do nothing: operations that wait on a card end with the process."""
