@@ -18,9 +18,15 @@ from tests.meta.source import PACKAGE, ROOT
 from tools import gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
-DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCS += sorted((ROOT / "docs").rglob("*.md"))
 ADDING, DECISIONS = ROOT / "docs" / "adding.md", ROOT / "docs" / "decisions.md"
 ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
+RECORD = re.compile(r'<a id="([^"]*)"></a>\n\n## ([^\n]*)\n\n([-0-9]{10}.*?)\n\n(.*?)(?=\n<a id=|\Z)', re.DOTALL)
+"""A decision: anchor, title, date with its remarks, and body."""
+INDEXED = re.compile(r'^- <a id="(.*)"></a>([-0-9]{10}) \[(.*)\]\(decisions/(.*?)#([^)]*)\)', re.MULTILINE)
+"""A line of the index of decisions: anchor, date, title, file and the anchor there."""
+PARTS = ["*Context", "*Decision", "*Consequences"]
 FIGURES = {
     "ready, cold start, s": "ready, cold, s",
     "first request ÷ steady, worst case": "first request ÷ steady, offline, worst",
@@ -110,15 +116,21 @@ def test_sections_on_adding_are_short():
     assert [section.partition("\n")[0] for section in sections if len(section.strip().splitlines()) > 30] == []
 
 
-def test_every_decision_can_be_linked_to():
-    """All rows of both tables have an anchor of their own."""
-    rows = [line for line in DECISIONS.read_text().splitlines() if line.startswith("| ") and "---" not in line]
-    heads = [row for row in rows if row.startswith(("| Choice |", "| Where |"))]
-    slugs = [slug for row in rows for slug in ANCHOR.findall(row)]
-    assert len(heads) == 2
-    assert all(row.startswith('| <a id="') for row in rows if row not in heads)
-    assert len(set(slugs)) == len(slugs) == len(rows) - len(heads)
-    assert [slug for slug in slugs if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug)] == []
+def test_every_decision_is_a_dated_record():
+    """Each has an anchor, a date and three parts, and one line in the index with the same anchor, date and title."""
+    files = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    found = [(file.name, *record) for file in files for record in RECORD.findall(file.read_text())]
+    assert len(found) == sum(file.read_text().count("\n## ") for file in files)
+    for _, slug, _, head, body in found:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug), slug
+        assert [part.partition(".*")[0] for part in body.strip().split("\n\n")] == PARTS, slug
+        assert "superseded" not in head or re.search(r"superseded\*\* on [-0-9]{10} by\s\[", head), slug
+    index = INDEXED.findall(DECISIONS.read_text())
+    assert all(slug == target for slug, *_, target in index)
+    assert len({slug for slug, *_ in index}) == len(index)
+    assert sorted(line[:4] for line in index) == sorted(
+        (slug, head[:10], title, name) for name, slug, title, head, _ in found
+    )
 
 
 def test_figures_of_the_readme_are_those_of_the_page():
