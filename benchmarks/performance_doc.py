@@ -156,7 +156,9 @@ def svg(shape: str, results: Path) -> str | None:
     series = [ours, *(theirs.get(kind, {}).get("itl_ms", {}) for kind in ("default", "invariant"))]
     top = max(value for each in series for value in each.values())
     step = (WIDTH - LEFT) / len(ours)
-    parts = [f'<text x="4" y="16">ms between tokens, by batch size ({shape})</text>']
+    parts = ['<rect width="100%" height="100%" fill="white"/>']  # readers may have a dark page
+    parts.append(f'<text x="4" y="16">ms between tokens, by batch size ({shape})</text>')
+    labels = []  # above all bars
     for place, batch in enumerate(ours):
         left = LEFT + place * step
         parts.append(f'<text x="{left + step / 2 - 12:.0f}" y="{HEIGHT - 18}">{batch}</text>')
@@ -167,7 +169,9 @@ def svg(shape: str, results: Path) -> str | None:
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{step / 5:.1f}" height="{height:.1f}" fill="{color}"/>'
                 )
-                parts.append(f'<text x="{x:.1f}" y="{y - 4:.1f}" font-size="10">{each[batch]:g}</text>')
+                at = f'x="{x + step / 10:.1f}" y="{y - 4:.1f}"'
+                labels.append(f'<text {at} font-size="8.5" text-anchor="middle">{each[batch]:g}</text>')
+    parts += labels
     for number, (name, color) in enumerate(zip(PLOTTED, COLORS, strict=True)):
         label = name if number == 0 else f"{anchors()['engine']} {name}"
         x = LEFT + number * 200

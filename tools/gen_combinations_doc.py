@@ -11,12 +11,12 @@ from preheat.combinations import ONE_OF, ROWS, RULES, TRAITS, Refused, Row, Work
 
 DOC = Path(__file__).parents[1] / "docs" / "combinations.md"
 
-HEAD = """# What goes with what
+HEAD = """# Feature combinations
 
 <!-- Written by tools/gen_combinations_doc.py from src/preheat/combinations.py: change it there. -->
 
-Features are tried in pairs. A boot asks this table once, before weights are read, and refuses what does not go together
-by the names of both sides, the reason and what to change.
+Look up whether two features work together, and the reason if they do not. A boot asks this table once, before weights
+are read, and refuses a pair with the names of both features, the reason and the remedy.
 """
 
 MATRIX = """
@@ -98,12 +98,12 @@ def _lacking() -> str:
         for names, reason in facts.lacks.items()
     ]
     note = "[Execution modes](execution-modes.md) and [quantized layers](quantization.md) of platforms have pages.\n\n"
-    return f"\n## What a platform lacks\n\n{note}{_table('Platform | Feature | Reason', rows)}"
+    return f"\n## Missing on a platform\n\n{note}{_table('Platform | Feature | Reason', rows)}"
 
 
 def _rules() -> str:
     options = "".join(f"- {rule.message}.\n".replace("{s.", "{") for rule in RULES)
-    return f"\n## What options need of each other\n\n{options}"
+    return f"\n## Options that need each other\n\n{options}"
 
 
 def _tests() -> str:

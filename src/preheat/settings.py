@@ -91,15 +91,15 @@ class Settings:
         None, "Folder for models of the Hub.", default_text="the Hugging Face library's, see `HF_HOME`"
     )
     hf_overrides: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object of fields that replace those of the model's `config.json`."
+        None, "A JSON object; its fields replace fields of the model's `config.json`."
     )
     generation_config: str = _model(
         "auto",
-        "Whose sampling defaults are used: `auto` the model's, `vllm` none, else those of the `generation_config.json` "
-        "in this folder.",
+        "Source of the sampling defaults: `auto` the model, `vllm` none, else the `generation_config.json` in this "
+        "folder.",
     )
     override_generation_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object of sampling defaults that win over those of `generation_config`."
+        None, "A JSON object of sampling defaults; they win over `generation_config`."
     )
     load_format: str = _model(
         "auto", "Where weights come from; `dummy` draws random ones.", choices=("auto", "safetensors", "dummy")
@@ -122,15 +122,15 @@ class Settings:
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
     chat_template_content_format: str = _model(
         "auto",
-        "What a chat template gets of a message: one text (`string`) or a list of parts (`openai`); `auto` is the list "
-        "where the model sees images and its template looks into lists.",
+        "Form of a message for a chat template: one text (`string`) or a list of parts (`openai`); `auto` is the list "
+        "if the model sees images and its template looks into lists.",
         choices=("auto", "string", "openai"),
     )
     exclude_tools_when_tool_choice_none: bool = _model(
         False, "With `tool_choice` none the chat template gets no tools."
     )
     trust_request_chat_template: bool = _model(
-        False, "Chats may bring a template of their own (`chat_template`), which runs in a sandbox."
+        False, "Chats may bring a template of their own (`chat_template`); it runs in a sandbox."
     )
     default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
@@ -152,7 +152,7 @@ class Settings:
     )  # fmt: skip
     reasoning_parser: str | None = _model(
         None,
-        "How the model marks what it thinks before it answers: see docs/tools.md.",
+        "Marks of the reasoning before an answer: see docs/tools.md.",
         choices=(
             "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
             "minimax_m2", "mistral", "olmo3", "openai", "openai_gptoss", "qwen3", "seed_oss", "step3",
@@ -182,7 +182,7 @@ class Settings:
     )
     task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object that replaces what the checkpoint says: `pooling_type` (LAST, MEAN), `normalize`."
+        None, "A JSON object in place of the checkpoint's: `pooling_type` (LAST, MEAN), `normalize`."
     )
     override_pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "An older name of `pooler_config`."
@@ -190,7 +190,7 @@ class Settings:
     max_logprobs: int = _model(20, "Most alternatives that `logprobs` and `prompt_logprobs` may ask for.", low=0)
 
     gpu_memory_utilization: float = _memory(
-        0.9, "Share of the memory that is free after loading the model which preheat may use.", low=0.01, high=1
+        0.9, "Share that preheat may use of the memory that is free after loading the model.", low=0.01, high=1
     )
     block_size: int | None = _memory(
         None,
@@ -207,7 +207,7 @@ class Settings:
         None, "GiB of the host's memory for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
     )
     kv_events_config: dict[str, Any] | None = _memory(  # noqa: RUF009 - None is not mutable
-        None, "What is published of the prefix cache, as vLLM's JSON object: see docs/kv-offload.md."
+        None, "Events of the prefix cache to publish, as vLLM's JSON object: see docs/kv-offload.md."
     )
     enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
 
@@ -217,7 +217,7 @@ class Settings:
     )
     max_num_mixed_tokens: int | None = _schedule(
         None,
-        "Most tokens in a step in which some decode and others read prompts, or twice those rows if that is more.",
+        "Most tokens in a step that decodes some rows and reads prompts, or twice its rows if that is more.",
         low=1, default_text="512 for `preheat serve`, else as in any step",
     )  # fmt: skip
     max_num_prefill_seqs: int | None = _schedule(
@@ -225,7 +225,7 @@ class Settings:
     )
     scheduling_policy: str = _schedule(
         "fcfs",
-        "Whose turn is next: the first come, or with `priority` the lowest `priority` of a request.",
+        "Order of requests: the first come, or with `priority` the lowest `priority` of a request.",
         choices=("fcfs", "priority"),
     )
     enable_chunked_prefill: bool = _schedule(True, "Let a long prompt share several steps with decoding sequences.")
@@ -259,13 +259,13 @@ class Settings:
     )
     batch_invariant: bool = _run(
         True,
-        "The bits of a request never depend on what shares its batch. Without, a GPU may run a faster implementation "
-        "whose bits do; a CPU has none, and refuses.",
+        "The bits of a request never depend on its batch. Without, a GPU may run a faster implementation with bits "
+        "that do; a CPU has none, and refuses.",
         env="VLLM_BATCH_INVARIANT",
     )
     handle_topk_duplicates: bool = _run(
         False,
-        "Keep every token that ties with the last of top_k, not only those with the lowest ids.",
+        "Keep every token that ties with the last of top_k, not only the lowest ids.",
         env="VLLM_HANDLE_TOPK_DUPLICATES",
     )
     engine_iteration_timeout_s: float = _run(
@@ -273,7 +273,7 @@ class Settings:
     )
     engine_heartbeat_timeout_s: float = _run(
         5.0,
-        "Seconds without a heartbeat of the engine, or for a step on its device, after which `/health` says so.",
+        "Most seconds without a heartbeat of the engine, or for a step on its device; then `/health` says so.",
         low=0.1,
     )
     rpc_timeout_ms: int = _run(
@@ -283,25 +283,25 @@ class Settings:
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     uds: str | None = _server(None, "Path of a Unix socket to listen on, in place of host and port.")
-    root_path: str = _server("", "Path under which a proxy shows the server, such as `/llm`.")
+    root_path: str = _server("", "Path of the server behind a proxy, such as `/llm`.")
     served_model_name: tuple[str, ...] | None = _server(
-        None, "Names under which clients find the model, the first one is answered.", default_text="the model"
+        None, "Names of the model for clients; answers have the first one.", default_text="the model"
     )
     api_key: tuple[str, ...] = _server(
         (), "Keys that clients may use; none: no key is asked for.", env="VLLM_API_KEY", secret=True, one_word=True
     )
-    allowed_origins: tuple[str, ...] = _server(("*",), "Origins from which browsers may call.")
-    allowed_methods: tuple[str, ...] = _server(("*",), "Methods with which browsers may call from another origin.")
+    allowed_origins: tuple[str, ...] = _server(("*",), "Origins that browsers may call from.")
+    allowed_methods: tuple[str, ...] = _server(("*",), "Methods that browsers may call from another origin.")
     allowed_headers: tuple[str, ...] = _server(("*",), "Headers that browsers may send from another origin.")
     allow_credentials: bool = _server(
-        False, "Let browsers send cookies and the like from another origin, which `allowed_origins` should then name."
+        False, "Let browsers send cookies and the like from another origin; `allowed_origins` should then name it."
     )
     ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.")
     ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.")
-    ssl_ca_certs: str | None = _server(None, "Authorities whose client certificates are asked for.")
+    ssl_ca_certs: str | None = _server(None, "Authorities of the client certificates to ask for.")
     ssl_cert_reqs: int | None = _server(
         None,
-        "Whether clients need a certificate, as in Python's `ssl`: 0 no, 1 those who bring one, 2 all.",
+        "Whether clients need a certificate, as in Python's `ssl`: 0 no, 1 it is checked if they bring one, 2 yes.",
         low=0,
         high=2,
         default_text="2 with `ssl_ca_certs`, else 0",
@@ -309,11 +309,11 @@ class Settings:
     ssl_ciphers: str | None = _server(None, "Ciphers of TLS before 1.3, as OpenSSL lists them.")
     middleware: tuple[str, ...] = _server(
         (),
-        "ASGI middleware of your own, as `module.NAME`: a class, or an `async def` of a request and what answers it. "
+        "ASGI middleware of your own, as `module.NAME`: a class, or an `async def` of a request and the next handler. "
         "Its code is run.",
         one_word=True,
     )
-    disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, which describes the endpoints.")
+    disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, the description of the endpoints.")
     response_role: str = _server("assistant", "Role of the messages in answers to chats.")
     enable_force_include_usage: bool = _server(
         False, "End each stream with its usage, as if `stream_options.include_usage` were true."
@@ -331,7 +331,7 @@ class Settings:
     )
     batch_dir: str | None = _server(
         None,
-        "Folder in which `/v1/files` and `/v1/batches` keep files and batches: see docs/batches.md; none: they are not "
+        "Folder for the files and batches of `/v1/files` and `/v1/batches`: see docs/batches.md; none: they are not "
         "served.",
     )
     max_batch_file_bytes: int = _server(200 * 2**20, "Most bytes of a file for a batch.", low=1024)
@@ -348,16 +348,16 @@ class Settings:
         "`ollama` serves Ollama's API too, for desktop tools: see docs/try-it.md.",
         choices=("openai", "ollama"),
     )
-    ui: bool = _server(True, "Show a page at `/` on which the model can be tried: see docs/try-it.md.")
+    ui: bool = _server(True, "Show a page at `/` to try the model: see docs/try-it.md.")
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
     max_body_bytes: int = _server(16 * 2**20, "Most bytes in the body of an HTTP request.", low=1024)
     max_header_bytes: int = _server(2**16, "Most bytes in the headers of an HTTP request.", low=1024)
     timeout_headers: float = _server(
-        10.0, "Seconds within which the headers of an HTTP request must arrive; then the connection closes.", low=0.1
+        10.0, "Seconds for the headers of an HTTP request to arrive; then the connection closes.", low=0.1
     )
     timeout_keep_alive: int = _server(
-        5, "Seconds after which an idle connection closes.", env="VLLM_HTTP_TIMEOUT_KEEP_ALIVE", low=1
+        5, "Seconds until an idle connection closes.", env="VLLM_HTTP_TIMEOUT_KEEP_ALIVE", low=1
     )
     shutdown_timeout: float = _server(
         30.0, "Seconds that running requests have to finish after SIGTERM; then they end with an error.", low=0
@@ -366,7 +366,7 @@ class Settings:
         "off", "Log each HTTP request when it is answered, as text or as JSON.", choices=("text", "json", "off")
     )
     metrics_prefix: str = _server(
-        "preheat", "Prefix of the metrics' names; with `vllm` they are those of vLLM.", choices=("preheat", "vllm")
+        "preheat", "Prefix of the metrics' names; with `vllm` the names are vLLM's.", choices=("preheat", "vllm")
     )
     otlp_traces_endpoint: str | None = _server(
         None, "Where a span of each request is sent, as OpenTelemetry's collectors take it: see docs/metrics.md."
@@ -382,11 +382,11 @@ class Settings:
     )
 
     allowed_media_domains: tuple[str, ...] = _images(
-        (), "Hosts, or `host:port`, from which images are fetched by their URL; none: only data URLs are read."
+        (), "Hosts, or `host:port`, for images that are fetched by their URL; none: only data URLs are read."
     )
-    allowed_local_media_path: str | None = _images(None, "Folder below which `file://` URLs of images may be.")
+    allowed_local_media_path: str | None = _images(None, "Folder for `file://` URLs of images.")
     image_fetch_timeout: float = _images(
-        5.0, "Seconds within which an image must have been fetched.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
+        5.0, "Most seconds to fetch an image.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
     )
     limit_mm_per_prompt: dict[str, Any] | None = _images(  # noqa: RUF009 - None is not mutable
         None, 'Most images in a prompt, as `{"image": 4}`.', default_text="as many as fit the model's length"
@@ -405,7 +405,7 @@ class Settings:
         'How a trainer may send new weights, as vLLM\'s JSON object: `{"backend": "nccl"}`, or `gloo`; see '
         "docs/weight-updates.md.",
     )
-    weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
+    weights_root: str | None = _server(None, "Folder of the new weights that `/update_weights` may read.")
 
     config: str | None = _general(None, "A file of options in YAML or JSON; flags and environment win over it.")
     log_level: str = _general(
@@ -417,8 +417,7 @@ class Settings:
     )
     log_config_file: str | None = _general(
         None,
-        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` "
-        "counts too.",
+        "A JSON file for `logging.config.dictConfig`, of loggers below `preheat`; entries of `vllm` count too.",
         env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")
@@ -480,11 +479,11 @@ class Settings:
         parse=_count_or_zero,
     )
     on_cold: str = _warm(
-        "warn", "What happens when something is built after ready.", choices=("off", "count", "warn", "raise")
+        "warn", "Reaction when something is built after ready.", choices=("off", "count", "warn", "raise")
     )
     cache_dir: str | None = _warm(
         None,
-        "Folder where a boot leaves its record and what it compiled, for the next one that is the same; `off`: none.",
+        "Folder for the record and the compiled code of a boot, for the next boot that is the same; `off`: none.",
         default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
     )
 
@@ -523,7 +522,7 @@ class Settings:
     )
     contiguous_pa: bool | None = _defrag(
         None,
-        "Decode reads the KV cache in place: on a CPU, which needs `--block-size 256`, and on Gaudi where it is set.",
+        "Decode reads the KV cache in place: on a CPU with `--block-size 256`, and on Gaudi where it is set.",
         env="VLLM_CONTIGUOUS_PA",
         default_text="on a CPU true for blocks of 256",
     )
@@ -543,11 +542,11 @@ class Settings:
         False, "Log the steps that compile.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION"
     )
     log_step_graph_compilation_all: bool = _trace(
-        False, "Log what every step compiles, nothing included.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL"
+        False, "Log the compilations of every step, also none.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL"
     )
     log_step_cpu_fallbacks: bool = _trace(
         False,
-        "Log the steps in which compiled code leaves an operation to eager Python.",
+        "Log the steps with compiled code that leaves an operation to eager Python.",
         env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS",
     )
     log_step_cpu_fallbacks_all: bool = _trace(
@@ -567,7 +566,7 @@ class Settings:
     )
     distributed_executor_backend: str = _spread(
         "mp",
-        "What runs the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several. "
+        "Home of the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several. "
         "`uni`: there are none.",
         choices=("mp", "ray", "uni"),
     )
@@ -584,7 +583,7 @@ class Settings:
     )
     quant_config: str | None = _quant(
         None,
-        "JSON file of Intel Neural Compressor: what is quantized, how, and where the measured ranges are.",
+        "JSON file of Intel Neural Compressor: modules to quantize, the method, and the place of the measured ranges.",
         env="QUANT_CONFIG",
     )
     kv_cache_dtype: str = _quant(
@@ -610,11 +609,11 @@ class Settings:
         "auto", "Type of the adapters' matrices; `auto` is the model's.", choices=("auto", "bfloat16", "float32")
     )
     lora_root: str | None = _lora(
-        None, "Folder below which adapters may be loaded while the server runs; none: only `lora_modules` are served."
+        None, "Folder of adapters that may be loaded while the server runs; none: only `lora_modules` are served."
     )
     allow_runtime_lora_updating: bool = _lora(
         False,
-        "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
+        "Clients with a key may load and unload adapters while the server runs; with `enable_lora`.",
         env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     )
     fully_sharded_loras: bool = _lora(
@@ -622,13 +621,13 @@ class Settings:
     )
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
-        None, "What drafts tokens, as vLLM's JSON object: see docs/speculation.md."
+        None, "Method of drafting tokens, as vLLM's JSON object: see docs/speculation.md."
     )
     speculative_model: str | None = _spec(None, "`[ngram]`, or the model that drafts; as `model` in the object.")
     num_speculative_tokens: int | None = _spec(None, "Tokens drafted for a row; as in the object.", low=1, high=128)
     speculative_k: str = _spec(
         "fixed",
-        "Draft all of those tokens, or choose how many from measured costs and from what was accepted.",
+        "Draft the full number of tokens, or choose a number from measured costs and accepted drafts.",
         choices=("fixed", "auto"),
     )
     ngram_prompt_lookup_max: int | None = _spec(None, "As `prompt_lookup_max` in the object.", low=1, high=64)
@@ -641,19 +640,19 @@ class Settings:
 
     lazy_collectives: bool | None = _gaudi(
         None,
-        "Collectives within lazy graphs, which several cards with HPU Graphs need.",
+        "Collectives within lazy graphs; several cards with HPU Graphs need them.",
         env="PT_HPU_ENABLE_LAZY_COLLECTIVES",
         default_text="the bridge's",
     )
     disable_tensor_cache: bool | None = _gaudi(
         None,
-        "Graphs do not keep what they compute on the way; false takes more memory for each.",
+        "Graphs do not keep intermediate results; false takes more memory for each.",
         env="PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
         default_text="true",
     )
     metrics_gc_details: bool | None = _gaudi(
         None,
-        "Cold events say what was compiled.",
+        "Cold events name the compiled graph.",
         env="PT_HPU_METRICS_GC_DETAILS",
         default_text="the bridge's",
     )
@@ -663,12 +662,12 @@ class Settings:
         env="VLLM_PA_SOFTMAX_IMPL",
         choices=("index_reduce", "scatter_reduce", *BATCH_SOFTMAX),
         later=dict.fromkeys(
-            BATCH_SOFTMAX, "its maximum is taken over rows of other requests, on which bits would then depend"
+            BATCH_SOFTMAX, "its maximum is taken over rows of other requests, so bits would depend on them"
         ),
         default_text="index_reduce",
     )
     use_fake_hpu: bool = _gaudi(
-        False, "Run on a fake device, which must be installed; for tests.", env="VLLM_USE_FAKE_HPU"
+        False, "Run on a fake device; it must be installed; for tests.", env="VLLM_USE_FAKE_HPU"
     )
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from tests.meta.source import MODULES, ROOT, name_of, product_files
 
 # The brackets keep this file from containing the paths that it looks for.
 FOREIGN = re.compile(r"/wor[k]/|\.\./share[d]|/roo[t]/|/hom[e]/[a-z]|/tm[p]/contract|/op[t]/(pypi|wheels)")
-SCRIPTS = {"install", "run", "test", "lint", "bench", "image", "release"}
+SCRIPTS = {"install", "run", "test", "lint", "docs", "bench", "image", "release"}
 
 
 def test_no_file_names_a_machine():
