@@ -1,4 +1,4 @@
-"""Capture: the one way in which launches become a CUDA graph, and the driver that replays graphs."""
+"""Capture of launches into CUDA graphs, and the driver that replays graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from preheat.backends.base import K, R
 from preheat.utils.gc import paused
 
 Pool = Any
-"""A graph pool's handle, whose type torch keeps to itself."""
+"""A graph pool's handle; torch keeps its type private."""
 
 
 def capture(work: Callable[[], object], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
