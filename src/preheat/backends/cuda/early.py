@@ -21,8 +21,7 @@ def wake_gpu() -> None:
     """Begin to build the first GPU's context.
 
     A failure is left to torch, which will meet the same failure and name its cause. The environment also gets torch's
-    choice among NVIDIA's libraries for matrix products. torch reads the choice only before its import, and a later
-    choice causes a warning.
+    BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
     """
     os.environ.update(NO_MULTICAST)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")

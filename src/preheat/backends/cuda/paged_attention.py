@@ -56,11 +56,11 @@ class AttentionConfig:
 
 
 MANY = 64
-"""Rows of a step from which on programs of two warps are faster."""
+"""Least rows of a step for programs of two warps."""
 
 
 MANY_NARROW = 16
-"""Rows of a step from which on programs of two warps are faster, for a cache of eight bits."""
+"""Least rows of a step for programs of two warps, with a cache of eight bits."""
 
 
 def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) -> AttentionConfig:
