@@ -45,8 +45,7 @@ def begin(overlap: tl.constexpr):
 def begin_early(overlap: tl.constexpr):
     """Let the next kernel launch early (PDL); :func:`begin_late` must follow.
 
-    Only for a kernel with operands written by kernels that have ended before the previous kernel begins, or by no
-    kernel.
+    The operands of the calling kernel must have been written at least two launches before, or by no kernel.
     """
     if overlap:
         gdc_launch_dependents()
