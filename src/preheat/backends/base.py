@@ -592,7 +592,7 @@ class Sampler(Protocol):
 
 
 StepCounter = Callable[[], tuple[int, float | None]]
-"""Return a number that only grows, and the seconds spent on its events, None where nobody counts them."""
+"""Returns a number that only grows, and the seconds spent on its events; None where nobody counts seconds."""
 
 SampledRows = tuple[np.ndarray, "list[Any]"]
 """Sampled tokens and the requested reports.
@@ -716,7 +716,7 @@ class Backend(Operations, Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that differs between devices with different compiled code or bits."""
+        """Return a text that differs between devices if their compiled code or bits may differ."""
 
     def free_memory(self) -> int:
         """Return the bytes that may still be allocated on the device."""

@@ -56,11 +56,11 @@ class AttentionConfig:
 
 
 MANY = 64
-"""Least rows of a step for programs of two warps."""
+"""Least rows of a step for programs of two warps; rows then give all of the device enough work."""
 
 
 MANY_NARROW = 16
-"""Least rows of a step for programs of two warps, with a cache of eight bits."""
+"""As ``MANY``, with a cache of eight bits."""
 
 
 def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) -> AttentionConfig:
