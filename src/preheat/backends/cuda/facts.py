@@ -1,4 +1,4 @@
-"""What is known of the CUDA backend without torch."""
+"""Facts about the CUDA backend that need no torch."""
 
 from __future__ import annotations
 

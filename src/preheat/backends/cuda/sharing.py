@@ -1,4 +1,4 @@
-"""How ranks meet that share a model's layers on GPUs, one process each."""
+"""Meeting of ranks that share a model's layers on GPUs, one process each."""
 
 from __future__ import annotations
 
