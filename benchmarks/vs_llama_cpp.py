@@ -74,6 +74,7 @@ def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("--runs", type=int, default=3)
     flags.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="preheat's")
+    flags.add_argument("--execution-mode", default="auto", choices=("auto", "eager", "llvm"), help="preheat's")
     flags.add_argument("--type", default="f16", choices=("f16", "bf16", "f32"), help="llama.cpp's weights")
     flags.add_argument("--threads", type=int, default=torch.get_num_threads())
     flags.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "preheat-llama-cpp")
@@ -81,7 +82,7 @@ def main(words: Sequence[str]) -> None:
     folder = find_checkpoint("bundled", None)
     config = read_config(folder)
     python = environment(args.environment)
-    ours = make_preheat("bundled", args.dtype, args.threads, {})
+    ours = make_preheat("bundled", args.dtype, args.threads, {"execution_mode": args.execution_mode})
     torch.set_num_threads(args.threads)
     figures: dict[str, object] = {name: str(value) for name, value in vars(args).items() if name != "environment"}
     with tempfile.TemporaryDirectory() as temporary:

@@ -96,11 +96,11 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "split": Trait(
         "buckets of prompts and decoding apart", "bucketing_policy", lambda s: s.bucketing_policy == "split",
         "use --bucketing-policy unified, without a file or ranges of prompts or blocks"),
-    **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs")},
+    **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs", "llvm")},
 })  # fmt: skip
 """Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
 
-ONE_OF = ("eager lazy compile graphs", "text_drafts draft_model eagle3")
+ONE_OF = ("eager lazy compile graphs llvm", "text_drafts draft_model eagle3")
 """Groups of exclusive traits: an engine has at most one of each group."""
 
 
@@ -163,6 +163,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name one"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads text alone"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
+    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache draft_model eagle3 images pooling "
+            "sleep updates", "a compiled function runs a whole plain layer, whose weights stay where they are"),
     Refused("lazy", _GAUDI, "the device that has this mode lacks it"),
 )  # fmt: skip
 
@@ -218,6 +220,8 @@ _WORKS: tuple[Works, ...] = (
     _together("compile w4a16 images split"),
     _together("compile inc"),
     _together("compile pooling"),
+    _together("llvm text_drafts structured budget beam_search prompt_embeds offload events operator"),
+    _together("llvm split structured"),
     _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),
     _together("tensor_parallel eager text_drafts"),
     _together("tensor_parallel eager pooling"),
@@ -248,12 +252,12 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling offload "
-          "split eager compile graphs"),
+          "split eager compile graphs llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
           "offload "
-          "split eager compile graphs"),
+          "split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling operator events split eager lazy graphs"),

@@ -252,7 +252,7 @@ class Settings:
     execution_mode: str = _run(
         "auto",
         "How programs run: see docs/execution-modes.md. On a CPU `auto` is eager.",
-        choices=("auto", "graphs", "compile", "eager", "lazy"),
+        choices=("auto", "graphs", "compile", "eager", "lazy", "llvm"),
     )
     lazy_mode: bool | None = _run(
         None, "With `enforce_eager`, picks the execution mode by Gaudi's table.", env="PT_HPU_LAZY_MODE"

@@ -56,7 +56,7 @@ PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel")
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel", "llvm")
 """Traits that decide the bits of an answer."""
 
 
@@ -136,7 +136,10 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
         "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{made.folder}/events"}
     },
     "split": lambda made: {"bucketing_policy": "split"},
-    **{mode: lambda made, mode=mode: {"execution_mode": mode} for mode in ("eager", "compile", "graphs", "lazy")},
+    **{
+        mode: lambda made, mode=mode: {"execution_mode": mode}
+        for mode in ("eager", "compile", "graphs", "lazy", "llvm")
+    },
 }
 """Options that turn a trait on."""
 

@@ -52,7 +52,7 @@ def test_every_origin_says_on_every_platform_how_it_is_watched():
             assert watch.text
             assert (watch.make is None) == (watch.how == "none")
     watched = [name for name in ORIGINS if on_cpu[name].how != "none"]
-    assert list(ColdSources(CpuBackend()).sources) == watched == ["dynamo", "import"]
+    assert list(ColdSources(CpuBackend()).sources) == watched == ["dynamo", "llvm", "import"]
 
 
 def test_the_page_shows_the_table():

@@ -140,9 +140,8 @@ class ToyBackend:
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
     supports = staticmethod(lambda value: values.Ok())
-
-    def sleep_memory(self) -> None:
-        pass
+    activation_dtype = staticmethod(lambda dtype: dtype)
+    sleep_memory = functions = lambda *_: None
 
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
         return nullcontext(lambda source, out: np.copyto(out.numpy(), source.float().numpy()))

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 HOST_COPIES = 2
 """Host copies of data for the device: the host writes one while the device may still read the other."""
 
-Mode = Literal["graphs", "compile", "eager", "lazy"]
+Mode = Literal["graphs", "compile", "eager", "lazy", "llvm"]
 
 NO_LAZY_BRIDGE = "it is the lazy backend of Gaudi's PyTorch bridge, which this platform has not"
+NO_LLVM = "its functions are for processors of a host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,6 +539,44 @@ class Attention(Protocol):
         """Set every block table on the device to the pad block."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The parts of one decoder layer.
+
+    ``gate_up`` and ``down`` are the feed-forward block, None if it is of another kind. ``out_norms``: the outputs of
+    attention and of the block are normed.
+    """
+
+    attention: AttentionLayer
+    input_norm: Norm
+    post_norm: Norm
+    qkv: Linear
+    o: Linear
+    gate_up: Linear | None
+    down: Linear | None
+    out_norms: bool
+
+
+class LayerFunctions(Protocol):
+    """Decoder layers as two functions each."""
+
+    @property
+    def attention(self) -> Attention:
+        """The attention that tells the functions of a step."""
+
+    def front(self, index: int, residual: Tensor) -> Tensor:
+        """Return the output of a layer's attention [tokens, heads * dim], valid until the next front.
+
+        ``residual`` is the residual stream [tokens, hidden], which stays.
+        """
+
+    def back(self, index: int, attended: Tensor, residual: Tensor) -> None:
+        """Add the rest of a layer to ``residual`` [rows, hidden], from its ``attended`` [rows, heads * dim]."""
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Return hidden states [rows, hidden] after the last layer and the final norm; ``residual`` is overwritten."""
+
+
 class Sampler(Protocol):
     """Draws tokens and reports log-probabilities.
 
@@ -762,6 +801,17 @@ class Backend(Operations, Protocol):
 
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         """Return a builder for the regions of a layer in ``mode``; compiled code is kept in ``cache``."""
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the residual stream of a model that was loaded in ``dtype``."""
+
+    def functions(
+        self, layers: Sequence[LayerParts], final_norm: Norm, head: Linear, limits: Limits, cache: Path | None
+    ) -> LayerFunctions | None:
+        """Return whole layers as functions; None: a layer is regions and operations. Code is kept in ``cache``.
+
+        Raises ModelError, with the reason, for a layer that has no function.
+        """
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
         """Return a driver that runs ``body(key)`` for each key.

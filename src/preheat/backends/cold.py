@@ -141,6 +141,7 @@ class Watched:
 
 
 NO_RECIPES = Watched("none", "recipes are made by the graph compiler of another platform")
+NO_LLVM_FUNCTIONS = Watched("none", "no function of a layer is compiled for it")
 NO_FALLBACK = Watched("none", "there is no device beside the host, or every operation is a kernel of the device")
 DYNAMO_COUNTERS: Mapping[str, Callable[[], tuple[int, float | None]]] = {
     "compilations": lambda: (compilations(), compile_seconds()),

@@ -9,7 +9,7 @@ from pathlib import Path
 from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given, Tower
-from preheat.execution.executor import Executor, attention_layers
+from preheat.execution.executor import Executor, attention_layers, layer_parts
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.pooler import Pooler
@@ -91,9 +91,15 @@ def build(
     blocks = limits.num_blocks if num_blocks is None else num_blocks
     with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
         cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
-    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
-    contiguous = settings.contiguous_pa is not False
-    attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=contiguous)
+    dtype = backend.activation_dtype(model.dtype)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
+    layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
+    norm, head = model.weights.final_norm, model.weights.head
+    decoder.functions = backend.functions(layer_parts(decoder, layers), norm, head, limits, store)
+    if decoder.functions is None:
+        attention = backend.attention(layers, limits, contiguous=contiguous)
+    else:
+        attention = decoder.functions.attention
     buffers = StepBuffers(limits, attention, backend)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)

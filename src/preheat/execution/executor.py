@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, AttentionLayer, Backend, SampledRows, Sampler, StepInputs
+from preheat.backends.base import (
+    AdapterStep,
+    AttentionLayer,
+    Backend,
+    LayerParts,
+    SampledRows,
+    Sampler,
+    StepInputs,
+)
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
@@ -27,6 +35,7 @@ from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
 from preheat.model.adapters import AdapterSeats
 from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.model.layers import DenseMlp
 from preheat.model.specs import layer_kind
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
@@ -505,3 +514,23 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
         )
         for spec, layer_cache, rope, alibi, weights in layers
     ]
+
+
+def layer_parts(decoder: Decoder, attention: Sequence[AttentionLayer]) -> list[LayerParts]:
+    """Return the parts of each layer, for a backend that runs layers as functions."""
+    found = []
+    for layer, each in zip(decoder.weights.layers, attention, strict=True):
+        mlp = layer.mlp if isinstance(layer.mlp, DenseMlp) else None
+        found.append(
+            LayerParts(
+                attention=each,
+                input_norm=layer.input_norm,
+                post_norm=layer.post_norm,
+                qkv=layer.attention.qkv,
+                o=layer.attention.o,
+                gate_up=None if mlp is None else mlp.gate_up,
+                down=None if mlp is None else mlp.down,
+                out_norms=layer.attention_out_norm is not None or layer.mlp_out_norm is not None,
+            )
+        )
+    return found

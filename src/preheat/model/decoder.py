@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, FusedInput, Norm, Region
+from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
 from preheat.model.layers import DecoderLayer, Weights, fused, normed
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
@@ -67,9 +67,11 @@ class Decoder:
         weights: Weights,
         max_model_len: int,
         build: Callable[[Region], Region] = lambda region: region,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.weights = spec, weights
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.embedding.dtype if dtype is None else dtype
+        self.functions: LayerFunctions | None = None
         kinds = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
         device = weights.embedding.device
         tables = {
@@ -108,6 +110,8 @@ class Decoder:
         before, after = self._eager if eager else self._built
         weights = self.weights.layers
         part = range(len(weights)) if only is None else only
+        if self.functions is not None:
+            return self._by_functions(self.functions, residual, part, tap)
         x = self._first(residual) if given is None else given
         for index in part:
             attended = attend(index, before(x, weights[index], self.spec.layers[index].attention.head_dim))
@@ -120,6 +124,19 @@ class Decoder:
                 tap(index, residual)
         return x
 
+    def _by_functions(
+        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], tap: Tap | None
+    ) -> Tensor:
+        """Run the layers of ``part`` as :meth:`layers` does; the next layer's input is the residual stream itself."""
+        for index in part:
+            attended = functions.front(index, residual)
+            if index == self._last:
+                return attended
+            functions.back(index, attended, residual)
+            if tap is not None:
+                tap(index, residual)
+        return residual
+
     def _first(self, residual: Tensor) -> Tensor:
         """Return the first layer's input."""
         return normed(self.weights.layers[0].input_norm, residual, None, self._fused[0][0])
@@ -129,6 +146,11 @@ class Decoder:
 
         ``eager`` is as in :meth:`layers`; ``tap`` is called after the last layer.
         """
+        if self.functions is not None:
+            hidden = self.functions.finish(attended.out, attended.residual)
+            if tap is not None:
+                tap(self._last, attended.residual)
+            return hidden
         _, after = self._eager if eager else self._built
         layer, here = self.weights.layers[self._last], self._fused[self._last][1]
         hidden = after(attended.out, attended.residual, layer, self.weights.final_norm, (here, None))

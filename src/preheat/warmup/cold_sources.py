@@ -17,6 +17,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
     {
         "dynamo": "`torch.compile`: Dynamo traces a frame and Inductor builds it",
         "triton": "Triton compiles a kernel, or loads it onto the device",
+        "llvm": "LLVM compiles the functions of a model's layers",
         "recipe": "Gaudi's graph compiler compiles a recipe",
         "host fallback": "an operation that the device does not have runs on the host",
         "graph capture": "a step is recorded as a graph",

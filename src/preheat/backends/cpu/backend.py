@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,9 +26,12 @@ from preheat.backends.base import (
     K,
     Layer,
     LayerContext,
+    LayerFunctions,
+    LayerParts,
     LayerWeights,
     Linear,
     Mode,
+    Norm,
     R,
     Region,
     Sharing,
@@ -43,6 +47,8 @@ from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.experts import ExpertsLayer as CpuExperts
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import obstacle
+from preheat.backends.cpu.llvm import layer
+from preheat.backends.cpu.llvm.layer import PanelLayer
 from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, slots_of
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
@@ -68,6 +74,7 @@ class CpuBackend:
 
     facts = FACTS
     device = torch.device("cpu")
+    _compiled = False
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
@@ -94,10 +101,12 @@ class CpuBackend:
         return KV_CACHE_BYTES
 
     def supports(self, value: Value) -> Support:
-        """Return the support that the facts give.
+        """Return the support that the facts give, or that compiled functions give.
 
         Plain matrices are refused too if this torch multiplies none.
         """
+        if self._compiled:
+            return layer.supports(value)
         found = supports(self.facts, value)
         if isinstance(found, Refused) or all(part.input in {"token", "block", "static"} for part in matmuls(value)):
             return found
@@ -114,6 +123,7 @@ class CpuBackend:
         """Fix the thread count."""
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
+        self._compiled = settings.execution_mode == "llvm"
 
     def synchronize(self) -> None:
         """Do nothing: no operation runs on after its call returns."""
@@ -133,6 +143,20 @@ class CpuBackend:
 
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         return region_builder(mode, cache)
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._compiled else dtype
+
+    def functions(
+        self, layers: Sequence[LayerParts], final_norm: Norm, head: Linear, limits: Limits, cache: Path | None
+    ) -> LayerFunctions | None:
+        if not self._compiled:
+            return None
+        from preheat.backends.cpu.llvm.model import Functions
+
+        threads, folder = torch.get_num_threads(), None if cache is None else cache / "llvm"
+        rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
+        return Functions(layers, final_norm, head, limits, threads=threads, folder=folder, rows=rows)
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
@@ -169,6 +193,8 @@ class CpuBackend:
     def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
         if any(term.source == "tokens" for term in value.terms):
             return cast(Layer, Embedding(value, context.rows))
+        if self._compiled:
+            return PanelLayer(value, weights)
         products = products_of(value, weights.weight, weights.bias, context.ranks)
         return ProductLayer(value, weights, products, context=context, slots=slots_of(value, context))
 
@@ -193,7 +219,13 @@ class CpuBackend:
 
         Raises IndexError for an id outside the table.
         """
-        embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
+        rows = partial(
+            embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images
+        )
+        if out.dtype == table.dtype:
+            rows(out=out)
+        else:
+            out.copy_(rows())
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)

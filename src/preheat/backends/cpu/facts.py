@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 from preheat.backends.base import DEQUANTIZED, NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
 
@@ -16,12 +17,16 @@ def modes() -> Modes:
     runs: dict[Mode, str] = {
         "eager": "torch runs one operation after the other",
         "compile": "torch.compile, each kind of layer once for each number of tokens",
+        "llvm": "a layer is two functions that LLVM compiles",
         "graphs": "as eager; there are no graphs on a CPU, so the bytes that they would take are counted",
     }
     rejected: dict[Mode, str] = {"lazy": NO_LAZY_BRIDGE}
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         del runs["compile"]
         rejected["compile"] = "it needs a C++ compiler: install g++, or name yours in the variable CXX"
+    if find_spec("llvmlite") is None:
+        del runs["llvm"]
+        rejected["llvm"] = "it needs llvmlite: pip install 'preheat[llvm]'"
     return Modes(default="eager", runs=runs, rejected=rejected)
 
 

@@ -195,6 +195,12 @@ class CudaBackend:
         """As they are written: their parts are kernels already."""
         return lambda region: region
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def functions(self, *_: object) -> None:
+        """Return none: a layer is regions and operations."""
+
     @cached_property
     def _pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()

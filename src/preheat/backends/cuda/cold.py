@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cold import DYNAMO, IMPORTS, NO_FALLBACK, NO_RECIPES, SELDOM, Counted, Tally, Watched
+from preheat.backends.cold import (
+    DYNAMO,
+    IMPORTS,
+    NO_FALLBACK,
+    NO_LLVM_FUNCTIONS,
+    NO_RECIPES,
+    SELDOM,
+    Counted,
+    Tally,
+    Watched,
+)
 
 
 def triton(undo: ExitStack) -> Counted:
@@ -89,6 +99,7 @@ def allocator(undo: ExitStack) -> Counted:
 COLD_SOURCES: Mapping[str, Watched] = {
     "dynamo": DYNAMO,
     "triton": Watched("hook", "Triton's compilation listener and kernel load hook", triton),
+    "llvm": NO_LLVM_FUNCTIONS,
     "recipe": NO_RECIPES,
     "host fallback": NO_FALLBACK,
     "graph capture": Watched("hook", "calls of `torch.cuda.CUDAGraph.capture_begin`", graph_capture),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Modes, QuantizedKernel
+from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, NO_LLVM, Facts, Machine, Modes, QuantizedKernel
 
 FACTS = Facts(
     name="cuda",
@@ -16,6 +16,7 @@ FACTS = Facts(
             "compile": "a layer is a few fused kernels, which a compiler must leave as they are to keep their bits; "
             "what it saves in launches, graphs save whole",
             "lazy": NO_LAZY_BRIDGE,
+            "llvm": NO_LLVM,
         },
     ),
     machine=Machine(flops=4e14, bandwidth=3e12, step_overhead=2e-2, call_overhead=1e-3),

@@ -186,6 +186,12 @@ class HpuBackend:
             return lambda region: Regional(region, backend=name)
         return self._bridge.as_unit
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def functions(self, *_: object) -> None:
+        """Return none: a layer is regions and operations."""
+
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
         """Return a driver of the programs.
 

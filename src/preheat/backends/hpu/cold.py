@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from preheat.backends.cold import DYNAMO, IMPORTS, SELDOM, Counted, Watched
+from preheat.backends.cold import DYNAMO, IMPORTS, NO_LLVM_FUNCTIONS, SELDOM, Counted, Watched
 from preheat.backends.hpu.bridge import Bridge
 
 
@@ -46,6 +46,7 @@ def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Wa
     return {
         "dynamo": DYNAMO,
         "triton": Watched("none", "Triton has no target for it"),
+        "llvm": NO_LLVM_FUNCTIONS,
         "recipe": Watched(
             "counter", "the bridge's metric `graph_compilation`",
             metric("graph_compilation", "a recipe was compiled"),

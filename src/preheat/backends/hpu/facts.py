@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import DEQUANTIZED, Facts, Machine, Modes
+from preheat.backends.base import DEQUANTIZED, NO_LLVM, Facts, Machine, Modes
 
 FACTS = Facts(
     name="hpu",
@@ -16,7 +16,7 @@ FACTS = Facts(
             "graphs": "HPU Graphs over the bridge's lazy backend",
             "lazy": "the bridge's lazy backend, without graphs",
         },
-        rejected={},
+        rejected={"llvm": NO_LLVM},
         enforced="lazy",
     ),
     machine=Machine(flops=2e14, bandwidth=2e12, step_overhead=2e-2, call_overhead=1e-3),
