@@ -61,9 +61,13 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
     """
     config = read_config(settings.quant_config) if settings.quant_config else None
     if config is not None and config.mode != "MEASURE":
-        raise SettingsError(f"{config.path} is of mode {config.mode}: calibrate needs MEASURE", param="quant_config")
+        raise SettingsError(
+            f"{config.path} has mode {config.mode}, and calibrate needs mode MEASURE: change it, or leave "
+            "quant_config out",
+            param="quant_config",
+        )
     if output is None and config is None:
-        raise SettingsError("calibrate needs --output DIR, or QUANT_CONFIG, which says where to write")
+        raise SettingsError("calibrate needs --output DIR, or a QUANT_CONFIG that names dump_stats_path")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(
             "calibrate measures the plain model: leave --kv-cache-dtype at auto", param="kv_cache_dtype"

@@ -233,13 +233,13 @@ def boot_engine(
     with boot_errors("The engine cannot start"):
         if settings.data_parallel_size > 1 and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "data_parallel_size is for `preheat serve`, which starts a process for each replica, and this is an "
-                "engine within a process: leave it out",
+                "data_parallel_size needs `preheat serve`, because each replica is a process, and this engine runs "
+                "within one process: leave it out",
                 param="data_parallel_size",
             )
         if settings.models and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "models are for `preheat serve`, which starts a process for each, and this is an engine within a "
+                "models needs `preheat serve`, because each model is a process, and this engine runs within one "
                 "process: give model",
                 param="models",
             )

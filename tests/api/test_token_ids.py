@@ -108,7 +108,7 @@ def test_a_stream_of_ids_has_an_event_for_each_token(server: Server) -> None:
     ("path", "body", "message"),
     [
         ("/v1/completions", {"prompt": "text"}, "token ids"),
-        ("/v1/completions", {"prompt": [5], "echo": True}, "echo is about text"),
+        ("/v1/completions", {"prompt": [5], "echo": True}, "echo needs a tokenizer"),
         ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop_token_ids"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "token ids"),
         ("/tokenize", {"prompt": "text"}, "token ids"),

@@ -238,7 +238,7 @@ REFUSED = [
     ({"num_hidden_layers": 2}, {}, ModelError, "one layer, and num_hidden_layers is 2"),
     ({"norm_output": True}, {}, ModelError, "norm_output True is not supported"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, {}, ModelError, "3, 6], and the model has 6"),
-    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantized by itself"),
+    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantization_config of one part"),
 ]  # fmt: skip
 
 
@@ -271,7 +271,7 @@ def test_what_it_does_not_work_with_is_named(saved, options, message):
 def test_a_device_on_which_no_head_ever_ran_is_named(saved):
     asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
     settings, facts = Settings.load({"model": saved.target, **asked, "bucketing_policy": "unified"}), FACTS["hpu"]
-    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be had on hpu"):
+    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be used on hpu"):
         check_traits(settings, facts)
 
 

@@ -192,7 +192,7 @@ def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
 )
 def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, monkeypatch):
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
-    with pytest.raises(SettingsError, match="cannot be had on cpu: nobody has built it: leave tensor_parallel_size"):
+    with pytest.raises(SettingsError, match="cannot be used on cpu: nobody has built it: leave tensor_parallel_size"):
         LLM(tp_invariant=True, **OPTIONS, **options)
 
 

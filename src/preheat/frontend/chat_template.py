@@ -181,8 +181,8 @@ class ChatTemplate:
             )
         if not self._tokenizer.speaks:
             raise InvalidRequest(
-                "A conversation becomes text, and there is no tokenizer (skip_tokenizer_init): give the prompt as "
-                "token ids",
+                "A conversation needs a tokenizer, and there is none (skip_tokenizer_init): give the prompt as token "
+                "ids",
                 param="messages",
             )
         if (source := self._chosen(tools)) is None:

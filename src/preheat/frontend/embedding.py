@@ -95,7 +95,7 @@ def paired(first: int, second: int, param: str) -> int:
     """How many scores there are of so many texts and others: one is compared with all, several one by one."""
     if not first or not second or first not in (1, second):
         raise InvalidRequest(
-            f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
+            f"{first} texts cannot be paired with {second}: give one text, or as many as on the other side", param=param
         )
     return second
 

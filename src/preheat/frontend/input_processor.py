@@ -132,8 +132,8 @@ class InputProcessor:
         if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images or "
-                    "embeddings: shorten the prompt instead",
+                    "truncate_prompt_tokens cannot cut a prompt with images or embeddings, and this one has "
+                    f"{len(ids)} tokens: shorten the prompt instead",
                     param="truncate_prompt_tokens",
                 )
             ids = ids[:kept] if params.truncation_side == "right" else ids[-kept:]
@@ -270,7 +270,7 @@ class InputProcessor:
         """Raise InvalidRequest, naming ``param`` and what to do ``instead``, unless there is a tokenizer."""
         if not self.tokenizer.speaks:
             raise InvalidRequest(
-                f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
+                f"{param} needs a tokenizer, and there is none (skip_tokenizer_init): {instead}", param=param
             )
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -360,8 +360,8 @@ def recommended_params(generation: Mapping[str, Any], source: object) -> dict[st
             check_params({name: value})
         except InvalidRequest as error:
             raise ModelError(
-                f"{source} recommends what cannot be used: {error.message}; correct it, or start with "
-                "--generation-config vllm"
+                f"{source} recommends sampling parameters that cannot be used: {error.message}; correct it, or start "
+                "with --generation-config vllm"
             ) from error
     return found
 
@@ -401,7 +401,7 @@ def _check_without_tokens(params: SamplingParams) -> None:
     """Raise InvalidRequest for what looks at the tokens of a prompt, where it has none."""
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_embeds have no tokens whose log-probabilities could be given: leave out prompt_logprobs and echo",
+            "prompt_embeds have no token ids, so they have no log-probabilities: leave out prompt_logprobs and echo",
             param="prompt_logprobs",
         )
     if params.repetition_penalty != 1:

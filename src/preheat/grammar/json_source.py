@@ -29,7 +29,7 @@ def json_rules(params: StructuredOutputsParams, given: object, part: str) -> Rul
     try:
         return JsonRules(Document(schema, part), layout(params)).rules
     except UnicodeEncodeError:
-        raise refused(part, "it has half a surrogate pair, which is no character") from None
+        raise refused(part, "it has half a surrogate pair, and that is not a character") from None
     except ValueError as error:  # of numbers with thousands of digits too
         raise refused(part, f"it cannot be kept to: {error}") from None
 

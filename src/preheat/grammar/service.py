@@ -293,5 +293,5 @@ def open_grammars(
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
     except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        logger.warning("There are no structured outputs: %s", reason)
+        logger.warning("Structured outputs are not available: %s", reason)
         return f"the tokenizer cannot be used for grammars ({reason})"

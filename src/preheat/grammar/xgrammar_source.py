@@ -55,7 +55,7 @@ def _regex(pattern: str, part: str) -> str:
         if is_empty(node):
             raise refused(part, "no text satisfies it")
     except PatternError as error:
-        raise refused(part, f"it is no regular expression that is supported: {error}") from None
+        raise refused(part, f"its regular expression is not supported: {error}") from None
     return _written({ROOT: Token(node)}, part)
 
 

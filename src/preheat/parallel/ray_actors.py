@@ -70,8 +70,8 @@ class RankActors:
         if not self._group.wait(_PLACE_SECONDS):
             remove_placement_group(self._group)
             raise SettingsError(
-                f"distributed_executor_backend ray: Ray could not reserve {what}, in {_PLACE_SECONDS:g} s: lower "
-                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end what holds theirs",
+                f"distributed_executor_backend ray: Ray could not reserve {what} in {_PLACE_SECONDS:g} s: lower "
+                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end the jobs that hold their resources",
                 param="tensor_parallel_size",
             )
 

@@ -61,7 +61,8 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
     """
     if limits.num_blocks < 2:
         raise SettingsError(
-            f"a cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, one of them pads"
+            f"a KV cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, as one of them is for "
+            "padding"
         )
     policy = policy_named(options.bucketing_policy)
     regions = policy.regions(limits, options)
@@ -81,7 +82,7 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
     if options.verify_widths[-1] > limits.max_num_batched_tokens:
         raise SettingsError(
             f"a row of {options.verify_widths[-1]} tokens, drafts included, exceeds max_num_batched_tokens "
-            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens or raise it",
+            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens, or raise max_num_batched_tokens",
             param="num_speculative_tokens",
         )
     decode = next(phase for phase in phases if phase.phase == "decode")
@@ -116,7 +117,7 @@ def _sizes_of(regions: Sequence[Region]) -> str:
 def coarser(axes: Sequence[Axis]) -> str:
     """What to change for fewer buckets: the step of the dimension with the most sizes."""
     axis = max(axes, key=lambda axis: len(axis.values))
-    return f"raise {axis.knob}_STEP (now {axis.step}, which makes {len(axis.values):,} sizes)"
+    return f"raise {axis.knob}_STEP (now {axis.step}, for {len(axis.values):,} sizes)"
 
 
 def _from_sizes(limits: Limits, options: PlanOptions, region: Region, policy: Policy) -> Candidates:

@@ -44,7 +44,7 @@ def asked(settings: Settings) -> Mode | None:
         return chosen
     if BY_BRIDGE[None, settings.enforce_eager] not in (None, chosen):
         raise SettingsError(
-            f"execution_mode {chosen} contradicts enforce_eager, which means {bridge}: drop one of them",
+            f"execution_mode {chosen} contradicts enforce_eager (execution mode {bridge}): drop one of them",
             param="execution_mode",
         )
     if settings.lazy_mode is not None:
@@ -115,7 +115,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
     mixed_steps = policy_of(settings).mixed_steps
     if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
         raise SettingsError(
-            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
+            "max_num_mixed_tokens limits steps that mix prompts and decoding: leave it unset, or use the unified "
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )

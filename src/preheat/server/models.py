@@ -66,7 +66,7 @@ def _options(name: str, given: Any) -> dict[str, Any]:
     """Return the options of one model. Raises SettingsError for options of the server."""
     where = f"model_options of {name}"
     if not isinstance(given, dict):
-        raise SettingsError(f"{where}: {given!r} is no object of options", param="model_options")
+        raise SettingsError(f"{where}: {given!r} is not an object of options", param="model_options")
     found = given_options(given, OPTIONS, where)
     for each in found:
         if OPTIONS[each].group in _OF_THE_SERVER or each in ("model", "models"):

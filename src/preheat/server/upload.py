@@ -56,7 +56,7 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise InvalidRequest(f"The body is no form: {error}") from None
+            raise InvalidRequest(f"The body is not a form: {error}") from None
 
     def finish(self) -> None:
         """End the body. Raises InvalidRequest if the form is incomplete."""

@@ -73,7 +73,11 @@ def path_below(root: str | None, path: str) -> str:
     Raises AdapterError unless the folder and the files that are read lie below ``root`` (``--lora-root``).
     """
     if root is None:
-        raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
+        raise AdapterError(
+            "loading an adapter by its path needs a server that was started with --lora-root, the folder below which "
+            "adapters may be",
+            param="lora_path",
+        )
     try:
         _, folder = folder_below(root, path, ADAPTER_CONFIG, ADAPTER_TENSORS)
     except OSError as error:

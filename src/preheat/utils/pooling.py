@@ -115,7 +115,8 @@ def _given(settings: Any) -> dict[str, Any]:
             found["type"] = str(stated[name]).upper()
     if found.get("type", "LAST") not in ("LAST", "MEAN"):
         raise SettingsError(
-            f"pooler_config: pooling_type {found['type']} is not served, LAST and MEAN are", param="pooler_config"
+            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST and MEAN",
+            param="pooler_config",
         )
     for name in ("normalize", "use_activation"):
         if name in stated:
@@ -132,7 +133,7 @@ def _of_checkpoint(folder: Path) -> Pooling:
     modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
-            f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
+            f"{folder / 'modules.json'}: module {unknown[0]} is not supported; supported are {', '.join(_MODULES)}"
         )
     kinds = dict(modules)
     if "Pooling" not in kinds:

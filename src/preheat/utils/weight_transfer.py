@@ -107,6 +107,6 @@ def backend_of(config: TransferConfig | None) -> TransferBackend:
     """Raises InvalidRequest if weights do not travel."""
     if config is None:
         raise InvalidRequest(
-            'The engine was started without --weight-transfer-config, such as {"backend": "nccl"}, which transfers need'
+            'Weight transfers need an engine started with --weight-transfer-config, such as {"backend": "nccl"}'
         )
     return config.backend

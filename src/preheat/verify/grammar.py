@@ -79,7 +79,7 @@ class GrammarCheck:
     def _judge(self, text: bytes, token: int, line: torch.Tensor, *, greedy: bool) -> None:
         """Raise CheckFailed unless ``token`` may follow ``text``, and is the best of those if the draw is greedy."""
         if not self._is_allowed(text, token):
-            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, which the grammar does not allow")
+            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, and the grammar does not allow it")
         likely = [id for id in (line > UNLIKELY).nonzero().flatten().tolist() if self._is_allowed(text, id)]
         best = max(likely, key=lambda id: float(line[id]), default=token)
         if greedy and token != best:

@@ -39,9 +39,9 @@ def read_proof(path: str) -> Proof:
     if not proof.digest:
         raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
     if not DIGEST.fullmatch(proof.digest):
-        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, which is no digest of a boot")
+        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, and that is not a digest of a boot")
     if failed:
-        raise SettingsError(f"--digest {path} is of a boot that stands for nothing: {brief(failed)}")
+        raise SettingsError(f"--digest {path} is of a boot that failed a check: {brief(failed)}")
     return proof
 
 

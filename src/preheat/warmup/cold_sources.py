@@ -17,7 +17,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "dynamo": "`torch.compile`: Dynamo traces a frame and Inductor builds it",
         "triton": "Triton compiles a kernel, or loads it onto the device",
         "recipe": "Gaudi's graph compiler compiles a recipe",
-        "host fallback": "an operation that the device does not have runs on the host",
+        "host fallback": "an operation without a device kernel runs on the host",
         "graph capture": "a step is recorded as a graph",
         "allocator": "the memory pool grows",
         "module loading": "CUDA loads the code of a library's kernel when it is first launched",

@@ -136,7 +136,8 @@ class CpuBackend:
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError(
-            "on a CPU torch's own kernels serve: there is nothing to tune; run it where there is a GPU", param="device"
+            "preheat tune measures kernels of a GPU, and a CPU uses torch's own: run it on a machine with a GPU",
+            param="device",
         )
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CpuAttention:

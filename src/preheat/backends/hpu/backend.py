@@ -128,8 +128,8 @@ class HpuBackend:
         self._settings = settings
         if self.facts.simulated is not settings.use_fake_hpu:
             raise SettingsError(
-                "habana_frameworks is a fake, which computes on the host: set VLLM_USE_FAKE_HPU=1 if that is what you "
-                "want, or use --device cpu"
+                "the installed habana_frameworks is a fake that computes on the host: set VLLM_USE_FAKE_HPU=1 to use "
+                "it, or use --device cpu"
                 if self.facts.simulated
                 else "VLLM_USE_FAKE_HPU is set, but habana_frameworks is not the fake: unset it",
                 param="use_fake_hpu",
@@ -193,7 +193,7 @@ class HpuBackend:
             part.settle(rows)
 
     def tune(self, request: TuneRequest) -> str:
-        raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
+        raise SettingsError("there is nothing to tune on Gaudi: its graph compiler chooses the kernels", param="device")
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
         """``contiguous`` must be asked for: it makes a second graph of each decoding program."""
