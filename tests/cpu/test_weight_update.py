@@ -127,7 +127,7 @@ def test_a_head_that_nothing_would_read_is_refused(tmp_path):
 
 def test_a_quantized_layer_needs_all_its_tensors(pair):
     model = load(pair[0], quantization="fp8")
-    with pytest.raises(ModelError, match=r"layers.1.self_attn.k_proj.weight: they are one layer with .*q_proj"):
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.k_proj.weight cannot be updated alone: give .*q_proj"):
         update(model, given(model, {PARTLY: load_file(pair[1] / "model.safetensors")[PARTLY]}))
 
 

@@ -143,7 +143,7 @@ def test_gptq_says_which_layers_are_plain() -> None:
     assert schemes(spec_of(config | {"modules_in_block_to_quantize": chosen})).keys() == mlp
     left = schemes(spec_of(config | {"dynamic": {r"-:.*self_attn": {}}}))
     assert left.keys() == mlp
-    with pytest.raises(ModelError, match=r"'re:\(' is no regular expression"):
+    with pytest.raises(ModelError, match=r"'re:\(' is not a regular expression"):
         spec_of(config | {"dynamic": {"-:(": {}}})
 
 

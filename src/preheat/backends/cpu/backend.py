@@ -136,7 +136,7 @@ class CpuBackend:
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError(
-            "preheat tune measures kernels of a GPU, and a CPU uses torch's own: run it on a machine with a GPU",
+            "there is nothing to tune on a CPU: it uses torch's own kernels; run preheat tune on a machine with a GPU",
             param="device",
         )
 
