@@ -327,7 +327,7 @@ def test_ranks_that_differ_are_noticed(two):
     executor, plan = two.loop.executor, two.loop.packer.plan
     executor.agree(plan)
     executor._seen.add(torch.zeros(1))
-    with pytest.raises(Exception, match=r"do not agree, so no request is taken: logits: .* on rank 1"):
+    with pytest.raises(Exception, match=r"do not agree, so the engine takes no requests: logits: .* on rank 1"):
         executor.agree(plan)
 
 

@@ -89,7 +89,7 @@ def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture
     elif row.verdict != "sets":
         with caplog.at_level(logging.WARNING):
             assert settings("m", row.flag, *given) == settings("m")
-        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} without effect: {row.says}"] * (
+        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} has no effect: {row.says}"] * (
             row.verdict == "unused"
         )
 
@@ -267,7 +267,7 @@ def test_files_and_keywords_read_the_same_table(tmp_path: Path, caplog: pytest.L
         assert made.speculation is not None
         assert made.served_model_name == ("a", "b")
     assert [record.getMessage() for record in caplog.records] == [
-        "--trust-remote-code without effect: no code of a checkpoint is ever run"
+        "--trust-remote-code has no effect: no code of a checkpoint is ever run"
     ]
     with pytest.raises(SettingsError, match="one batch"):
         Settings.load({"enable_dbo": True}, env={})

@@ -68,7 +68,9 @@ def embedding(
     """
     vector = np.frombuffer(state.pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):
-        raise InvalidRequest(f"dimensions is {dimensions}, but the model has {len(vector)}", param="dimensions")
+        raise InvalidRequest(
+            f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
+        )
     vector = vector[:dimensions]
     if not (pooling.normalize if normalize is None else normalize):
         return vector

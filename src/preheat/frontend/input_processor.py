@@ -450,13 +450,13 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
     size = size or f"{prompt} tokens"
     if prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. "
-            "Please shorten the prompt.",
+            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. Shorten the "
+            "prompt.",
             param="prompt",
         )
     if limits.max_prompt_len is not None and prompt > limits.max_prompt_len:
         raise ContextTooLong(
-            f"Your prompt has {size}, but this server reads each prompt in one step, which has room for "
+            f"Your prompt has {size}, but this server reads each prompt in one step, with room for "
             f"{limits.max_prompt_len}. Shorten the prompt, or start the server with --enable-chunked-prefill or a "
             "larger --max-num-batched-tokens.",
             param="prompt",
@@ -471,7 +471,7 @@ def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -
     if asked > room and not cap:
         raise ContextTooLong(
             f"{_maximum(limits)}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
-            "completion). Please shorten the prompt or reduce max_tokens.",
+            "completion). Shorten the prompt or reduce max_tokens.",
             param="max_tokens",
         )
     if params.min_tokens > min(asked, room):

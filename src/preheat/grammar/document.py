@@ -135,7 +135,7 @@ class Document:
             self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #, for a part of this schema")
         found, path = self.root.schema, "$"
         if ref not in ("#", "#/") and not ref.startswith("#/"):
-            self.no(place, "$ref", f"to {ref!r} is not supported: only to paths within the schema")
+            self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #/, for a path within this schema")
         for step in ref[2:].split("/") if len(ref) > 1 else ():
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and key.isdecimal() and int(key) < len(found):

@@ -46,7 +46,7 @@ def _written(rules: Rules, part: str) -> str:
     try:
         return EbnfWriter().text(rules, ROOT)
     except (TooComplex, Inexact) as error:
-        raise refused(part, f"xgrammar cannot keep to it: {error}") from None
+        raise refused(part, f"xgrammar cannot enforce it: {error}") from None
 
 
 def _regex(pattern: str, part: str) -> str:

@@ -102,7 +102,7 @@ def pair_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum of fp32 ``parts``, as many as a power of two, in a binary tree of neighbors."""
     if len(parts) & (len(parts) - 1) or not parts:
-        raise ValueError(f"a tree has 1, 2, 4, ... leaves, not {len(parts)}")
+        raise ValueError(f"a sum takes 1, 2, 4, ... K splits, not {len(parts)}")
     level = list(parts)
     while len(level) > 1:
         level = [level[at] + level[at + 1] for at in range(0, len(level), 2)]

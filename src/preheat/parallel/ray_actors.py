@@ -81,7 +81,7 @@ class RankActors:
         def check() -> None:
             for rank, actor in enumerate(actors, 1):
                 if actor.poll() is not None:
-                    raise RankDied(f"Rank {rank} ended before it had begun{actor.reason}")
+                    raise RankDied(f"Rank {rank} ended before its start was complete{actor.reason}")
 
         try:
             return self._met(actors, check)

@@ -95,19 +95,19 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
 def _warn_of_unused(options: PlanOptions, regions: Sequence[Region], policy: Policy) -> None:
     """Name the settings of buckets that the plan cannot follow."""
     if options.bucketing_from_file is not None and options.bucketing_strategy not in ("auto", "file"):
-        logger.warning("bucketing strategy %s without effect: a file names the buckets", options.bucketing_strategy)
+        logger.warning("bucketing strategy %s has no effect: a file names the buckets", options.bucketing_strategy)
     used = {dimension.name for region in regions for dimension in region.dimensions}
     for name in DIMENSIONS:
         what, pads = f"VLLM_{name.upper()}_BUCKET_*", options.pads(name) != (None, None)
         if not options.is_asked(name) and not pads:
             continue
         if options.bucketing_from_file is not None:
-            logger.warning("%s without effect: --bucketing-from-file names the buckets", what)
+            logger.warning("%s has no effect: --bucketing-from-file names the buckets", what)
         elif name not in used and options.is_asked(name):
-            context = "the length of contexts is no part of a program; " if name.startswith("decode") else ""
-            logger.warning("%s without effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
+            context = "the length of contexts is not part of a program; " if name.startswith("decode") else ""
+            logger.warning("%s has no effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
         elif name in used and pads and options.strategy(name, policy.strategy) != "padding_aware":
-            logger.warning("%s: its padding is without effect: that is for padding_aware sizes", what)
+            logger.warning("%s: its padding has no effect: only padding_aware sizes have padding", what)
 
 
 def _sizes_of(regions: Sequence[Region]) -> str:

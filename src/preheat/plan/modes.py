@@ -48,7 +48,7 @@ def asked(settings: Settings) -> Mode | None:
             param="execution_mode",
         )
     if settings.lazy_mode is not None:
-        logger.warning("%s without effect: execution_mode is %s", LAZY_MODE, chosen)
+        logger.warning("%s has no effect: execution_mode is %s", LAZY_MODE, chosen)
     return chosen
 
 
@@ -61,7 +61,7 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
     if settings.enforce_eager and settings.lazy_mode is None and settings.execution_mode == "auto":
         mode = modes.enforced
     if mode in modes.rejected and settings.execution_mode == "auto" and settings.lazy_mode is not None:
-        logger.warning("%s without effect: there is no mode %s, %s", LAZY_MODE, mode, modes.rejected[mode])
+        logger.warning("%s has no effect: there is no mode %s, because %s", LAZY_MODE, mode, modes.rejected[mode])
         mode = BY_BRIDGE[None, settings.enforce_eager] or modes.default
     if mode in modes.rejected:
         raise SettingsError(
@@ -97,7 +97,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
             )
     for name, reason in facts.ignored.items():
         if getattr(settings, name) is not None:
-            warn(f"{OPTIONS[name].env} without effect: {reason}")
+            warn(f"{OPTIONS[name].env} has no effect: {reason}")
     settings = with_defaults(settings, facts)
     size = settings.block_size
     if settings.num_scheduler_steps > 1 and not facts.asynchronous:

@@ -70,7 +70,10 @@ def _check_best_of(body: CompletionRequest) -> None:
     if best_of < n:
         raise InvalidRequest(f"best_of is {best_of}, but must be at least n ({n})", param="best_of")
     if best_of > n and body.stream:
-        raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
+        raise InvalidRequest(
+            "best_of cannot be streamed, because the best texts are known only at the end: set stream to false",
+            param="best_of",
+        )
 
 
 async def _prompts(

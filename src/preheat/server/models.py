@@ -39,7 +39,7 @@ def each_model(settings: Settings) -> list[Settings]:
         )
     named = dict(map(_named, settings.models))
     if len(named) < len(settings.models):
-        raise SettingsError("models: two have the same name", param="models")
+        raise SettingsError("models: two models have the same name; rename one of them", param="models")
     options = settings.model_options or {}
     if unknown := sorted(options.keys() - named):
         raise SettingsError(f"model_options: {unknown[0]!r} is not one of {', '.join(named)}", param="model_options")

@@ -248,7 +248,7 @@ def allowed_paths(root: str | None, path: str) -> tuple[str, str]:
     """
     if root is None:
         raise InvalidRequest(
-            "path needs a server that was started with --weights-root, the folder below which weights may be read",
+            "path needs a server that was started with --weights-root, the folder for new weights",
             param="path",
         )
     try:

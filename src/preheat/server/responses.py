@@ -118,7 +118,7 @@ def _said_before(store: ResponseStore, id: str) -> list[dict[str, Any]]:
     """
     kept = store.get(id)
     if not kept.ended:
-        raise InvalidRequest(f"the response {id!r} has not ended yet", param="previous_response_id")
+        raise InvalidRequest(f"the response {id!r} has not ended yet: try again later", param="previous_response_id")
     return kept.messages
 
 

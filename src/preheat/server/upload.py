@@ -87,7 +87,7 @@ class Form:
         self._name = _text(options.get(b"name", b""))
         if self._name == "file":
             if self.filename is not None:
-                raise InvalidRequest("The form has two files", param="file")
+                raise InvalidRequest("The form has two files: send one", param="file")
             self.filename, self._in_file = _text(options.get(b"filename", b"")) or "file", True
         elif len(self.fields) >= MOST_FIELDS:
             raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields")

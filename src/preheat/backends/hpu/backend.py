@@ -135,7 +135,7 @@ class HpuBackend:
                 param="use_fake_hpu",
             )
         if self.facts.simulated:
-            warn("The device is simulated: nothing that this engine says of speed or bits is true of a Gaudi")
+            warn("The device is simulated: its speed and bits say nothing about a real Gaudi")
         if settings.pa_softmax_impl:
             logger.info("Softmax of attention (%s): each row by its own maximum", settings.pa_softmax_impl)
         if settings.num_threads:
