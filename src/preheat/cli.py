@@ -150,7 +150,7 @@ def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, list) and value[-1] == words[-1] and not words[-2].startswith("--"):
             raise SettingsError(
-                f"{_flag(name)} takes all words behind it: write the model before it, or as --model MODEL", param=name
+                f"{_flag(name)} takes all words after it: write the model before it, or as --model MODEL", param=name
             )
 
 

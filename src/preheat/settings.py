@@ -435,7 +435,7 @@ class Settings:
     log_config_file: str | None = _general(
         None,
         "A JSON file for Python's `logging.config.dictConfig`, for loggers below `preheat`; entries for `vllm` apply "
-        "to `preheat`.",
+        "to `preheat` if it has none.",
         env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request at its arrival and at its end, without its text.")

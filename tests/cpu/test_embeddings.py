@@ -206,7 +206,7 @@ def test_what_the_files_and_the_options_say(tmp_path):
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     assert found() == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_cls_token")
-    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; lasttoken or mean is served"):
+    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; supported are lasttoken and mean"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dense")
     with pytest.raises(ModelError, match="module Dense is not supported"):

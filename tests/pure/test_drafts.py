@@ -81,7 +81,7 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": 129}}, "between 1 and 128"),
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": True}}, "is not a number"),
     ({"speculative_model": "[ngram]"}, "num_speculative_tokens is missing"),
-    ({"speculative_k": "auto"}, "needs something that drafts"),
+    ({"speculative_k": "auto"}, "needs a method of drafting"),
     ({"num_scheduler_steps": 4, "async_scheduling": False}, "drop one of them"),
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(options, said):

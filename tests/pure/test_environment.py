@@ -64,7 +64,7 @@ def test_the_largest_prompt_batch_bounds_prompts_and_not_decoding_rows(said):
     assert all(part.fallback is None for part in plan.dispatcher.phases.values())
     assert plan.fit(StepSize("mixed", 100, 300)) == Bucket.mixed(320, 256)
     boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"})
-    assert said.messages == ["VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs 4"]
+    assert said.messages == ["VLLM_PROMPT_BS_BUCKET_MAX: the unified policy reads it as --max-num-prefill-seqs 4"]
     split = boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"}, {"bucketing_policy": "split"})
     assert max(bucket.rows for bucket in split.dispatcher.phases["prompt"].buckets) == 4
     assert split.padded(5, 500, 100) > split.limits.max_num_batched_tokens

@@ -186,7 +186,7 @@ def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -
         ("--max-model-len 1.5K", "'1.5K' is not a whole number"),
         ("--max-model-len 1/3k", "is not a whole number"),
         ("--max-num-seqs auto", "'auto' is not a whole number"),
-        ("--hf-overrides.a", "--hf-overrides.a needs a value behind it"),
+        ("--hf-overrides.a", "--hf-overrides.a needs a value after it"),
         ("--hf-overrides 3 --hf-overrides.a 1", "'3' is not a JSON object"),
         ("--kernel-config.moe_backend triton", "the plan chooses kernels"),
         ("--max-num-seqs.a 1", "is not a whole number"),

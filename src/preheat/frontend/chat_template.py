@@ -191,7 +191,10 @@ class ChatTemplate:
                 f"The model has no chat template{without}; give one with --chat-template", param="messages"
             )
         if clash := _RESERVED & (variables or {}).keys():
-            raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{', '.join(sorted(clash))} cannot be set by chat_template_kwargs: leave it out",
+                param="chat_template_kwargs",
+            )
         known = {
             **self._tokenizer.special_tokens,
             **self._defaults,

@@ -323,12 +323,13 @@ class InputProcessor:
             self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
             if len(params.bad_words) > MAX_BAD_WORDS or sum(map(len, params.bad_words)) > MAX_BAD_CHARS:
                 raise InvalidRequest(
-                    f"bad_words may have {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
+                    f"bad_words may have at most {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
                     param="bad_words",
                 )
         if (count := len(params.allowed_token_ids or ())) > self.tokenizer.vocab_size:
             raise InvalidRequest(
-                f"allowed_token_ids has {count} ids, but there are {self.tokenizer.vocab_size}: name each once",
+                f"allowed_token_ids has {count} ids, but the vocabulary has {self.tokenizer.vocab_size}: name each "
+                "once",
                 param="allowed_token_ids",
             )
         if params.thinking_token_budget is not None:
@@ -345,7 +346,8 @@ class InputProcessor:
             self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"stop may have {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together", param="stop"
+                f"stop may have at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together",
+                param="stop",
             )
 
 
@@ -419,7 +421,8 @@ def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
         return sys.maxsize
     if asked > limits.max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}",
+            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}: "
+            "lower it",
             param="truncate_prompt_tokens",
         )
     if asked > 0:
@@ -476,6 +479,7 @@ def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -
         )
     if params.min_tokens > min(asked, room):
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated", param="min_tokens"
+            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated: lower it",
+            param="min_tokens",
         )
     return min(asked, room)

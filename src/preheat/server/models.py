@@ -70,7 +70,10 @@ def _options(name: str, given: Any) -> dict[str, Any]:
     found = given_options(given, OPTIONS, where)
     for each in found:
         if OPTIONS[each].group in _OF_THE_SERVER or each in ("model", "models"):
-            raise SettingsError(f"{where}: {each} is for the server as a whole", param="model_options")
+            raise SettingsError(
+                f"{where}: {each} is an option of the whole server: give it outside of model_options",
+                param="model_options",
+            )
     return with_bucketing_policy(found)
 
 

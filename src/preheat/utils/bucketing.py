@@ -73,5 +73,5 @@ def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
         asked = chosen.get("max_num_prefill_seqs")
         chosen["max_num_prefill_seqs"] = prompts if asked is None else min(prompts, asked)
         most = chosen["max_num_prefill_seqs"]
-        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs {most}")
+        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: the unified policy reads it as --max-num-prefill-seqs {most}")
     return chosen

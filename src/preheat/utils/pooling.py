@@ -137,14 +137,14 @@ def _of_checkpoint(folder: Path) -> Pooling:
         )
     kinds = dict(modules)
     if "Pooling" not in kinds:
-        raise ModelError(f"{folder / 'modules.json'} has no Pooling: say how with --pooler-config")
+        raise ModelError(f"{folder / 'modules.json'} has no Pooling module: name the pooling with --pooler-config")
     path = folder / kinds["Pooling"] / "config.json"
     config = _read(path)
     stated = config.get("pooling_mode")
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [stated] if isinstance(stated, str) else flags
     if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
+        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken and mean")
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
     reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}

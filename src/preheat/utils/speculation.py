@@ -173,7 +173,7 @@ def _asked(settings: Any) -> dict[str, Any]:
         _check(key, value)
     if not given and settings.speculative_k == AUTO:
         raise SettingsError(
-            "speculative_k auto needs something that drafts: give --speculative-config too", param="speculative_k"
+            "speculative_k auto needs a method of drafting: give --speculative-config too", param="speculative_k"
         )
     return given
 

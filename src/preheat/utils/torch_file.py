@@ -86,7 +86,7 @@ def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     first, last = offset * size, (offset + math.prod(shape)) * size
     data = archive.read(members[f"data/{key}"])
     if last > len(data):
-        raise ValueError(f"the tensor has shape {list(shape)}, but its numbers are fewer")
+        raise ValueError(f"the tensor has shape {list(shape)}, but the file has fewer numbers")
     return TorchTensor(dtype, shape, data[first:last])
 
 

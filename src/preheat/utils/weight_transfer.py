@@ -89,7 +89,7 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
             )
         if not _is_shape(each.shape):
             raise InvalidRequest(
-                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} sides and "
+                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} dimensions and "
                 f"{MOST_NUMBERS:,} numbers",
                 param="update_info",
             )
