@@ -153,7 +153,7 @@ class Elastic:
             self._forget()
             self._compute_digest()
             if isinstance(error, CheckFailed):
-                raise InvalidRequest(f"the new weights fail the check, so the old ones stay: {error}") from None
+                raise InvalidRequest(f"the old weights stay, as the new ones fail the check: {error}") from None
             raise
 
     def _source(

@@ -116,7 +116,7 @@ def test_weights(operated: Server) -> None:
         ({"path": "index"}, "is not the name of a file beside it"),
         ({"path": "same\0"}, "cannot be a path"),
         ({"path": "n" * 300}, "File name too long"),
-        ({"path": "other", "update_info": INFO}, "one of them"),
+        ({"path": "other", "update_info": INFO}, "give either path"),
         ({"update_info": INFO | {"shapes": []}}, "0 shapes"),
         ({"update_info": INFO | {"packed": True}}, "update_info.packed is not supported"),
         ({"update_info": INFO}, "no group with a trainer"),

@@ -49,7 +49,7 @@ def test_the_end_of_sequence_is_known_without_a_tokenizer(llm: LLM) -> None:
 def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate([prompt], params, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="no tokenizer"):
+    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 

@@ -161,7 +161,7 @@ def test_an_engine_with_new_weights_is_as_a_fresh_one(llm, changed, fresh):
 def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
     before, said = llm.state, tokens(llm)
     huge = {"model.norm.weight": torch.full_like(load_file(changed / "model.safetensors")["model.norm.weight"], 3e38)}
-    with pytest.raises(InvalidRequest, match=r"the old ones stay: .* are not finite"):
+    with pytest.raises(InvalidRequest, match=r"the old weights stay, .* are not finite"):
         llm.update_weights(huge.items())
     assert llm.state == before and tokens(llm) == said
 
