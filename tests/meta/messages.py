@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from preheat import errors
@@ -15,7 +14,7 @@ ERRORS = {name for name, found in inspect.getmembers(errors, inspect.isclass) if
 RAISED = re.compile(r"\w*Error|Refused|NothingToRun|TooComplex|BadExpression|_error|_wrong|no|refused|warn")
 LOGGED = re.compile(r"logger\.(debug|info|warning|error|critical|exception)")
 HOLE = "{}"
-_PROSE = re.compile(r"[A-Za-z].* ")  # anything else is a name, such as the first argument of Refused
+_PROSE = re.compile(r"[A-Za-z].* ")  # anything else is a name
 
 
 class Message(NamedTuple):
@@ -35,14 +34,14 @@ class Message(NamedTuple):
 
 
 def messages() -> list[Message]:
-    """Return all messages in the order of files and lines."""
+    """Return all messages in the order of files and lines. A maker's last prose argument is the message."""
     found = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _makes(maker := ast.unparse(node.func)):
                 file = str(path.relative_to(ROOT))
-                texts = _texts(node.args[:1] if LOGGED.fullmatch(maker) else node.args[:2])
-                found += [Message(file, node.lineno, maker, text) for text in texts]
+                texts = list(filter(None, map(_texts, node.args[:1] if LOGGED.fullmatch(maker) else node.args)))
+                found += [Message(file, node.lineno, maker, text) for last in texts[-1:] for text in last]
     return sorted(found)
 
 
@@ -51,13 +50,10 @@ def _makes(maker: str) -> bool:
     return name in ERRORS or RAISED.fullmatch(name) is not None or LOGGED.fullmatch(maker) is not None
 
 
-def _texts(arguments: list[ast.expr]) -> Iterator[str]:
-    """Yield the prose among ``arguments``, once for each branch of a conditional."""
-    for argument in arguments:
-        for branch in (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,):
-            text = template(branch)
-            if text is not None and _PROSE.search(text):
-                yield text
+def _texts(argument: ast.expr) -> list[str]:
+    """Return the texts of ``argument``: none unless it is prose, two if it is a conditional."""
+    branches = (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
+    return [text for text in map(template, branches) if text is not None and _PROSE.search(text)]
 
 
 def template(node: ast.expr) -> str | None:

@@ -1,16 +1,18 @@
-"""Messages are plain: they name things, and have one form. ``python -m tests.meta.messages`` lists them all."""
+"""Messages and help texts name things, and have one form. ``python -m tests.meta.messages`` lists all messages."""
 
 import ast
 import re
 
 import pytest
 
+from preheat.settings import OPTIONS
+from preheat.utils.vllm_flags import FOREIGN
 from tests.meta.messages import messages, template
 from tests.meta.words import count
 
 FOUND = messages()
 MOST_POINTING = 4.0
-"""Most pointing words in 1,000 words of messages."""
+"""Most pointing words in 1,000."""
 
 LAWS = {
     "has no newline": lambda text: "\n" not in text,
@@ -29,10 +31,23 @@ def test_all_are_found():
     }
 
 
-def test_they_name_things():
-    told = count([each.text for each in FOUND])
-    assert told.words > 9000
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [each.text for each in FOUND],
+        [option.help for option in OPTIONS.values()],
+        list({row.says for row in FOREIGN.values()}),
+    ],
+    ids=("messages", "options", "flags of vLLM"),
+)
+def test_they_name_things(texts):
+    told = count(texts)
+    assert told.words > 500
     assert told.rate < MOST_POINTING, f"{told.pointing} of {told.words} words point"
+
+
+def test_help_texts_are_sentences():
+    assert [option.name for option in OPTIONS.values() if not option.help.endswith(".")] == []
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -309,7 +309,7 @@ def _numbers(nested: Any) -> Iterator[float]:
         return
     value = float(nested)
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value} is not a magnitude")
+        raise ValueError(f"{value} is not a magnitude (a finite number of at least 0)")
     yield value
 
 

@@ -33,7 +33,7 @@ def read_proof(path: str) -> Proof:
         found = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise SettingsError(
-            f"--digest {shown(path)}: no record of a boot and no output of preheat verify: {why_unread(error)}"
+            f"--digest {shown(path)} is neither a record of a boot nor an output of preheat verify: {why_unread(error)}"
         ) from None
     proof, failed = found.proof, found.failed
     if not proof.digest:
