@@ -194,7 +194,7 @@ class AsyncLLM:
     @property
     def dead_error(self) -> PreheatError:
         """The reason why the engine takes no requests any more."""
-        return self._dead or EngineDead("the engine was asked why it is dead, but it runs")
+        return self._dead or EngineDead("the engine runs, so it has no error of its death")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the thread; running requests get EngineDead. Waits at most ``timeout`` seconds."""

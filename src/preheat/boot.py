@@ -186,7 +186,7 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     """Return the prepared device, its settings and its mode. Raises SettingsError for unsupported options."""
     check_options(settings, backend.facts)
     if not settings.batch_invariant:
-        logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
+        logger.warning("batch_invariant is off: the bits of a request may depend on the other requests in its batch")
     mode = resolve(backend.facts, settings)
     check_traits(with_defaults(settings, backend.facts), backend.facts, mode)
     settings = for_ranks(for_replica(settings, backend.facts), backend.facts)
@@ -361,7 +361,7 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
     )  # fmt: skip
     blocked = "; ".join(record.unproved())
     if blocked:
-        logger.error("No request is taken: %s", blocked)
+        logger.error("The engine takes no requests: %s", blocked)
     return Ready(
         limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
         scheduler.max_prompt_len, record.proof.digest,

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from preheat.backends.base import Linear
 from preheat.core import SamplingParams
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import ModelError, PreheatError, SettingsError
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch
 from preheat.llm import LLM
 from preheat.model.files import find_model
+from preheat.model.files import read_config as read_model
 from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
 from preheat.model.kv_scales import attention_module
 from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp, Weights
@@ -57,17 +58,23 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
 
     The default prompts are samples of Python's own library. The files go to the folder ``output``, or to the paths in a
     ``quant_config`` of mode MEASURE. The allow and block lists of a ``quant_config`` apply. Raises SettingsError
-    for a cache dtype other than auto, for a ``quant_config`` of another mode, or if no output folder is given.
+    for a cache dtype other than auto, for a ``quant_config`` of another mode, or if no output folder is given;
+    ModelError for a quantized checkpoint.
     """
     config = read_config(settings.quant_config) if settings.quant_config else None
     if config is not None and config.mode != "MEASURE":
-        raise SettingsError(f"{config.path} is of mode {config.mode}: calibrate needs MEASURE", param="quant_config")
+        raise SettingsError(
+            f"{config.path} has mode {config.mode}, and calibrate needs mode MEASURE: change it, or leave "
+            "quant_config out",
+            param="quant_config",
+        )
     if output is None and config is None:
-        raise SettingsError("calibrate needs --output DIR, or QUANT_CONFIG, which says where to write")
+        raise SettingsError("calibrate needs --output DIR, or a QUANT_CONFIG that names dump_stats_path")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(
             "calibrate measures the plain model: leave --kv-cache-dtype at auto", param="kv_cache_dtype"
         )
+    _require_unquantized(settings)
     folder = Path(output) if output is not None else None
     config = config or IncConfig(path=Path(QUANT), mode="MEASURE", method="maxabs_hw", stats=Path(STATS))
     stats = (folder / STATS if folder else config.stats).absolute()
@@ -81,6 +88,18 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
         f"{len(found.nodes)} modules were measured, see {stats}{RANK}.json. To serve with these ranges:\n"
         f"QUANT_CONFIG={quant} preheat serve {settings.model} --quantization inc --kv-cache-dtype fp8_inc"
     )
+
+
+def _require_unquantized(settings: Settings) -> None:
+    """Raise ModelError for a quantized checkpoint: its codes, read without their scales, would give wrong ranges."""
+    stored = read_model(find_model(settings, with_weights=False), settings.hf_overrides).get("quantization_config")
+    if stored is not None:
+        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored
+        raise ModelError(
+            f"the checkpoint {settings.model} is quantized already ({method}), and calibrate measures only "
+            "checkpoints that are not: give the checkpoint that it was made from",
+            param="model",
+        )
 
 
 def samples() -> list[str]:

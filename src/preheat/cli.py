@@ -150,7 +150,7 @@ def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, list) and value[-1] == words[-1] and not words[-2].startswith("--"):
             raise SettingsError(
-                f"{_flag(name)} takes all words behind it: write the model before it, or as --model MODEL", param=name
+                f"{_flag(name)} takes all words after it: write the model before it, or as --model MODEL", param=name
             )
 
 
@@ -175,22 +175,32 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_verify(commands)
     _add_run_batch(commands)
     _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
-        "--system-prompt", metavar="TEXT", help="what the model is told first"
+        "--system-prompt", metavar="TEXT", help="the first message, with instructions for the model"
     )
     _add_client(commands, "complete", _complete, "have a running server complete prompts").add_argument(
         "--max-tokens", type=int, metavar="INT", help="tokens to generate at most"
     )
     calibrate = _command(commands, "calibrate", _calibrate, CALIBRATE_OPTIONS, "measure a model's ranges for FP8")
-    calibrate.add_argument("--output", metavar="DIR", help="folder for INC's files; else QUANT_CONFIG says where")
-    calibrate.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    calibrate.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for INC's files; by default the folder of dump_stats_path in QUANT_CONFIG",
+    )
+    calibrate.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
     tune_options = [OPTIONS[name] for name in TUNE_OPTIONS]
     tune = _command(commands, "tune", _tune, tune_options, "measure the fastest kernels on this GPU for later boots")
     tune.add_argument("--output", metavar="FILE", help="write the tuning table to this file instead of the cache")
-    tune.add_argument("--seconds", type=float, help="stop after this time and keep what was measured")
+    tune.add_argument("--seconds", type=float, help="stop after this time, and keep the measurements so far")
 
-    doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "look whether preheat will run here")
+    doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "check whether preheat will run on this machine")
     doctor.add_argument("--json", action="store_true", help="print a list of findings as JSON")
-    _command(commands, "collect-env", _collect_env, OPTIONS.values(), "print, as JSON, what a report should name")
+    _command(
+        commands,
+        "collect-env",
+        _collect_env,
+        OPTIONS.values(),
+        "print, as JSON, the versions and hardware that a report needs",
+    )
     _add_without_model(commands)
     return parser, commands.choices
 
@@ -216,13 +226,20 @@ def _add_generate(commands: Any) -> None:
 
 def _add_verify(commands: Any) -> None:
     verify = _command(commands, "verify", _verify, ENGINE_OPTIONS, "check that results are bit-identical")
-    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
     verify.add_argument("--reduced", action="store_true", help="use few, short prompts: seconds instead of minutes")
     verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
-    verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
+    verify.add_argument(
+        "--digest",
+        metavar="FILE",
+        help="only compare this boot's digest with the digest in this record of another boot",
+    )
     verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
     verify.add_argument(
-        "--fuzz", type=float, metavar="SECONDS", help="for so long, compare requests in random loads with each alone"
+        "--fuzz",
+        type=float,
+        metavar="SECONDS",
+        help="for this time, compare requests in random loads with each request alone",
     )
     verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
     verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
@@ -238,9 +255,9 @@ def _add_run_batch(commands: Any) -> None:
     batch.add_argument(
         "-i", "--input-file", metavar="FILE", help="requests, one JSON object a line; - for standard input"
     )
-    batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="file for the answers, instead of standard output")
     batch.add_argument(
-        "--resume", action="store_true", help="keep the answers of a run that did not end, and ask for the others"
+        "--resume", action="store_true", help="keep the answers of an unfinished run, and request only the missing ones"
     )
     add_flags(batch, OPTIONS.values())
 
@@ -273,9 +290,9 @@ def _add_client(commands: Any, name: str, run: Callable[[dict[str, Any]], int], 
     """Add a command for a client of a running server."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
     parser.set_defaults(run=run)
-    parser.add_argument("--url", default="http://localhost:8000/v1", help="where the server is [%(default)s]")
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="address of the server [%(default)s]")
     parser.add_argument("--model-name", metavar="NAME", help="the model to ask [the server's first]")
-    parser.add_argument("--api-key", metavar="KEY", help="the key [PREHEAT_API_KEY or OPENAI_API_KEY]")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key [PREHEAT_API_KEY or OPENAI_API_KEY]")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")
     return parser
 
@@ -382,7 +399,7 @@ def _load(values: dict[str, Any]) -> Settings:
 def _loaded(values: dict[str, Any]) -> Settings:
     model = values.pop("model_argument")
     if model is not None and values.setdefault("model", [model]) != [model]:
-        raise SettingsError(f"the model is given twice: {model!r} and --model; leave one out", param="model")
+        raise SettingsError(f"the model is given twice, as {model!r} and by --model: leave one out", param="model")
     return Settings.load(values)
 
 
@@ -448,7 +465,7 @@ def _warm(values: dict[str, Any]) -> int:
     as_json, html = values.pop("json"), values.pop("html")
     settings = _load(values)
     if html is not None and not Path(html).absolute().parent.is_dir():
-        raise SettingsError(f"--html {html}: there is no such folder")
+        raise SettingsError(f"--html {html}: its folder does not exist; create it, or name another file")
     set_up_logging(settings)
     from preheat.engine.progress import ProgressBar
     from preheat.startup import boot_engine

@@ -58,7 +58,7 @@ def _mode(name: str) -> Trait:
     return Trait(f"mode {name}", "execution_mode", lambda s: s.execution_mode == name, "choose another execution_mode")
 
 
-_MODEL, _ASKED = "choose another model", "ask for it elsewhere"
+_MODEL, _ASKED = "choose another model", "send such requests to another engine"
 
 TRAITS: Mapping[str, Trait] = MappingProxyType({
     "tensor_parallel": Trait(
@@ -133,19 +133,19 @@ _DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
 _GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas several_models"
 
 _REFUSED: tuple[Refused, ...] = (
-    Refused("inc", "tensor_parallel", "its ranges are of whole layers, which nobody has divided"),
-    Refused("inc", "adapters", "layers of INC's files have no places for them"),
+    Refused("inc", "tensor_parallel", "its ranges are measured for whole layers, and ranks hold parts"),
+    Refused("inc", "adapters", "linear layers of INC's files have no slots for adapters"),
     Refused("inc", _FORMATS, "it rounds a checkpoint that is not quantized", yet=False),
-    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have what drafts"),
+    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have the draft's weights"),
     Refused(_DRAFTS, "split", "speculation needs steps that mix prompts and decoding", yet=False),
-    Refused("compile", "tensor_parallel pipeline", "what ranks exchange cannot be compiled"),
-    Refused("compile", "adapters", "a region is compiled without adapters"),
-    Refused("eagle3", "images", "no head was made for one"),
-    Refused("eagle3", "compile", "what the head reads between layers is not compiled"),
+    Refused("compile", "tensor_parallel pipeline", "the exchange between ranks cannot be compiled"),
+    Refused("compile", "adapters", "compiled regions do not apply adapters"),
+    Refused("eagle3", "images", "no EAGLE-3 head was trained for a model that sees images"),
+    Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
     Refused("images", "tensor_parallel", "only the first rank would get them"),
     Refused("images", "pipeline", "every stage would load the encoder of images"),
-    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would follow"),
-    Refused("updates", "adapters", "adapters lie in the layers that change"),
+    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would carry it out"),
+    Refused("updates", "adapters", "an update replaces the layers that hold the adapters"),
     Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
     Refused("events", "replicas", "all replicas would publish at one endpoint"),
     Refused("pipeline", "replicas", "nobody has tried replicas of several stages"),
@@ -155,17 +155,17 @@ _REFUSED: tuple[Refused, ...] = (
             "nobody has tried engines of several devices beside each other"),
     Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
     Refused("ray", "draft_model eagle3 images sleep offload updates compile",
-            "it runs ranks, which do not go with that"),
-    Refused("adapters", "pipeline", "a stage knows no adapters of the layers of others"),
+            "with Ray an engine has ranks, and ranks do not support this feature"),
+    Refused("adapters", "pipeline", "a stage cannot read an adapter's matrices for the layers of other stages"),
     Refused("prompt_embeds", "tensor_parallel", "only the first rank would get them"),
-    Refused("prompt_embeds", "images", "both fill places between a prompt's tokens"),
-    Refused("prompt_embeds", "draft_model eagle3", "what drafts would have no tokens to read"),
-    Refused("pooling", "adapters", "requests for embeddings cannot name one"),
-    Refused("pooling", "images prompt_embeds", "an engine that pools reads text alone"),
+    Refused("prompt_embeds", "images", "both fill positions between a prompt's tokens"),
+    Refused("prompt_embeds", "draft_model eagle3", "the draft would have no tokens to read"),
+    Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
+    Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
     Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache draft_model eagle3 images pooling "
             "sleep updates", "a compiled function runs a whole plain layer, whose weights stay where they are"),
-    Refused("lazy", _GAUDI, "the device that has this mode lacks it"),
+    Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
 
 _HERE = "tests/cpu/test_combinations.py::"
@@ -286,13 +286,13 @@ def _of_batches(name: str) -> Rule:
     return Rule(
         name,
         lambda s: s.batch_dir is None and getattr(s, name) != type(s).__dataclass_fields__[name].default,
-        f"{name} needs batch_dir: name the folder in which files and batches are kept, or drop {name}",
+        f"{name} needs batch_dir: name the folder for files and batches, or drop {name}",
     )
 
 
 RULES: tuple[Rule, ...] = (
     Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
-         "tp_invariant is the only order in which several devices add: leave it out, or set tensor_parallel_size to 1"),
+         "several devices can only add in the order of tp_invariant: leave it out, or set tensor_parallel_size to 1"),
     Rule("distributed_executor_backend",
          lambda s: s.distributed_executor_backend == "ray" and s.tensor_parallel_size * s.pipeline_parallel_size == 1,
          "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
@@ -313,12 +313,12 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.skip_tokenizer_init
          and not (s.tokenizer is s.chat_template is s.default_chat_template_kwargs is None),
          "skip_tokenizer_init leaves no use for tokenizer, chat_template and default_chat_template_kwargs: drop it, "
-         "or them"),
+         "or drop all three"),
     Rule("tool_call_parser", lambda s: s.enable_auto_tool_choice and s.tool_call_parser is None,
-         "enable_auto_tool_choice needs a tool_call_parser: name the one of the model"),
+         "enable_auto_tool_choice needs a tool_call_parser: name the model's own"),
     Rule("reasoning_parser", lambda s: _in_messages(s) == {True, False},
-         "{s.tool_call_parser} and {s.reasoning_parser} do not go together: openai reads whole answers, so give it for "
-         "both, or leave reasoning_parser out"),
+         "{s.tool_call_parser} and {s.reasoning_parser} cannot be combined: openai reads whole answers, so give it "
+         "for both, or leave reasoning_parser out"),
     Rule("quant_config", lambda s: (s.quantization == "inc") != (s.quant_config is not None),
          "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none"),
     Rule("kv_cache_dtype", lambda s: s.kv_cache_dtype == "fp8_inc" and s.quantization != "inc",
@@ -329,15 +329,15 @@ RULES: tuple[Rule, ...] = (
     Rule("kv_events_config", lambda s: _publishes(s) and not s.enable_prefix_caching,
          "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false"),
     Rule("kv_offloading_size", lambda s: s.kv_offloading_size and not s.enable_prefix_caching,
-         "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false"),
+         "kv_offloading_size keeps blocks that the prefix cache evicts: drop it, or enable_prefix_caching false"),
     Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,
          "data_parallel_size: replicas read adapters at boot alone: leave allow_runtime_lora_updating out, or run one "
          "engine"),
     *map(_of_batches, ("max_batch_file_bytes", "max_batch_files", "max_batches")),
     *map(_of_adapters, ("lora_modules", "lora_root", "fully_sharded_loras")),
     Rule("max_cpu_loras", lambda s: s.enable_lora and s.max_cpu_loras is not None and s.max_cpu_loras < s.max_loras,
-         "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps what the device "
-         "has"),
+         "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps a copy of each "
+         "adapter on the device"),
     Rule("fully_sharded_loras", lambda s: s.fully_sharded_loras and s.tensor_parallel_size == 1,
          "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
          "fully_sharded_loras out"),
@@ -373,7 +373,7 @@ def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({
                 _refuse(on, pair, f"do not work together{' yet' * row.yet}: {row.reason}")
     for where, lacks in lacking.items():
         for names, reason in lacks.items():
-            _refuse(on, names, f"cannot be had {where}: {reason}")
+            _refuse(on, names, f"cannot be used {where}: {reason}")
 
 
 def _refuse(on: Collection[str], names: tuple[str, ...], why: str) -> None:

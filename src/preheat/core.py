@@ -118,14 +118,16 @@ class StructuredOutputsParams(
             raise ValueError("disable_any_whitespace leaves no use for whitespace_pattern: give one of them")
         about_json = self.disable_any_whitespace or self.whitespace_pattern is not None
         if about_json and given[0] not in ("json", "json_object", "structural_tag"):
-            raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
+            raise ValueError(
+                f"options of white space are about JSON: they have no meaning for structured_outputs.{given[0]}"
+            )
         if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
         if self.after_token_id is None and (
             self.start_token_id is not None or self.call_token_ids or self.after_header is not None
         ):
             raise ValueError(
-                "start_token_id, call_token_ids and after_header are about free text: give after_token_id too"
+                "start_token_id, call_token_ids and after_header say how free text ends: give after_token_id too"
             )
         for name in ("json", "structural_tag"):
             if not travels(value := getattr(self, name)):
@@ -168,9 +170,9 @@ _MASKED = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_tok
 
 
 _NOT_HERE = {
-    "prompt_logprob_token_ids": "prompt_logprobs tell of the most likely tokens of a prompt, and of its own",
-    "routed_experts_prompt_start": "answers have tokens and logprobs alone, not the experts that they went through",
-    "watermarking": "tokens are drawn in one way, which seeds repeat",
+    "prompt_logprob_token_ids": "prompt_logprobs report the most likely tokens at each position and the prompt's own",
+    "routed_experts_prompt_start": "answers contain tokens and logprobs, but not the experts used",
+    "watermarking": "there is one way to draw tokens, and a seed repeats it",
 }
 """Parameters of vLLM without a meaning here, and the reasons."""
 
@@ -211,36 +213,38 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_k: Annotated[int, _Row("keep this many top tokens; 0 or -1 keeps all", "sampler", -1, _INT32, "top_k")] = 0
     min_p: Annotated[float, _Row("drop tokens below this share of the top token's", "sampler", 0, 1, "min_p")] = 0.0
     presence_penalty: Annotated[float, _Row("subtracted from the logits of generated tokens", "sampler", -2, 2)] = 0.0
-    frequency_penalty: Annotated[float, _Row("subtracted each time a token was generated", "sampler", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _Row("subtracted for each time a token was generated", "sampler", -2, 2)] = 0.0
     repetition_penalty: Annotated[
         float,
         _Row("divides positive logits of seen tokens, multiplies others", "sampler", 0, 100, "repetition_penalty"),
     ] = 1.0
     logit_bias: Annotated[dict[int, float] | None, _Row('added to logits, as JSON: {"42": -5}', "sampler")] = None
-    seed: Annotated[int | None, _Row("same seed, same tokens; random by default", "sampler", -(2**63), 2**64 - 1)] = (
-        None
-    )
+    seed: Annotated[
+        int | None, _Row("the same seed gives the same tokens; random by default", "sampler", -(2**63), 2**64 - 1)
+    ] = None
     stop: Annotated[list[str] | str | None, _Row("strings that end the text", "text")] = None
     stop_token_ids: Annotated[list[int] | None, _Row("token ids that end the text", "sampler")] = None
     include_stop_str_in_output: Annotated[bool, _Row("keep the stop string in the text", "text")] = False
     ignore_eos: Annotated[bool, _Row("continue after the end-of-sequence token", "frontend")] = False
-    min_tokens: Annotated[int, _Row("tokens to generate at least", "sampler", 0, _INT32)] = 0
-    max_tokens: Annotated[int | None, _Row("tokens to generate at most", "scheduler", 1, _INT32, "max_new_tokens")] = 16
+    min_tokens: Annotated[int, _Row("minimum tokens to generate", "sampler", 0, _INT32)] = 0
+    max_tokens: Annotated[int | None, _Row("maximum tokens to generate", "scheduler", 1, _INT32, "max_new_tokens")] = 16
     logprobs: Annotated[
-        int | None, _Row("alternatives for each token; -1: the most allowed", "sampler", -1, _INT32, http=False)
+        int | None, _Row("alternatives for each token; -1 asks for the maximum", "sampler", -1, _INT32, http=False)
     ] = None
     prompt_logprobs: Annotated[
-        int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
+        int | None, _Row("alternatives for each prompt token; -1 asks for the maximum", "sampler", -1, _INT32)
     ] = None
-    logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
+    logprob_token_ids: Annotated[list[int] | None, _Row("token ids to report logprobs of, in any case", "sampler")] = (
+        None
+    )
     skip_reading_prefix_cache: Annotated[
-        bool | None, _Row("compute the whole prompt, whatever is cached", "scheduler", http=False)
+        bool | None, _Row("compute the whole prompt, even if it is cached", "scheduler", http=False)
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+        int | None, _Row("keep this many tokens of the prompt; -1 keeps as many as fit", "frontend", -1, _INT32)
     ] = None
     truncation_side: Annotated[
-        str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
+        str | None, _Row("the end of a prompt to cut: left (the default) or right", "frontend")
     ] = None
     repetition_detection: Annotated[
         RepetitionDetectionParams | None,
@@ -249,12 +253,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
     allowed_token_ids: Annotated[list[int] | None, _Row("only these tokens can be drawn", "grammar")] = None
-    bad_words: Annotated[list[str] | None, _Row("texts that are not generated", "grammar")] = None
+    bad_words: Annotated[list[str] | None, _Row("texts that must not be generated", "grammar")] = None
     thinking_token_budget: Annotated[
-        int | None, _Row("tokens of reasoning at most; -1: no limit", "grammar", -1, _INT32)
+        int | None, _Row("maximum tokens of reasoning; -1 is no limit", "grammar", -1, _INT32)
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
+        StructuredOutputsParams | None, _Row('constraint on the text, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None

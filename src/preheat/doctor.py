@@ -43,7 +43,11 @@ def findings(settings: Settings) -> Iterator[Finding]:
     for device in [settings.device] if settings.device in ENVIRONMENTS else ENVIRONMENTS:
         yield from ENVIRONMENTS[device]()
     root = cache_root(settings)
-    yield Finding("store", "off", "note", "every boot compiles anew") if root is None else _folder("store", root)
+    yield (
+        Finding("store", "off", "note", "every boot compiles everything again")
+        if root is None
+        else _folder("store", root)
+    )
     yield _folder("models", Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser())
     yield _port(settings)
     yield from _limits()
@@ -57,9 +61,9 @@ def _torch() -> Finding:
     release = tuple(int(part) for part in version.split(".")[:2])
     first, last = (".".join(map(str, bound)) for bound in TORCH)
     if release < TORCH[0]:
-        return Finding("torch", version, "fail", f"{first} or later is needed")
+        return Finding("torch", version, "fail", f"install {first} or later")
     if release > TORCH[1]:
-        return Finding("torch", version, "note", f"later than {last}, the last one that was tested")
+        return Finding("torch", version, "note", f"later than {last}, the latest tested version")
     return Finding("torch", version)
 
 
@@ -71,9 +75,11 @@ def _folder(what: str, folder: Path) -> Finding:
             free = shutil.disk_usage(place).free
     except OSError as error:
         variable = "--cache-dir" if what == "store" else "HF_HOME"
-        return Finding(what, f"{folder}: {error.strerror}", "note", f"it cannot be written; name another by {variable}")
+        return Finding(
+            what, f"{folder}: {error.strerror}", "note", f"it cannot be written; set {variable} to another folder"
+        )
     found = f"{folder}, {free / 2**30:.1f} GiB free"
-    return Finding(what, found, "note", "there is little room") if free < MIN_DISK else Finding(what, found)
+    return Finding(what, found, "note", "little space is left") if free < MIN_DISK else Finding(what, found)
 
 
 def _port(settings: Settings) -> Finding:
@@ -91,13 +97,13 @@ def _limits() -> Iterator[Finding]:
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = "each connection takes one: ulimit -n 65536"
+    advice = "each connection takes a file descriptor: run ulimit -n 65536"
     yield Finding("open files", str(files), *(("note", advice) if files < MIN_FILES else ()))
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         found = f"{size / 2**20:,.0f} MiB"
-        advice = "ranks of one engine share memory there: --shm-size 1g"
+        advice = "ranks of one engine share memory there: start the container with --shm-size 1g"
         yield Finding("/dev/shm", found, *(("note", advice) if size < MIN_SHM else ()))
 
 

@@ -132,7 +132,7 @@ class Elastic:
         self._lacking, self._digest = False, None
         self.state.weight_version = command.version or str(self._changes)
         self.state.blocked_reason = ""
-        logger.info("The weights are those of version %s, digest %s", self.state.weight_version, self.state.digest)
+        logger.info("The weights now have version %s, digest %s", self.state.weight_version, self.state.digest)
 
     def _load(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
         with self._backend.uploading() as copy:
@@ -153,7 +153,7 @@ class Elastic:
             self._forget()
             self._compute_digest()
             if isinstance(error, CheckFailed):
-                raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
+                raise InvalidRequest(f"the old weights stay, as the new ones fail the check: {error}") from None
             raise
 
     def _source(
@@ -167,7 +167,7 @@ class Elastic:
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest, with advice, if the engine cannot sleep at this level."""
         if not self._settings.enable_sleep_mode:
-            raise InvalidRequest("the engine was started without --enable-sleep-mode, which sleep needs")
+            raise InvalidRequest("sleep needs an engine that was started with --enable-sleep-mode")
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 0, 1 or 2, not {level}", param="level")
         if not LEVELS[level].get(WEIGHTS, True):
@@ -189,7 +189,7 @@ class Elastic:
             raise InvalidRequest(f"tags are {WEIGHTS} and {CACHE}, not {min(unknown)!r}", param="tags")
         wanted = tags or [WEIGHTS, CACHE]
         if self._lacking and CACHE in wanted:
-            raise InvalidRequest("level 2 has dropped the weights: /update_weights first, with all of them")
+            raise InvalidRequest("sleep level 2 has dropped the weights: send all of them with /update_weights first")
         for tag in wanted:
             if tag in self._dropped:
                 self._dropped[tag].restore()  # may find no memory: then the tag still sleeps

@@ -82,7 +82,7 @@ def resolve_limits(
     length = settings.max_model_len or max_positions
     if length > max_positions:
         raise SettingsError(
-            f"max_model_len {length} exceeds the {max_positions} positions that the model was made for",
+            f"max_model_len {length} exceeds the {max_positions} positions that the model was made for: lower it",
             param="max_model_len",
         )
     speculates = settings.speculation
@@ -119,8 +119,9 @@ def _num_blocks(settings: Settings, most: int, block_bytes: int, *, usable: int 
         return most if asked is None else min(most, asked // block_bytes)
     if asked is not None and asked > usable:
         raise SettingsError(
-            f"kv_cache_memory_bytes {asked} is more than the {usable} bytes that gpu_memory_utilization "
-            f"{settings.gpu_memory_utilization} of the free memory, less what graphs reserve, allows",
+            f"kv_cache_memory_bytes {asked} is more than the {usable} bytes that are left by gpu_memory_utilization "
+            f"{settings.gpu_memory_utilization} and the memory reserved for graphs: lower it, or raise "
+            "gpu_memory_utilization",
             param="kv_cache_memory_bytes",
         )
     return min(most, (asked or min(default or usable, usable)) // block_bytes)

@@ -289,9 +289,9 @@ class LLMEngine(StepEngine):
         self.llm.serve(lora_request)
         return True
 
-    remove_lora = Refused("remove_lora", "an adapter that no request uses gives its place on the device to others")
+    remove_lora = Refused("remove_lora", "an adapter that no request uses gives its slot on the device to others")
     list_loras = Refused("list_loras", "adapters are known by name: see LLM.frontend.adapters.served")
-    pin_lora = Refused("pin_lora", "an adapter keeps its place as long as a request of it runs")
+    pin_lora = Refused("pin_lora", "an adapter keeps its slot as long as one of its requests runs")
     reset_mm_cache = LLM.reset_mm_cache
     model_config = Refused("model_config", "settings are one object: see vllm_config")
     renderer = Refused("renderer", "prompts are made by LLM.chat, or by get_tokenizer().apply_chat_template")

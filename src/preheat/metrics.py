@@ -85,10 +85,10 @@ _COUNTERS: tuple[_Row, ...] = (
 _EXTERNAL: tuple[_Row, ...] = (
     (
         "external_prefix_cache_queries",
-        "Tokens looked up on the host, which the prefix cache had not.",
+        "Tokens looked up on the host, because the prefix cache did not have them.",
         attrgetter("external_queries"),
     ),
-    ("external_prefix_cache_hits", "Tokens found there.", attrgetter("external_hits")),
+    ("external_prefix_cache_hits", "Tokens found on the host.", attrgetter("external_hits")),
 )
 _DRAFTS: tuple[_Row, ...] = (
     ("spec_decode_num_drafts", "Rows with draft tokens.", attrgetter("drafts")),
@@ -97,12 +97,12 @@ _DRAFTS: tuple[_Row, ...] = (
 )
 _GRAMMARS: tuple[_Row, ...] = (
     ("grammars_compiled", "Grammars of structured outputs that were compiled.", attrgetter("compiled")),
-    ("grammars_reused", "Requests whose grammar was compiled before.", attrgetter("reused")),
-    ("grammars_refused", "Requests whose grammar could not be compiled.", attrgetter("refused")),
-    ("grammar_compile_seconds", "Time that compiling grammars took.", attrgetter("compile_seconds")),
-    ("grammar_masks", "Masks that were computed.", attrgetter("masks")),
-    ("grammar_mask_seconds", "Time that computing masks took.", attrgetter("mask_seconds")),
-    ("grammar_wait_seconds", "The part of it that steps waited for.", attrgetter("wait_seconds")),
+    ("grammars_reused", "Requests with a grammar that was already compiled.", attrgetter("reused")),
+    ("grammars_refused", "Requests with a grammar that could not be compiled.", attrgetter("refused")),
+    ("grammar_compile_seconds", "Time spent compiling grammars.", attrgetter("compile_seconds")),
+    ("grammar_masks", "Masks of grammars computed.", attrgetter("masks")),
+    ("grammar_mask_seconds", "Time spent computing masks of grammars.", attrgetter("mask_seconds")),
+    ("grammar_wait_seconds", "Time that steps waited for masks of grammars.", attrgetter("wait_seconds")),
 )
 
 
@@ -166,7 +166,7 @@ class Metrics(Collector):
         self.output_length = Histogram("request_generation_tokens", "Tokens generated for a sequence.", _COUNTS)
         self.params_n = Histogram("request_params_n", "Sequences that a request asks for.", _CHOICES)
         self.params_max_tokens = Histogram(
-            "request_params_max_tokens", "The most tokens that a request asks for.", _COUNTS
+            "request_params_max_tokens", "The maximum number of tokens that a request asks for.", _COUNTS
         )
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -220,12 +220,17 @@ class Metrics(Collector):
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
-        ignored = "Requests with a field that was ignored, by the field."
+        ignored = "Requests with an ignored field, by the field."
         yield counter("request_fields_ignored", ignored, self.ignored, "field")
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()
-        yield gauge("engine_sleep_state", "The state that is 1 is the engine's.", self._sleep_state(), "sleep_state")
+        yield gauge(
+            "engine_sleep_state",
+            "1 for the engine's current state, 0 for the others.",
+            self._sleep_state(),
+            "sleep_state",
+        )
         digest = "Always 1; the label is the digest of the logits of the check at boot."
         yield gauge("numeric_info", digest, self.digest, "digest")
         for value in vars(self).values():
@@ -245,7 +250,12 @@ class Metrics(Collector):
             "num_requests_waiting", "Sequences waiting for their first step.", [waiting for _, waiting in loads]
         )
         by_reason = [{"capacity": waiting} for _, waiting in loads]
-        yield gauge("num_requests_waiting_by_reason", "The same, by what they wait for.", by_reason, "reason")
+        yield gauge(
+            "num_requests_waiting_by_reason",
+            "Sequences waiting for their first step, by the reason for waiting.",
+            by_reason,
+            "reason",
+        )
         used = [each.blocks_used / max(each.blocks_total, 1) for each in stats]
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         for name, text, of in _COUNTERS:
@@ -258,17 +268,17 @@ class Metrics(Collector):
                 yield counter(name, text, [of(each) for each in stats])
             name = "spec_decode_num_accepted_tokens_per_pos"
             places = [{str(place): count for place, count in enumerate(each.accepted_per_pos)} for each in stats]
-            yield counter(name, "The same, by place among a row's drafts.", places, "position")
+            yield counter(name, "Draft tokens accepted, by position among a row's drafts.", places, "position")
         for name, text, of in _GRAMMARS:
             yield counter(name, text, [of(each) for each in grammars])
         slowest = [each.slowest_mask for each in grammars]
-        yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", slowest)
+        yield gauge("grammar_slowest_mask_seconds", "Longest time that the masks of one step took.", slowest)
         yield gauge("warmup_seconds", "Duration of the warm-up.", [each.warmup_seconds for each in self.engines])
         items, cold = [each.items for each in self.engines], [each.cold for each in self.engines]
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", items, "outcome")
         yield counter("cold_events", "Compilations and other cold events after ready, by source.", cold, "source")
         misses = [each.misses for each in self.engines]
-        yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", misses)
+        yield counter("plan_misses", "Steps without a fitting planned bucket, run in a fallback.", misses)
 
     def _sleep_state(self) -> dict[str, int]:
         asleep = {"weights_offloaded": 1, "discard_all": 2}
@@ -283,7 +293,7 @@ class Metrics(Collector):
         return family
 
     def _adapters(self) -> Metric:
-        text = "When this was asked, in seconds since 1970; the labels are the adapters that run and that wait."
+        text = "Time of this scrape, in seconds since 1970; the labels are the running and the waiting adapters."
         family = GaugeMetricFamily(f"{self.prefix}:lora_requests_info", text, labels=list(self.adapters))
         family.add_metric(list(map(one_line, self.adapters.values())), time.time())
         return family

@@ -149,7 +149,7 @@ class OfflineClient:
     ) -> list[RequestOutput]:
         """Complete the queued requests, in the order of :meth:`enqueue`. Raises the error of the first that failed."""
         if not issubclass(RequestOutput, output_type):
-            raise InvalidRequest(f"what is queued becomes RequestOutput, not {output_type.__name__}")
+            raise InvalidRequest(f"queued requests give RequestOutput, not {output_type.__name__}")
         states, self._queued = self._queued, []
         self._wait(states, use_tqdm)
         return [state.output() for state in states]
@@ -405,8 +405,8 @@ class OfflineClient:
         if served is not None and not asked.load_inplace:
             if served.path != asked.lora_path:
                 raise InvalidRequest(
-                    f"the adapter {asked.lora_name!r} is that in {served.path}: give the one in {asked.lora_path} "
-                    "another name, or set load_inplace",
+                    f"the adapter {asked.lora_name!r} was loaded from {served.path}: give the adapter in "
+                    f"{asked.lora_path} another name, or set load_inplace",
                     param="lora_request",
                 )
             return

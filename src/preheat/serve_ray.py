@@ -54,9 +54,13 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     settings = served(Settings.load(given))
     operations.check_settings(settings)
     if listening := [name for name in LISTENING if getattr(settings, name) != OPTIONS[name].default]:
-        raise SettingsError(f"{listening[0]} is for a port, which Ray Serve opens: set it in its http_options instead")
+        raise SettingsError(
+            f"{listening[0]} configures a port, and Ray Serve opens the port: use Ray Serve's http_options instead"
+        )
     if settings.device == "auto":
-        raise SettingsError("device: Ray must know what to reserve for a replica: name it, cpu or cuda", param="device")
+        raise SettingsError(
+            "device: Ray reserves a device for each replica and must know its kind: set cpu or cuda", param="device"
+        )
     if settings.boot_check == "off":
         raise SettingsError("replicas are compared by the digest of the check at boot: leave boot_check on")
     if settings.skip_warmup:
@@ -67,7 +71,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         )
     if settings.distributed_executor_backend == "ray":
         raise SettingsError(
-            "distributed_executor_backend: a replica has reserved what its ranks need, and runs them: leave it out",
+            "distributed_executor_backend: a replica runs its ranks on the resources that it has reserved: leave it "
+            "out",
             param="distributed_executor_backend",
         )
     options = deployment_options(settings) | dict(args.get("deployment") or {})

@@ -170,7 +170,7 @@ def _generation_folder(settings: Settings) -> Path | None:
     folder = Path(settings.generation_config).expanduser()
     if not (folder / "generation_config.json").is_file():
         raise SettingsError(
-            f"generation_config: {folder} holds no generation_config.json; write auto, vllm or a folder that does",
+            f"generation_config: {folder} holds no generation_config.json; write auto, vllm or a folder that has one",
             param="generation_config",
         )
     return folder
@@ -233,13 +233,13 @@ def boot_engine(
     with boot_errors("The engine cannot start"):
         if settings.data_parallel_size > 1 and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "data_parallel_size is for `preheat serve`, which starts a process for each replica, and this is an "
-                "engine within a process: leave it out",
+                "data_parallel_size needs `preheat serve`, because each replica is a process, and this engine runs "
+                "within one process: leave it out",
                 param="data_parallel_size",
             )
         if settings.models and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "models are for `preheat serve`, which starts a process for each, and this is an engine within a "
+                "models needs `preheat serve`, because each model is a process, and this engine runs within one "
                 "process: give model",
                 param="models",
             )
@@ -271,7 +271,9 @@ def boot_errors(what: str) -> Iterator[None]:
                 f"{what}: there is not enough memory ({reason or type(error).__name__}): use a smaller model, or lower "
                 "--max-num-seqs, --max-num-batched-tokens, --max-model-len or the size of the KV cache"
             ) from error
-        raise PreheatError(f"{what}: {type(error).__name__}: {reason}; --log-level debug shows where") from error
+        raise PreheatError(
+            f"{what}: {type(error).__name__}: {reason}; --log-level debug shows the traceback"
+        ) from error
 
 
 def _is_no_memory(error: Exception) -> bool:

@@ -77,7 +77,9 @@ class StepEngine:
     ) -> str:
         """Send a request, and return its id. Raises InvalidRequest if it cannot be served or its id is in use."""
         if request_id in self._reports:
-            raise InvalidRequest(f"request_id {request_id!r} is that of a running request", param="request_id")
+            raise InvalidRequest(
+                f"request_id {request_id!r} belongs to a running request: choose another", param="request_id"
+            )
         if isinstance(params, PoolingParams):
             (state,) = self._client.prepared_to_pool([prompt], params, lora_request, tokenization_kwargs)
         else:

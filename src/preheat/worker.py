@@ -64,8 +64,8 @@ def collective_rpc(
     settings = worker.settings
     if (ranks := settings.tensor_parallel_size * settings.pipeline_parallel_size) > 1:
         raise InvalidRequest(
-            f"the engine has {ranks} ranks, each a process that takes weights and steps but no code: look at a model "
-            "with one rank, and change weights by update_weights",
+            f"the engine has {ranks} ranks, and each is a process that runs no code of a caller: inspect a model with "
+            "one rank, and change weights by update_weights",
             param="method",
         )
     if isinstance(method, str) and method not in METHODS:

@@ -297,7 +297,7 @@ def test_tokenizer_info_of_a_model(tmp_path: Path) -> None:
     with serving(str(folder)) as server:
         assert server.get("/tokenizer_info").json == shown
     with serving(str(folder), skip_tokenizer_init=True) as server:
-        assert "no tokenizer" in server.get("/tokenizer_info").error["message"]
+        assert "needs a tokenizer" in server.get("/tokenizer_info").error["message"]
 
 
 def test_tokenizer_info(server: Server) -> None:

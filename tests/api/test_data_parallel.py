@@ -234,5 +234,5 @@ def run_unlike(settings: Settings, address: str) -> None:
 
 
 def test_an_engine_within_a_process_is_one() -> None:
-    with pytest.raises(SettingsError, match="data_parallel_size is for `preheat serve`"):
+    with pytest.raises(SettingsError, match="data_parallel_size needs `preheat serve`"):
         LLM("bundled", data_parallel_size=2, **SMALL)

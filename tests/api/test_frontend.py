@@ -443,7 +443,7 @@ def test_recommended_parameters(tmp_path: Path) -> None:
 def test_recommendations_that_cannot_be_used_are_found_at_once(tmp_path: Path, broken: dict[str, object]) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(broken))
-    with pytest.raises(ModelError, match=r"generation_config\.json recommends what cannot be used"):
+    with pytest.raises(ModelError, match=r"generation_config\.json recommends sampling parameters that cannot be used"):
         Frontend(Tokenizer(tmp_path), print)
 
 

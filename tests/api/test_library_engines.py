@@ -34,7 +34,7 @@ def test_steps_report_what_was_asked_for(llm, texts):
     engine, heard = llm.llm_engine, dict.fromkeys(RequestOutputKind, ())
     for kind in RequestOutputKind:
         engine.add_request(kind.name, PROMPTS[0], SamplingParams(temperature=0, max_tokens=6, output_kind=kind))
-    with pytest.raises(InvalidRequest, match="that of a running request"):
+    with pytest.raises(InvalidRequest, match="belongs to a running request"):
         engine.add_request("DELTA", PROMPTS[0], GREEDY)
     while engine.has_unfinished_requests():
         for output in engine.step():

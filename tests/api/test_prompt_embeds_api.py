@@ -74,7 +74,7 @@ def test_a_stream_and_what_is_told_of_the_prompt(server: Server, client: openai.
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "no file of torch.save"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not a file of torch.save"),
         ({"prompt_embeds": []}, "prompt_embeds", "must hold 1 to"),
         ({"prompt_embeds": 3}, "prompt_embeds", "Invalid value"),
         ({}, "prompt", "Missing required parameter: prompt"),

@@ -65,6 +65,6 @@ def test_one_that_looks_at_its_batch_is_found(few: None, folder: Path, capsys: p
 
 def test_what_is_no_such_server_is_said(capsys: pytest.CaptureFixture[str], scripted: Server) -> None:
     assert main(["verify", "--against", "http://127.0.0.1:1"]) == 1
-    assert "no OpenAI-compatible server" in capsys.readouterr().err
+    assert "not an OpenAI-compatible server" in capsys.readouterr().err
     assert main(["verify", "--against", f"{scripted.url}/nowhere"]) == 1
     assert "status 404" in capsys.readouterr().err

@@ -153,13 +153,13 @@ def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"device": "auto"}, "name it, cpu or cuda"),
-        ({"device": "cpu", "port": 9000}, "port is for a port, which Ray Serve opens"),
+        ({"device": "auto"}, "set cpu or cuda"),
+        ({"device": "cpu", "port": 9000}, "port configures a port, and Ray Serve opens the port"),
         ({"device": "cpu", "boot_check": "off"}, "leave boot_check on"),
         ({"device": "cpu", "skip_warmup": True}, "drop skip_warmup"),
         (
             {"device": "cpu", "skip_warmup": False, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "and runs them",
+            "a replica runs its ranks",
         ),
     ],
 )

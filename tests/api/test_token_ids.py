@@ -49,7 +49,7 @@ def test_the_end_of_sequence_is_known_without_a_tokenizer(llm: LLM) -> None:
 def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate([prompt], params, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="no tokenizer"):
+    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 
@@ -111,7 +111,7 @@ def test_a_stream_of_ids_has_an_event_for_each_token(server: Server) -> None:
     ("path", "body", "message"),
     [
         ("/v1/completions", {"prompt": "text"}, "token ids"),
-        ("/v1/completions", {"prompt": [5], "echo": True}, "echo is about text"),
+        ("/v1/completions", {"prompt": [5], "echo": True}, "echo needs a tokenizer"),
         ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop_token_ids"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "token ids"),
         ("/tokenize", {"prompt": "text"}, "token ids"),

@@ -230,25 +230,26 @@ WRONG = {
     "not in this layer": ({"layers_to_transform": [0]}, {}, "layers.1.*target_modules does not name it"),
     "unknown module": (
         {}, {f"{Q}x.lora_A.weight": torch.ones(4, 96), f"{Q}x.lora_B.weight": torch.ones(128, 4)},
-        "q_projx is not one.*down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
+        "projx cannot be adapted.*down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
     ),
     "unknown layer": (
-        {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)}, "layers.7.*is not one",
+        {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)},
+        "layers.7.*cannot be adapted",
     ),
-    "rank of the config": ({"r": 8}, {}, r"has shape \[4, 160\], but .* rank 8 of the config make it \[8, 160\]"),
+    "rank of the config": ({"r": 8}, {}, r"has shape \[4, 160\], but .* rank 8 of the config need \[8, 160\]"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 3}}, {}, "rank 3 of the config"),
     "rank of one half": ({}, {B: torch.ones(128, 5)}, r"q_proj.lora_B.weight has shape \[128, 5\]"),
-    "inputs": ({}, {A: torch.ones(4, 95)}, r"make it \[4, 96\]"),
-    "outputs": ({}, {B: torch.ones(127, 4)}, r"make it \[128, 4\]"),
-    "transposed": ({}, {A: torch.ones(96, 4)}, r"make it \[4, 96\]"),
+    "inputs": ({}, {A: torch.ones(4, 95)}, r"need \[4, 96\]"),
+    "outputs": ({}, {B: torch.ones(127, 4)}, r"need \[128, 4\]"),
+    "transposed": ({}, {A: torch.ones(96, 4)}, r"need \[4, 96\]"),
     "one dimension": ({}, {A: torch.ones(0)}, r"has shape \[0\]"),
     "NaN": ({}, {B: torch.full((128, 4), torch.nan)}, "lora_B.weight is not finite"),
     "infinity": ({}, {A: torch.full((4, 96), torch.inf)}, "lora_A.weight is not finite"),
-    "a scale": ({"lora_alpha": 1e300}, {}, r"lora_alpha 1e\+300 scales .* by 2.5e\+299, which makes numbers"),
+    "a scale": ({"lora_alpha": 1e300}, {}, r"lora_alpha 1e\+300 scales .* by 2.5e\+299, beyond the range"),
     "a scale of a pattern": ({"alpha_pattern": {"q_proj": -2e39}}, {}, r"lora_alpha -2e\+39 scales .* by -5e\+38"),
     "a scale of large numbers": ({"lora_alpha": 4e4}, {B: torch.full((128, 4), 1e35)}, "lora_alpha 40000 scales"),
     "whole numbers": ({}, {A: torch.ones(4, 96, dtype=torch.int8)}, "is of type I8"),
-    "DoRA": ({}, {f"{Q}.lora_magnitude_vector": torch.ones(128)}, "is of DoRA"),
+    "DoRA": ({}, {f"{Q}.lora_magnitude_vector": torch.ones(128)}, "belongs to DoRA"),
     "bias of B": ({}, {f"{Q}.lora_B.bias": torch.ones(128)}, "lora_B.bias is a bias"),
     "bias of the base": ({}, {f"{Q}.base_layer.bias": torch.ones(128)}, "is a whole weight"),
     "whole weight": ({}, {"base_model.model.lm_head.weight": torch.ones(40, 96)}, "is a whole weight"),
@@ -437,7 +438,7 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
         read(tmp_path, spec)
     swapped = {name: tensor.T.contiguous() for name, tensor in tensors.items()}
     save_file(swapped, file)
-    with pytest.raises(AdapterError, match="but the model makes it"):
+    with pytest.raises(AdapterError, match="but the model needs"):
         read(tmp_path, spec)
 
 
@@ -450,7 +451,7 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
     assert len(names) == 5 and names.keys() != {*names.values()}
     assert same(read(tmp_path / "text", spec), {names[name]: layer for name, layer in layers.items()})
     write(tmp_path / "both", model, target_modules=["q_proj"])
-    with pytest.raises(AdapterError, match="is of the vision tower"):
+    with pytest.raises(AdapterError, match="belongs to the vision tower"):
         read(tmp_path / "both", spec)
 
 

@@ -138,14 +138,14 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
 
 @pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
 def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
-    with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
+    with pytest.raises(SettingsError, match="max_num_mixed_tokens limits"):
         check(Settings(max_num_mixed_tokens=64, **more), FACTS["cpu"])
     check(Settings(max_num_mixed_tokens=64), FACTS["cpu"])
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],
+    [("contiguous_pa", "reads blocks in place"), ("defrag_with_graphs", "swapped operation by operation")],
 )
 def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
     with pytest.raises(SettingsError, match=message) as error:

@@ -112,7 +112,7 @@ def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
     monkeypatch.setattr(compiling, "check_compiler", lambda: None)
     ready, record, _ = boot(execution_mode="compile")
     assert checks(record)["eager"][0] == "failed"
-    assert "what differs is in the program" in ready.blocked_reason
+    assert "the difference is in the program" in ready.blocked_reason
     assert {state for name, (state, _) in checks(record).items() if name != "eager"} == {"ready"}
 
 
@@ -175,7 +175,7 @@ def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     assert record.invariant is record.summary()["invariant"] is False
     assert checks(record) == {"finite": ("ready", ""), "later run": ("ready", "")}
     assert not [entry for entry in record.entries if entry.kind == "determinism"]
-    assert "may depend on what shares its batch" in caplog.text
+    assert "may depend on the other requests in its batch" in caplog.text
     with pytest.raises(SettingsError, match=r"--batch-invariant false lets bits depend"):
         boot(require_invariance=True, **varying)
 
@@ -220,7 +220,7 @@ def test_two_processes_have_one_digest(booted, tmp_path):
     check = next(entry for entry in changed["entries"] if entry["kind"] == "check")
     check |= {"outcome": "failed", "reason": "rows differ"}
     path.write_text(json.dumps(changed))
-    with pytest.raises(SettingsError, match="stands for nothing: 'rows differ'"):
+    with pytest.raises(SettingsError, match="failed a check: 'rows differ'"):
         read_proof(str(path))
 
 

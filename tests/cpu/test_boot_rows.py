@@ -159,7 +159,7 @@ def no_room(patch):
 def test_blocks_that_are_not_a_prompts_own_are_seen(check, plant, monkeypatch):
     check.run("prefix hit")
     plant(monkeypatch)
-    with pytest.raises(CheckFailed, match=r"prefix hit: a prompt with .* finds \d blocks, where \d are its own"):
+    with pytest.raises(CheckFailed, match=r"prefix hit: a prompt with .* finds \d blocks, and \d are its own"):
         check.run("prefix hit")
 
 
@@ -296,7 +296,9 @@ def test_the_contract_is_that_of_the_tests(vocab):
     assert clear >= len(draws.ROWS) - 1
 
 
-@pytest.mark.parametrize(("layer", "said"), [(3, "whose output is not finite is layer 3"), (None, "all 7 layers are")])
+@pytest.mark.parametrize(
+    ("layer", "said"), [(3, "with an output that is not finite is layer 3"), (None, "all 7 layers are")]
+)
 def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
     weights = loop.executor.decoder.weights
     where = weights.final_norm if layer is None else weights.layers[layer].post_norm

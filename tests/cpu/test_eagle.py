@@ -237,14 +237,14 @@ REFUSED = [
     ({}, {"fc.bias": torch.zeros(32)}, ModelError, "unknown tensors: fc.bias"),
     ({}, {"midlayer.self_attn.q_proj.weight": torch.zeros(32, 32)}, ModelError, "q_proj.weight has shape [32, 32]"),
     ({}, {"d2t": torch.zeros(128, dtype=torch.int64)}, ModelError, "d2t and t2d of the head contradict"),
-    ({"vocab_size": 400}, {}, SettingsError, "vocabulary of 400 tokens, and this one has 320"),
-    ({"target_hidden_size": 64}, {}, SettingsError, "hidden size of 64, and this one has 32"),
+    ({"vocab_size": 400}, {}, SettingsError, "vocabulary of 400 tokens, and this model has 320"),
+    ({"target_hidden_size": 64}, {}, SettingsError, "hidden size of 64, and this model has 32"),
     ({"hidden_size": 64, "target_hidden_size": 32}, {}, ModelError, "has shape"),
     ({"architectures": ["LlamaForCausalLM"]}, {}, ModelError, "a head of LlamaForCausalLMEagle3"),
     ({"num_hidden_layers": 2}, {}, ModelError, "one layer, and num_hidden_layers is 2"),
     ({"norm_output": True}, {}, ModelError, "norm_output True is not supported"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, {}, ModelError, "3, 6], and the model has 6"),
-    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantized by itself"),
+    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantization_config of one part"),
 ]  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def test_what_it_does_not_work_with_is_named(saved, options, message):
 def test_a_device_on_which_no_head_ever_ran_is_named(saved):
     asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
     settings, facts = Settings.load({"model": saved.target, **asked, "bucketing_policy": "unified"}), FACTS["hpu"]
-    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be had on hpu"):
+    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be used on hpu"):
         check_traits(settings, facts)
 
 

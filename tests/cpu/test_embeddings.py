@@ -218,10 +218,10 @@ def test_what_the_files_and_the_options_say(tmp_path):
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     assert found() == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_cls_token")
-    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; lasttoken or mean is served"):
+    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; supported are lasttoken and mean"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dense")
-    with pytest.raises(ModelError, match="a module Dense, which is not served"):
+    with pytest.raises(ModelError, match="module Dense is not supported"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
@@ -231,10 +231,10 @@ def test_what_the_files_and_the_options_say(tmp_path):
         found()
     for options, why in (
         ({"runner": "pooling", "convert": "none"}, "contradict"),
-        ({"convert": "classify"}, "no heads of classifiers"),
+        ({"convert": "classify"}, "classification heads are not read"),
         ({"runner": "generate", "task": "embed"}, "contradict"),
         ({"runner": "generate", "pooler_config": LAST}, "drop it"),
-        ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not served"),
+        ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not supported"),
         ({"pooler_config": {"softmax": True}}, "'softmax' is not one of"),
     ):
         with pytest.raises(SettingsError, match=why):

@@ -169,5 +169,5 @@ def test_what_forces_nothing_drafts_nothing(tmp_path):
 
 def test_without_grammars_the_method_is_refused():
     config = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 3}}
-    with pytest.raises(SettingsError, match="there are none: "):
+    with pytest.raises(SettingsError, match="there are no grammars: "):
         _ = Settings(**config, structured_outputs_config={"backend": "none"}).speculation

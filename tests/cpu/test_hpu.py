@@ -363,7 +363,7 @@ def test_a_fake_is_never_taken_unasked(small, monkeypatch):
         assert registry.pick_backend("auto").facts.name != "hpu (simulated)"
         with pytest.raises(SettingsError, match="is a fake"):
             boot(small, use_fake_hpu=False)
-        with pytest.raises(SettingsError, match="the fake is a Gaudi's"):
+        with pytest.raises(SettingsError, match="the fake device is a Gaudi"):
             boot(small, device="cpu")
     monkeypatch.setattr(detect, "frameworks", lambda: None)
     with pytest.raises(PreheatError, match="is not installed"):

@@ -19,7 +19,7 @@ from preheat.backends.base import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.calibration import calibrate
 from preheat.cli import main
-from preheat.errors import SettingsError
+from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
@@ -170,6 +170,17 @@ def test_the_command_follows_a_configuration_that_measures(tmp_path, monkeypatch
     monkeypatch.delenv("QUANT_CONFIG")
     assert main(["calibrate", *flags]) == 2
     assert "calibrate needs --output DIR" in capsys.readouterr().err
+
+
+def test_a_quantized_checkpoint_is_not_measured(tmp_path):
+    """Its weights are codes: the greatest of them says nothing without the scales."""
+    config = json.loads((BUNDLED_PATH / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    settings = Settings.load({**PLAIN, "model": str(tmp_path)}, {})
+    with pytest.raises(ModelError, match=r"is quantized already \(fp8\), and calibrate measures only") as refused:
+        calibrate(settings, str(tmp_path / "out"), [PROMPT])
+    assert refused.value.param == "model"
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):

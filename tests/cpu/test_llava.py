@@ -199,7 +199,7 @@ REFUSED = {
     "an image too many": ({"prompt": "x", "multi_modal_data": {"image": A}}, "0 image tokens .* 1 images"),
     "an image too few": ("x <image>", "1 image tokens .* 0 images"),
     "video": ({"prompt": "x", "multi_modal_data": {"video": A}}, "only 'image'"),
-    "no image": ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "one of Pillow, not int"),
+    "no image": ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "a PIL.Image, not int"),
     "too many": ({"prompt": "<image>" * 41, "multi_modal_data": {"image": [A] * 41}}, "41 images of 16 tokens"),
     "too unequal": ({"prompt": "<image>", "multi_modal_data": {"image": A.resize((1 << 16, 1))}}, "max-image-pixels"),
 }
@@ -215,7 +215,7 @@ def test_refused(llm, name):
 
 def test_truncating_never_cuts_an_image(llm):
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=8)
-    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens would cut"):
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens cannot cut"):
         llm.generate({"prompt": "a <image>", "multi_modal_data": {"image": A}}, params, use_tqdm=False)
 
 

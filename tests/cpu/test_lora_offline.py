@@ -82,7 +82,7 @@ def test_more_adapters_than_places_take_turns(llm, folder):
 def test_a_name_means_one_adapter_until_it_is_read_again(llm, folder, tmp_path):
     copy = shutil.copytree(folder / "two", tmp_path / "copy")
     before = texts(llm, LoRARequest("changing", 1, str(copy)))
-    with pytest.raises(InvalidRequest, match=r"give the one in .* another name, or set load_inplace"):
+    with pytest.raises(InvalidRequest, match=r"give the adapter in .* another name, or set load_inplace"):
         texts(llm, LoRARequest("changing", 2, str(folder / "three")))
     shutil.rmtree(copy)
     shutil.copytree(folder / "three", copy)

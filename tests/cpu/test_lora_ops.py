@@ -125,7 +125,7 @@ def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
 
     lowrank.rows_at_once.cache_clear()
     monkeypatch.setattr(lowrank, "_in_parts", by_place)
-    with pytest.raises(NotInvariant, match="place of a row"):
+    with pytest.raises(NotInvariant, match="position of a row"):
         lowrank.rows_at_once(512, 16, 1)
     lowrank.rows_at_once.cache_clear()
 

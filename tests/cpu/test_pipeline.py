@@ -114,5 +114,5 @@ def test_what_stages_do_not_do_is_refused_by_name(tmp_path):
         with pytest.raises(SettingsError, match=f"{name}.* do not work together yet: .*leave pipeline_parallel_size"):
             Settings(pipeline_parallel_size=2, **{name: value})
     save_checkpoint(MODELS["llama"], tmp_path)
-    with pytest.raises(ModelError, match="has 3 layers, so --pipeline-parallel-size is 3 at most"):
+    with pytest.raises(ModelError, match="has 3 layers: lower --pipeline-parallel-size to 3"):
         stage_of(read_spec(read_config(tmp_path)), 0, 4)

@@ -170,12 +170,12 @@ def with_nan() -> Tensor:
 HIDDEN = 96
 REFUSED = {
     "no base64": ("ä", "not base64"),
-    "no file": (base64.b64encode(b"hello" * 9).decode(), "no file of torch.save"),
-    "an old file": (saved(torch.ones(2, HIDDEN), _use_new_zipfile_serialization=False), "no file of torch.save"),
-    "a pickle": (base64.b64encode(pickle.dumps(Evil())).decode(), "no file of torch.save"),
+    "no file": (base64.b64encode(b"hello" * 9).decode(), "not a file of torch.save"),
+    "an old file": (saved(torch.ones(2, HIDDEN), _use_new_zipfile_serialization=False), "not a file of torch.save"),
+    "a pickle": (base64.b64encode(pickle.dumps(Evil())).decode(), "not a file of torch.save"),
     "a call": (zipped(pickle.dumps(Evil(), 2)), "nothing of a file is called"),
     "a newer pickle": (zipped(pickle.dumps(Evil(), 4)), "something other than one plain tensor"),
-    "compressed": (zipped(pickle.dumps(1, 2), zipfile.ZIP_DEFLATED), "none of which are compressed"),
+    "compressed": (zipped(pickle.dumps(1, 2), zipfile.ZIP_DEFLATED), "none are compressed"),
     "several": (saved([torch.ones(2, HIDDEN)] * 2), "something other than one plain tensor"),
     "a parameter": (saved(torch.nn.Parameter(torch.ones(2, HIDDEN))), "would call torch._utils _rebuild_parameter"),
     "whole numbers": (saved(torch.ones(2, HIDDEN, dtype=torch.int64)), "numbers are of torch.long"),
@@ -183,7 +183,7 @@ REFUSED = {
     "turned": (saved(torch.ones(HIDDEN, 2).T), "not in order: call contiguous"),
     "one row": (saved(torch.ones(HIDDEN)), r"shape \[96\]; the model takes \[tokens, 96\]"),
     "another model": (saved(torch.ones(2, HIDDEN + 1)), r"shape \[2, 97\]"),
-    "nothing": (saved(torch.ones(0, HIDDEN)), r"shape \[0, 96\] is not one of numbers"),
+    "nothing": (saved(torch.ones(0, HIDDEN)), r"shape \[0, 96\] must be numbers above 0"),
     "not a number": (saved(with_nan()), "not finite"),
     "infinite": (saved(torch.full((2, HIDDEN), torch.inf).half()), "not finite"),
     "infinite when rounded": (saved(torch.full((2, HIDDEN), 3.4e38)), "not finite"),
@@ -220,9 +220,9 @@ def test_broken_files_are_refused():
 
 
 ASKED = {
-    "prompt_logprobs": (SamplingParams(prompt_logprobs=1), "prompt_embeds have no tokens whose log-probabilities"),
+    "prompt_logprobs": (SamplingParams(prompt_logprobs=1), "prompt_embeds have no token ids"),
     "repetition_penalty": (SamplingParams(repetition_penalty=1.1), "set it to 1"),
-    "truncate_prompt_tokens": (SamplingParams(truncate_prompt_tokens=3, max_tokens=1), "would cut"),
+    "truncate_prompt_tokens": (SamplingParams(truncate_prompt_tokens=3, max_tokens=1), "cannot cut"),
 }
 
 

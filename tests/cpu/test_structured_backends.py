@@ -148,7 +148,7 @@ def test_the_keyword_is_said_with_its_place(other):
     with pytest.raises(InvalidRequest, match=r'"not" is not supported \(at \$\.properties\.a\.items\.not\)'):
         texts(other, [held(json=inner)])
     for asked, why in (
-        ({"json": {}, "whitespace_pattern": "x"}, r"whitespace_pattern: it must be about spaces"),
+        ({"json": {}, "whitespace_pattern": "x"}, r"whitespace_pattern: it must match only spaces"),
         ({"regex": "a$b"}, r"regex: .*an anchor .* at position 1"),
         ({"regex": "(?=a)b"}, r"regex: .*look-around.* at position 0"),
         ({"grammar": "???"}, r"structured_outputs\.grammar: it cannot be compiled"),

@@ -197,7 +197,7 @@ def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
 )
 def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, monkeypatch):
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
-    with pytest.raises(SettingsError, match="cannot be had on cpu: nobody has built it: leave tensor_parallel_size"):
+    with pytest.raises(SettingsError, match="cannot be used on cpu: nobody has built it: leave tensor_parallel_size"):
         LLM(tp_invariant=True, **OPTIONS, **options)
 
 
@@ -338,7 +338,7 @@ def test_ranks_that_differ_are_noticed(two):
     executor, plan = two.loop.executor, two.loop.packer.plan
     executor.agree(plan)
     executor._seen.add(torch.zeros(1))
-    with pytest.raises(Exception, match=r"do not agree, so no request is taken: logits: .* on rank 1"):
+    with pytest.raises(Exception, match=r"do not agree, so the engine takes no requests: logits: .* on rank 1"):
         executor.agree(plan)
 
 

@@ -185,11 +185,11 @@ def test_a_trainer_that_stops(llm, trainer):
     names = sorted(trainer.tensors)
     trainer.tell(("send", names[:3]))
     began = time.monotonic()
-    with pytest.raises(InvalidRequest, match=rf"old weights stay: .*after 3 tensors, at {names[3]}: no data for 3 s"):
+    with pytest.raises(InvalidRequest, match=rf"old weights stay, .*after 3 tensors, at {names[3]}: no data for 3 s"):
         llm.update_weights(trainer.announced(names))
     assert 3 <= time.monotonic() - began < 20
     assert llm.state == before and tokens(llm) == said
-    with pytest.raises(InvalidRequest, match="no group with a trainer: /init_weight_transfer_engine first"):
+    with pytest.raises(InvalidRequest, match="no group with a trainer: call /init_weight_transfer_engine first"):
         llm.update_weights(trainer.announced(names))
 
 
@@ -199,7 +199,7 @@ def test_a_trainer_that_dies(llm, trainer, changed, fresh):
     names = sorted(trainer.tensors)
     trainer.tell(("send", names[:3]))
     trainer.tell("die")
-    with pytest.raises(InvalidRequest, match=r"the old weights stay: .* not all have arrived"):
+    with pytest.raises(InvalidRequest, match=r"the old weights stay, as not all of .* tensors have arrived"):
         llm.update_weights(trainer.announced(names))
     assert llm.state == before and tokens(llm) == said
     again = Trainer(changed)
@@ -233,7 +233,7 @@ def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
     llm.frontend.command("update_weights", outcomes.append, announced=announced(*info.values()))
     said = tokens(llm)
     assert said != fresh[1] and not outcomes
-    with pytest.raises(InvalidRequest, match="update_weights waits for the trainer"):
+    with pytest.raises(InvalidRequest, match="update_weights is waiting for the trainer"):
         llm.start_weight_update()
     trainer.tell(("send", names[-1:]))
     while not outcomes:
@@ -281,7 +281,9 @@ def test_what_is_no_place_in_a_group(plain, changed, message):
 
 def test_too_much_leaves_the_group(llm, trainer):
     trainer.join(llm)
-    with pytest.raises(InvalidRequest, match=r"announces 4,000,000,000,000 bytes, .*: the group is left"):
+    with pytest.raises(
+        InvalidRequest, match=r"announces 4,000,000,000,000 bytes, .*: the engine leaves the trainer's group"
+    ):
         llm.update_weights(lengths({"shapes": [[10**12]]}))
     with pytest.raises(InvalidRequest, match="no group with a trainer"):
         llm.update_weights(lengths({"shapes": [[1]]}))
@@ -291,13 +293,13 @@ def test_settings():
     with pytest.raises(SettingsError, match="weight_transfer_config: Invalid enum value 'ipc'"):
         Settings(weight_transfer_config={"backend": "ipc"})
     llm = LLM(**SMALL)
-    with pytest.raises(InvalidRequest, match="without --weight-transfer-config"):
+    with pytest.raises(InvalidRequest, match="started with --weight-transfer-config"):
         llm.init_weight_transfer_engine({"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2})
-    with pytest.raises(InvalidRequest, match="without --weight-transfer-config"):
+    with pytest.raises(InvalidRequest, match="started with --weight-transfer-config"):
         llm.start_weight_update()
     with pytest.raises(InvalidRequest, match="start_weight_update first"):
         LLM(**SMALL, **GLOO).finish_weight_update()
     nccl = LLM(**SMALL, weight_transfer_config={"backend": "nccl"})
-    with pytest.raises(InvalidRequest, match="nccl is not for this device: write gloo"):
+    with pytest.raises(InvalidRequest, match="nccl does not support this device: write gloo"):
         nccl.init_weight_transfer_engine({"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2})
     assert TransferGroup("x", 1, 1, 2).timeout == 300

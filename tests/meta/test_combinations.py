@@ -79,7 +79,7 @@ def test_what_works_is_not_refused():
 def test_what_a_platform_lacks_is_refused_there_alone(facts):
     where = {f"on {facts.name}": facts.lacks}
     for names, reason in facts.lacks.items():
-        with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: {reason}"):
+        with pytest.raises(SettingsError, match=f"cannot be used on {facts.name}: {reason}"):
             check(set(names), where)
         check(set(names[1:]), where)
 

@@ -136,7 +136,7 @@ REQUEST = json.dumps({"custom_id": "0", "url": "/v1/completions", "body": {"prom
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("nowhere/out", "no such folder"), ("", "it is a folder"), ("in", "the file of requests itself"),
+    [("nowhere/out", "its folder does not exist"), ("", "it is a folder"), ("in", "the file of requests itself"),
      ("link", "the file of requests itself"), ("n" * 300, "too long"), ("\0", "NUL"),
      ("fixed/out", "cannot be written")],
 )  # fmt: skip

@@ -16,8 +16,11 @@ from preheat.startup import boot_errors, boot_front
             "not enough memory ([enf",
         ),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried"), "not enough memory (CUDA out of"),
-        (KeyError("x\ny"), "The engine cannot start: KeyError: 'x\\ny'; --log-level debug shows where"),
-        (ValueError("first\nsecond"), "The engine cannot start: ValueError: first; --log-level debug shows where"),
+        (KeyError("x\ny"), "The engine cannot start: KeyError: 'x\\ny'; --log-level debug shows the traceback"),
+        (
+            ValueError("first\nsecond"),
+            "The engine cannot start: ValueError: first; --log-level debug shows the traceback",
+        ),
     ],
 )
 def test_any_error_becomes_one_line(error, message):

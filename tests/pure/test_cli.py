@@ -81,7 +81,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
     ("line", "message"),
     [
         ("serve --max-num-seq 3", "did you mean --max-num-seqs"),
-        ("serve --num_scheduler_seqs 8", "--async-scheduling prepares a step while one runs"),
+        ("serve --num_scheduler_seqs 8", "use --async-scheduling"),
         ("serve --num-scheduler-steps=8 --no-async-scheduling", "async_scheduling is off: drop one of them"),
         ("serve --tensor_paralel_size 8", "write --tensor-parallel-size"),
         ("serve --max_num_seqs 0", "at least 1"),
@@ -89,7 +89,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
         ("serve --gpu-mem 0.5", "write --gpu-memory-utilization"),
         ("serve --tp 2", "write --tensor-parallel-size"),
         ("serve -tp 3", "tensor_parallel_size must be 1, 2, 4 or 8"),
-        ("serve --kv-transfer-config {}", "one engine reads prompts and decodes"),
+        ("serve --kv-transfer-config {}", "one engine both reads prompts and decodes"),
         ("serve --stop x", "unknown argument --stop; --help lists all"),  # a flag of another command is no hint
         ("serve a b", "unexpected word 'b'"),
         ("--modle serve", "unknown argument --modle"),
@@ -107,7 +107,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
         ("buckets --min 9 --step 1 --max 8", "must not exceed"),
         ("buckets --step 1 --max 8", "--min"),
         ("buckets --strategy lineal --min 1 --step 1 --max 8", "lineal"),
-        ("warm --html no/such/folder/x.html", "no such folder"),
+        ("warm --html no/such/folder/x.html", "its folder does not exist"),
         ("generate --prompt x --config missing.yaml", "missing.yaml"),
     ],
 )

@@ -73,7 +73,7 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {**NGRAM, "rejection_sample_method": "fly"}}, "rejection_sample_method is not supported"),
     ({"speculative_config": {**NGRAM, "draft_tensor_parallel_size": 2}}, "one device"),
     ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is missing"),
-    ({"speculative_config": {"num_speculative_tokens": 3}}, "nothing says what drafts"),
+    ({"speculative_config": {"num_speculative_tokens": 3}}, "no method of drafting is named"),
     ({"speculative_config": NGRAM, "num_speculative_tokens": 4}, "give it once"),
     ({"speculative_config": {**NGRAM, "prompt_lookup_max": 2, "prompt_lookup_min": 3}}, "change one of them"),
     ({"speculative_config": {**NGRAM, "suffix_decoding_max_tree_depth": 3}}, "belongs to method suffix"),
@@ -81,7 +81,7 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": 129}}, "between 1 and 128"),
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": True}}, "is not a number"),
     ({"speculative_model": "[ngram]"}, "num_speculative_tokens is missing"),
-    ({"speculative_k": "auto"}, "needs something that drafts"),
+    ({"speculative_k": "auto"}, "needs a method of drafting"),
     ({"num_scheduler_steps": 4, "async_scheduling": False}, "drop one of them"),
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(options, said):

@@ -45,7 +45,7 @@ def test_the_first_that_matches_is_that_of_python(asked):
     right = [expected(texts, whole) for texts, whole in asked]
     given_ = [Expressions(f"field {at}", texts, whole) for at, (texts, whole) in enumerate(asked)]
     if None in right:
-        with pytest.raises(BadExpression, match=f"field {right.index(None)} .*no regular expression"):
+        with pytest.raises(BadExpression, match=f"field {right.index(None)} .*not a regular expression"):
             first_matches(given_, NAMES)
     else:
         assert first_matches(given_, NAMES) == right

@@ -194,7 +194,7 @@ def test_a_prompt_may_have_begun_the_message(tokenizer: Tokenizer, prompt: str, 
 
 def test_what_the_parsers_need(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ModelError, match=r"looks for the tokens <\|channel\|> and <\|message\|>"):
+    with pytest.raises(ModelError, match=r"needs the tokens <\|channel\|> and <\|message\|>"):
         form_of(Tokenizer(tmp_path))
     for options in ({"reasoning_parser": "qwen3"}, {"tool_call_parser": "hermes", "reasoning_parser": "openai"}):
         with pytest.raises(SettingsError, match="openai reads whole answers"):

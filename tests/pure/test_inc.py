@@ -142,8 +142,8 @@ def test_types_are_vllms_classes(tmp_path):
      ({"fp8_config": "E5M2"}, "fp8_config E5M2"), ({"dynamic_quantization": "True"}, "dynamic_quantization True"),
      ({"scale_methode": "maxabs_hw"}, "scale_methode is not supported"), ({"scale_params": {"a": 1}}, "scale_params"),
      ({"device_for_scales": "GAUDI1"}, "device_for_scales GAUDI1"), ({"blocklist": ["lm_head"]}, "an object of names"),
-     ({"blocklist": {"names": ["("]}}, "no regular expression"), ({"dump_stats_path": "/nowhere/x"}, "no ranges in"),
-     ({"blocklist": {"names": ["k_proj"]}}, "tell the parts of .*qkv_proj apart"),
+     ({"blocklist": {"names": ["("]}}, "not a regular expression"), ({"dump_stats_path": "/nowhere/x"}, "no ranges in"),
+     ({"blocklist": {"names": ["k_proj"]}}, "name only some parts of .*qkv_proj"),
      ({"blocklist": {"names": ["self_attn"]}}, "leave out .*k_cache")],
 )  # fmt: skip
 def test_what_cannot_be_done_is_named(tmp_path, changes, message):

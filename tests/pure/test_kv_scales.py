@@ -45,7 +45,7 @@ def test_what_is_stored(asked, dtype, stored):
 
 @pytest.mark.parametrize(("asked", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
 def test_another_wide_type_than_the_models_is_refused(asked, dtype):
-    with pytest.raises(SettingsError, match=f"kv_cache_dtype {asked} is not what the model runs in, {dtype}"):
+    with pytest.raises(SettingsError, match=f"kv_cache_dtype {asked} differs from the model's dtype, {dtype}"):
         with_kv_dtype(SPEC, asked, dtype)
 
 
@@ -89,7 +89,7 @@ def test_without_scales_they_are_one_with_a_single_warning(caplog):
 @pytest.mark.parametrize(
     ("stored", "error", "message"),
     [({f"{ATTENTION.format(0)}.k_scale": 1.0}, ModelError, "layers.0.self_attn.v_scale is missing"),
-     ({f"{ATTENTION.format(n)}.kv_scale": (1.0, -1.0)[n] for n in range(2)}, ModelError, "kv_scale .* is no scale")],
+     ({f"{ATTENTION.format(n)}.kv_scale": (1.0, -1.0)[n] for n in range(2)}, ModelError, "kv_scale .* is not a scale")],
 )  # fmt: skip
 def test_scales_that_cannot_be_are_named(stored, error, message):
     with pytest.raises(error, match=message):

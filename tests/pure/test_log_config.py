@@ -56,7 +56,7 @@ def test_our_own_name_goes_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (None, "cannot be read: No such file"), ("{", "is no JSON object"), ("[]", "is no JSON object"),
+        (None, "cannot be read: No such file"), ("{", "is not a JSON object"), ("[]", "is not a JSON object"),
         ({"version": 2}, "Unsupported version"), ({"version": 1, "handlers": {"h": {"class": "no.Such"}}}, "No module"),
     ],
 )  # fmt: skip

@@ -129,6 +129,6 @@ def test_places_are_reused_least_recently_begun_first():
 
 @pytest.mark.parametrize("facts", [HPU], ids=lambda facts: facts.name)
 def test_devices_without_kernels_for_adapters_refuse_them(facts):
-    with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: it has no kernels for adapters") as error:
+    with pytest.raises(SettingsError, match=f"cannot be used on {facts.name}: it has no kernels for adapters") as error:
         check(traits_of(Settings(enable_lora=True)), {f"on {facts.name}": facts.lacks})
     assert error.value.param == "enable_lora"

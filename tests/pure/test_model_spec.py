@@ -544,7 +544,7 @@ def test_broken_json_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["/models/q.gguf", "q.GGUF", "org/Qwen3-0.6B-GGUF:Q4_K_M"])
 def test_a_gguf_file_says_what_to_give_instead(name):
-    with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made of"):
+    with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made from"):
         find_checkpoint(name)
 
 

@@ -236,9 +236,9 @@ def test_a_minimum_above_the_default_maximum_is_a_range_of_one():
     [
         (
             {"decode_block_bucket_max": 4},
-            "VLLM_DECODE_BLOCK_BUCKET_* without effect: the length of contexts is no part",
+            "VLLM_DECODE_BLOCK_BUCKET_* has no effect: the length of contexts is not part",
         ),
-        ({"bucketing_strategy": "linear", "bucket_pad_max": 4}, "VLLM_PROMPT_SEQ_BUCKET_*: its padding is without"),
+        ({"bucketing_strategy": "linear", "bucket_pad_max": 4}, "VLLM_PROMPT_SEQ_BUCKET_*: its padding has no effect"),
     ],
 )
 def test_ranges_without_effect_are_named(more, message, caplog):

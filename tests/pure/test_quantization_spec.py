@@ -146,7 +146,7 @@ def test_gptq_says_which_layers_are_plain() -> None:
     assert schemes(spec_of(config | {"modules_in_block_to_quantize": chosen})).keys() == mlp
     left = schemes(spec_of(config | {"dynamic": {r"-:.*self_attn": {}}}))
     assert left.keys() == mlp
-    with pytest.raises(ModelError, match=r"'re:\(' is no regular expression"):
+    with pytest.raises(ModelError, match=r"'re:\(' is not a regular expression"):
         spec_of(config | {"dynamic": {"-:(": {}}})
 
 
@@ -213,7 +213,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "quantized embeddings are not supported: target 'Embedding'": ct(targets=["Linear", "Embedding"]),
     "quantized embeddings are not supported: model.embed_tokens": ct(targets=[r"re:.*embed.*"]),
     "target 'Conv2d'": ct(targets=["Conv2d"]),
-    "no regular expression": ct(ignore=["re:("]),
+    "not a regular expression": ct(ignore=["re:("]),
     "ignore must be a list of names": ct(ignore="lm_head"),
     "config_groups must be an object": ct(config_groups=[1]),
     "weights must be an object": ct(weights=None),

@@ -149,5 +149,5 @@ def test_settings():
     assert sums_leaves(Settings(tp_invariant=True)) and sums_leaves(Settings(tensor_parallel_size=2))
     with pytest.raises(SettingsError, match="1, 2, 4 or 8, got 3"):
         Settings(tensor_parallel_size=3)
-    with pytest.raises(SettingsError, match="tp_invariant is the only order"):
+    with pytest.raises(SettingsError, match="only add in the order of tp_invariant"):
         Settings(tensor_parallel_size=2, tp_invariant=False)

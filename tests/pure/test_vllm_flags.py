@@ -89,7 +89,7 @@ def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture
     elif row.verdict != "sets":
         with caplog.at_level(logging.WARNING):
             assert settings("m", row.flag, *given) == settings("m")
-        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} without effect: {row.says}"] * (
+        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} has no effect: {row.says}"] * (
             row.verdict == "unused"
         )
 
@@ -189,16 +189,16 @@ def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -
         ("--max-model-len 1.5K", "'1.5K' is not a whole number"),
         ("--max-model-len 1/3k", "is not a whole number"),
         ("--max-num-seqs auto", "'auto' is not a whole number"),
-        ("--hf-overrides.a", "--hf-overrides.a needs a value behind it"),
+        ("--hf-overrides.a", "--hf-overrides.a needs a value after it"),
         ("--hf-overrides 3 --hf-overrides.a 1", "'3' is not a JSON object"),
-        ("--kernel-config.moe_backend triton", "kernels are chosen by the plan"),
+        ("--kernel-config.moe_backend triton", "the plan chooses kernels"),
         ("--max-num-seqs.a 1", "is not a whole number"),
         ("--nnodes 2", "--nnodes 2 is not 1: ranks are"),
         ("--tool-call-parser.x 1", "is not one of"),
         ("-n 2", "--nnodes 2 is not 1"),
         ("-ep", "--enable-expert-parallel: experts are spread"),
         ("-ep true", "--enable-expert-parallel: experts are spread"),
-        ("--attention-backend", "--attention-backend: kernels are chosen"),
+        ("--attention-backend", "--attention-backend: the plan chooses kernels"),
         ("--distributed-executor-backend uni -tp 2", "uni runs one rank"),
     ],
 )
@@ -270,7 +270,7 @@ def test_files_and_keywords_read_the_same_table(tmp_path: Path, caplog: pytest.L
         assert made.speculation is not None
         assert made.served_model_name == ("a", "b")
     assert [record.getMessage() for record in caplog.records] == [
-        "--trust-remote-code without effect: no code of a checkpoint is ever run"
+        "--trust-remote-code has no effect: no code of a checkpoint is ever run"
     ]
     with pytest.raises(SettingsError, match="one batch"):
         Settings.load({"enable_dbo": True}, env={})
@@ -298,10 +298,10 @@ def test_hints_are_for_typos_alone(name: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("VLLM_ATTENTION_BACKEND", "kernels are chosen by the plan"),
-        ("VLLM_CPU_KVCACHE_SPACE", "write --kv-cache-memory-bytes"),
-        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "one engine reads prompts and decodes"),
-        ("VLLM_ROCM_USE_AITER_MOE", "kernels are chosen"),
+        ("VLLM_ATTENTION_BACKEND", "the plan chooses kernels"),
+        ("VLLM_CPU_KVCACHE_SPACE", "use --kv-cache-memory-bytes"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "one engine both reads prompts and decodes"),
+        ("VLLM_ROCM_USE_AITER_MOE", "the plan chooses kernels"),
         ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "--hf-overrides"),
         ("VLLM_NEVER_HEARD_OF", "Unknown environment variable VLLM_NEVER_HEARD_OF is ignored"),
         ("VLLM_SKIP_WARMPU", "did you mean VLLM_SKIP_WARMUP?"),

@@ -37,7 +37,7 @@ HOST_COPIES = 2
 
 Mode = Literal["graphs", "compile", "eager", "lazy", "llvm"]
 
-NO_LAZY_BRIDGE = "it is the lazy backend of Gaudi's PyTorch bridge, which this platform has not"
+NO_LAZY_BRIDGE = "only Gaudi's PyTorch bridge has a lazy backend"
 NO_LLVM = "its functions are for processors of a host"
 
 
@@ -125,13 +125,14 @@ class Facts:
 
 
 DEQUANTIZED = {
-    kind: QuantizedKernel("dequantized while loading, then as any layer", itemsize=0) for kind in ("w8a16", "w4a16")
+    kind: QuantizedKernel("dequantized while loading, then run like any layer", itemsize=0)
+    for kind in ("w8a16", "w4a16")
 }
 """Quantized kinds without a kernel that multiplies codes."""
 
 NO_BRIDGE = dict.fromkeys(
     ("lazy_collectives", "disable_tensor_cache", "metrics_gc_details", "pa_softmax_impl"),
-    "it is for Gaudi, which this platform is not",
+    "it is only for Gaudi",
 )
 """Options of Gaudi's software, and the answer of other platforms to them."""
 

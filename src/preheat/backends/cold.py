@@ -140,13 +140,13 @@ class Watched:
     make: Callable[[ExitStack], Counted] | None = None
 
 
-NO_RECIPES = Watched("none", "recipes are made by the graph compiler of another platform")
+NO_RECIPES = Watched("none", "only Gaudi's graph compiler makes recipes")
 NO_LLVM_FUNCTIONS = Watched("none", "no function of a layer is compiled for it")
-NO_FALLBACK = Watched("none", "there is no device beside the host, or every operation is a kernel of the device")
+NO_FALLBACK = Watched("none", "there is no device beside the host, or the device has kernels for all operations")
 DYNAMO_COUNTERS: Mapping[str, Callable[[], tuple[int, float | None]]] = {
     "compilations": lambda: (compilations(), compile_seconds()),
     "fallbacks": lambda: (graph_breaks(), None),
 }
 """Compilations and fallbacks of a step, where torch.compile is the only compiler."""
 DYNAMO = Watched("counter", "graphs that Dynamo has compiled", dynamo)
-IMPORTS = Watched("hook", "a finder of modules, which looks whether a step is asking", imports)
+IMPORTS = Watched("hook", "a module finder that checks whether a step is importing", imports)

@@ -188,7 +188,7 @@ class Layer:
 
 def all_ranks(partial: Tensor, ranks: Collective | None) -> Tensor:
     """Return the sum of all ranks' fp32 ``partial``, in the tree's order."""
-    assert ranks is not None, "a layer whose inputs are split has ranks, if only one"
+    assert ranks is not None, "a layer with split inputs has at least one rank"
     return tree_sum(ranks.gather(partial).unbind())
 
 

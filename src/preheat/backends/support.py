@@ -8,8 +8,8 @@ from preheat.backends.base import Facts
 from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
 
 DIVIDED = (
-    "with --fully-sharded-loras, for which ranks would exchange once more in each of these layers, before the "
-    "activation: leave it out"
+    "with --fully-sharded-loras, because ranks would exchange data once more in each such layer, before the "
+    "activation: leave the option out"
 )
 
 

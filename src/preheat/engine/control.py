@@ -157,9 +157,11 @@ class Control:
     def _begin(self, command: Command) -> bool:
         """Carry out ``command``; return False if it must wait."""
         if self._waiting is not None and command.name != "resume":
-            raise InvalidRequest(f"{self._waiting.name} waits for running requests: resume first, or wait too")
+            raise InvalidRequest(f"{self._waiting.name} is waiting for running requests to end: resume first, or wait")
         if self._beside is not None and command.name not in ("pause", "resume"):
-            raise InvalidRequest(f"{self._beside.command.name} waits for the trainer: {command.name} after it")
+            raise InvalidRequest(
+                f"{self._beside.command.name} is waiting for the trainer: send {command.name} when it has ended"
+            )
         if command.name in ("pause", "sleep") and not self._halt(command):
             self._waiting = command
             return False
@@ -220,14 +222,14 @@ class Control:
 
     def _operate(self) -> Operator:
         if self._operator is None:
-            raise InvalidRequest("this engine takes no commands")
+            raise InvalidRequest("this engine takes no operator's commands")
         return self._operator
 
     def _resume(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._answer(
-                waiting, InvalidRequest(f"{waiting.name} was given up: the engine was resumed before it began")
+                waiting, InvalidRequest(f"{waiting.name} was canceled: the engine was resumed before it began")
             )
         self.paused = False
         held, self._held = self._held, {}

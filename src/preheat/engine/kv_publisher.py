@@ -61,7 +61,10 @@ class KvPublisher:
         try:
             self._queue.put_nowait((self._number, batch))
         except queue.Full:
-            logger.warning("Batch %d of KV events is lost: max_queue_size batches wait", self._number)
+            logger.warning(
+                "Batch %d of KV events is lost: max_queue_size batches are waiting; raise it in kv_events_config",
+                self._number,
+            )
         self._number += 1
 
     def close(self) -> None:
@@ -88,7 +91,9 @@ class KvPublisher:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning(
-                "A replay of KV events was asked for in %d frames, not with a number of 8 bytes", len(frames)
+                "A request to replay KV events is ignored: it has %d frames, and must be 3 frames with a number of 8 "
+                "bytes in the last",
+                len(frames),
             )
             return
         for number, payload in list(self._sent):

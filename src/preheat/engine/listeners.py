@@ -79,8 +79,8 @@ def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepL
         meters.append(Meter("STEP_CPU_FALLBACKS", settings.log_step_cpu_fallbacks_all, counters["fallbacks"]))
         if mode != "compile" and backend.cold_sources()["host fallback"].how == "none":
             logger.warning(
-                "In execution mode %s nothing is compiled that an operation could fall back from: the log of CPU "
-                "fallbacks only counts graph breaks of other users of torch.compile in this process",
+                "Execution mode %s compiles nothing, so no operation can fall back: the log of CPU fallbacks only "
+                "counts graph breaks of other users of torch.compile in this process",
                 mode,
             )
     return StepLog(inner, meters) if meters else inner

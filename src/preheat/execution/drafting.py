@@ -57,7 +57,7 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
     if draft.spec.max_position_embeddings < length:
         raise SettingsError(
             f"the draft {speculates.model} was made for {draft.spec.max_position_embeddings} positions, and "
-            f"max_model_len is {length}: lower that, or choose another draft",
+            f"max_model_len is {length}: lower max_model_len, or choose another draft",
             param="speculative_config",
         )
     return draft

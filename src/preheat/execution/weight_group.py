@@ -49,7 +49,7 @@ class WeightGroup:
         usual = dist.get_default_backend_for_device(own)
         self.backend, self._timeout = backend or usual, timeout
         if self.backend not in ("gloo", usual):
-            raise RuntimeError(f"{self.backend} is not for this device: write {usual}")
+            raise RuntimeError(f"backend {self.backend} does not support this device: write {usual}")
         self._device = own if self.backend == usual else torch.device(HOST)
         patience = timedelta(seconds=timeout)
         self._store = TCPStore(address, port, world_size, rank == TRAINER, patience, wait_for_workers=False)

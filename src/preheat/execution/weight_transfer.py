@@ -49,13 +49,14 @@ class Transfers:
         """Return a function that receives ``tensors``, announced in this order. Raises InvalidRequest."""
         backend_of(self._config)
         if self._group is None:
-            raise InvalidRequest("there is no group with a trainer: /init_weight_transfer_engine first")
+            raise InvalidRequest("there is no group with a trainer: call /init_weight_transfer_engine first")
         total = sum(each.nbytes for each in tensors)
         model = sum(each.numel() * each.element_size() for each in tensors_of(self._model.weights))
         if total > MOST_TIMES * model:
             self._leave()
             raise InvalidRequest(
-                f"update_info announces {total:,} bytes, and the model has {model:,}: the group is left",
+                f"update_info announces {total:,} bytes, and the model has {model:,}: the engine leaves the trainer's "
+                "group",
                 param="update_info",
             )
         return partial(self._receive, self._group, tensors)
@@ -81,14 +82,14 @@ class Transfers:
     def gathered(self) -> dict[str, Tensor]:
         """Return all tensors that have arrived since :meth:`gather`. Raises InvalidRequest without one."""
         if self._gathered is None:
-            raise InvalidRequest("no update has begun: /start_weight_update first")
+            raise InvalidRequest("no update has begun: call /start_weight_update first")
         found, self._gathered = self._gathered, None
         return found
 
     def check_not_gathering(self) -> None:
         """Raise InvalidRequest while tensors of another update are gathered."""
         if self._gathered is not None:
-            raise InvalidRequest("an update from a trainer has begun: /finish_weight_update first")
+            raise InvalidRequest("an update from a trainer has begun: call /finish_weight_update first")
 
     def _join(self, group: TransferGroup, backend: str) -> None:
         self._leave()
@@ -109,8 +110,8 @@ class Transfers:
         except (RuntimeError, TimeoutError) as error:
             self._leave()
             raise InvalidRequest(
-                f"the old weights stay: of {len(tensors)} tensors not all have arrived ({error}); the group is left: "
-                "/init_weight_transfer_engine again"
+                f"the old weights stay, as not all of {len(tensors)} tensors have arrived ({error}); the engine "
+                "leaves the trainer's group: call /init_weight_transfer_engine again"
             ) from error
 
     def _leave(self) -> None:

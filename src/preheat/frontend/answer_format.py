@@ -95,7 +95,7 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
             for name, schema in tool.parameters[key].items():
                 if found.setdefault(key, {}).setdefault(name, schema) != schema:
                     raise InvalidRequest(
-                        f"several tools define {name} in {key}, each in its own way: give them names of their own",
+                        f"several tools define {name} in {key} differently: give each definition a name of its own",
                         param="tools",
                     )
     return found
@@ -257,8 +257,8 @@ class AnswerFormats:
             return Phase.NEVER if phase is Phase.UNKNOWN else phase
         assert self.reasoning is not None
         raise InvalidRequest(
-            f"structured outputs and forced calls need an answer without reasoning where its marks are text, as with "
-            f"--reasoning-parser {self.reasoning.name}: turn the reasoning off in chat_template_kwargs",
+            f"--reasoning-parser {self.reasoning.name} marks reasoning by text instead of tokens, so structured "
+            "outputs and forced calls need an answer without reasoning: turn the reasoning off in chat_template_kwargs",
             param="structured_outputs",
         )
 

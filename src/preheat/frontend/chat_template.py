@@ -185,8 +185,8 @@ class ChatTemplate:
             )
         if not self._tokenizer.speaks:
             raise InvalidRequest(
-                "A conversation becomes text, and there is no tokenizer (skip_tokenizer_init): give the prompt as "
-                "token ids",
+                "A conversation needs a tokenizer, and there is none (skip_tokenizer_init): give the prompt as token "
+                "ids",
                 param="messages",
             )
         if (source := self._chosen(tools)) is None:
@@ -195,7 +195,10 @@ class ChatTemplate:
                 f"The model has no chat template{without}; give one with --chat-template", param="messages"
             )
         if clash := _RESERVED & (variables or {}).keys():
-            raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{', '.join(sorted(clash))} cannot be set by chat_template_kwargs: leave it out",
+                param="chat_template_kwargs",
+            )
         known = {
             **self._tokenizer.special_tokens,
             **self._defaults,

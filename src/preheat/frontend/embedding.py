@@ -73,7 +73,9 @@ def embedding(
     """
     vector = np.frombuffer(state.pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):
-        raise InvalidRequest(f"dimensions is {dimensions}, but the model has {len(vector)}", param="dimensions")
+        raise InvalidRequest(
+            f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
+        )
     vector = vector[:dimensions]
     if not (pooling.normalize if normalize is None else normalize):
         return vector
@@ -103,7 +105,7 @@ def paired(first: int, second: int, param: str) -> int:
     """
     if not first or not second or first not in (1, second):
         raise InvalidRequest(
-            f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
+            f"{first} texts cannot be paired with {second}: give one text, or as many as on the other side", param=param
         )
     return second
 

@@ -143,7 +143,7 @@ class Frontend:
         """Return the engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
         ready = self._started()
         if self.state.sleeping is not None:
-            raise Asleep("The engine is asleep: /wake_up wakes it up")
+            raise Asleep("The engine is asleep: wake it up with /wake_up")
         if self.state.blocked_reason:
             raise NotReady(self.state.blocked_reason)
         return ready

@@ -110,5 +110,5 @@ def _sides(folder: Path, name: str, value: object, default: int) -> dict[str, in
 def _channels(value: Any) -> tuple[float, ...]:
     channels = tuple(float(each) for each in value)
     if len(channels) != 3:
-        raise ValueError(f"{value!r} has not three channels")
+        raise ValueError(f"{value!r} must have three channels")
     return channels

@@ -64,7 +64,7 @@ class Decoder:
         ``most`` pixels.
         """
         if not isinstance(data, bytes | PIL.Image.Image):
-            raise InvalidRequest(f"An image must be one of Pillow, not {type(data).__name__}", param="prompt")
+            raise InvalidRequest(f"An image must be a PIL.Image, not {type(data).__name__}", param="prompt")
         try:
             image = self._opened(data, most) if isinstance(data, bytes) else self._checked(data)
             pixels = self._pixels(image)
@@ -82,7 +82,8 @@ class Decoder:
         pixels = self._cost(self._checked(image))
         if data.startswith(_JPEG) and scans_of(data) > MAX_SCANS:
             raise InvalidRequest(
-                f"The image has more than {MAX_SCANS} scans, and each takes as long as a whole image: save it again",
+                f"The image has more than {MAX_SCANS} scans, and each takes as long to decode as a whole image: save "
+                "it without progressive scans",
                 param="messages",
             )
         if most is not None and pixels > most:

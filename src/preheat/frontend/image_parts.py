@@ -41,7 +41,7 @@ def _source(part: Mapping[str, Any], kind: str) -> Any:
     given = part.get(kind)
     if kind == "image_pil":
         if given is None:
-            raise InvalidRequest("A part of type 'image_pil' needs image_pil, an image of Pillow", param="messages")
+            raise InvalidRequest("A part of type 'image_pil' needs image_pil, a PIL.Image", param="messages")
         return given
     url = given.get("url") if isinstance(given, Mapping) else None
     if not isinstance(url, str):

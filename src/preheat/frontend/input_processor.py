@@ -134,8 +134,8 @@ class InputProcessor:
         if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images or "
-                    "embeddings: shorten the prompt instead",
+                    "truncate_prompt_tokens cannot cut a prompt with images or embeddings, and this one has "
+                    f"{len(ids)} tokens: shorten the prompt instead",
                     param="truncate_prompt_tokens",
                 )
             ids = ids[:kept] if params.truncation_side == "right" else ids[-kept:]
@@ -279,7 +279,7 @@ class InputProcessor:
         """Raise InvalidRequest, naming ``param`` and the way out ``instead``, unless there is a tokenizer."""
         if not self.tokenizer.speaks:
             raise InvalidRequest(
-                f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
+                f"{param} needs a tokenizer, and there is none (skip_tokenizer_init): {instead}", param=param
             )
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -336,12 +336,13 @@ class InputProcessor:
             self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
             if len(params.bad_words) > MAX_BAD_WORDS or sum(map(len, params.bad_words)) > MAX_BAD_CHARS:
                 raise InvalidRequest(
-                    f"bad_words may have {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
+                    f"bad_words may have at most {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
                     param="bad_words",
                 )
         if (count := len(params.allowed_token_ids or ())) > self.tokenizer.vocab_size:
             raise InvalidRequest(
-                f"allowed_token_ids has {count} ids, but there are {self.tokenizer.vocab_size}: name each once",
+                f"allowed_token_ids has {count} ids, but the vocabulary has {self.tokenizer.vocab_size}: name each "
+                "once",
                 param="allowed_token_ids",
             )
         if params.thinking_token_budget is not None:
@@ -358,7 +359,8 @@ class InputProcessor:
             self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"stop may have {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together", param="stop"
+                f"stop may have at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together",
+                param="stop",
             )
 
 
@@ -373,8 +375,8 @@ def recommended_params(generation: Mapping[str, Any], source: object) -> dict[st
             check_params({name: value})
         except InvalidRequest as error:
             raise ModelError(
-                f"{source} recommends what cannot be used: {error.message}; correct it, or start with "
-                "--generation-config vllm"
+                f"{source} recommends sampling parameters that cannot be used: {error.message}; correct it, or start "
+                "with --generation-config vllm"
             ) from error
     return found
 
@@ -414,7 +416,7 @@ def _check_without_tokens(params: SamplingParams) -> None:
     """Raise InvalidRequest if ``params`` look at the tokens of a prompt, for a prompt without tokens."""
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_embeds have no tokens whose log-probabilities could be given: leave out prompt_logprobs and echo",
+            "prompt_embeds have no token ids, so they have no log-probabilities: leave out prompt_logprobs and echo",
             param="prompt_logprobs",
         )
     if params.repetition_penalty != 1:
@@ -435,7 +437,8 @@ def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
         return sys.maxsize
     if asked > limits.max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}",
+            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}: "
+            "lower it",
             param="truncate_prompt_tokens",
         )
     if asked > 0:
@@ -466,13 +469,13 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
     size = size or f"{prompt} tokens"
     if prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. "
-            "Please shorten the prompt.",
+            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. Shorten the "
+            "prompt.",
             param="prompt",
         )
     if limits.max_prompt_len is not None and prompt > limits.max_prompt_len:
         raise ContextTooLong(
-            f"Your prompt has {size}, but this server reads each prompt in one step, which has room for "
+            f"Your prompt has {size}, but this server reads each prompt in one step, with room for "
             f"{limits.max_prompt_len}. Shorten the prompt, or start the server with --enable-chunked-prefill or a "
             "larger --max-num-batched-tokens.",
             param="prompt",
@@ -487,11 +490,12 @@ def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -
     if asked > room and not cap:
         raise ContextTooLong(
             f"{_maximum(limits)}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
-            "completion). Please shorten the prompt or reduce max_tokens.",
+            "completion). Shorten the prompt or reduce max_tokens.",
             param="max_tokens",
         )
     if params.min_tokens > min(asked, room):
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated", param="min_tokens"
+            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated: lower it",
+            param="min_tokens",
         )
     return min(asked, room)

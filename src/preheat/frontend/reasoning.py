@@ -80,8 +80,8 @@ class ReasoningFormat:
         self.in_text = self.marks.text and (start is None or end is None)
         if not self.in_text and (start is None or end is None):
             raise ModelError(
-                f"--reasoning-parser {name} looks for the tokens {self.marks.start} and {self.marks.end}, which the "
-                "tokenizer does not have: leave it out, or choose the model's own"
+                f"--reasoning-parser {name} needs the tokens {self.marks.start} and {self.marks.end}, and the "
+                "tokenizer does not have them: leave the option out, or choose the model's own parser"
             )
         self.start_id, self.end_id = (-1, -1) if start is None or end is None else (start, end)
 

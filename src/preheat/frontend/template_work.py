@@ -52,7 +52,7 @@ def _tojson(value: object, **options: Any) -> str:
 def _as_float(value: object) -> float:
     if isinstance(value, Decimal):
         return float(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 @lru_cache(maxsize=16)

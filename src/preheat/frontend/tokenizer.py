@@ -246,7 +246,7 @@ class NoTokenizer(Tokenizer):
         return len(self.encode(text))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so nothing can be turned into text")
+        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so tokens cannot be turned into text")
 
     def _plain_detokenizer(self, prompt: list[int], skip_special_tokens: bool) -> Detokenizer:
         return SILENT

@@ -87,7 +87,7 @@ def classes(node: Node) -> list[Ranges]:
         rest = others(each)
         found = [part for one in found for part in (common(one, each), common(one, rest)) if part]
         if len(found) > MOST_STATES:
-            raise TooComplex("it tells too many characters apart")
+            raise TooComplex("it distinguishes too many characters")
     return found
 
 
@@ -167,7 +167,7 @@ def check_counts(node: Node) -> None:
         try:
             automaton(node)
         except TooComplex as error:
-            raise TooComplex(f"repetitions within repetitions count too far ({error})") from None
+            raise TooComplex(f"repetitions within repetitions have too large counts ({error})") from None
 
 
 def ending(edges: Mapping[State, list[tuple[Ranges, State]]], ends: Iterable[State]) -> set[State]:

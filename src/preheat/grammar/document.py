@@ -133,10 +133,10 @@ class Document:
         if isinstance(own, str) and own and ref.startswith(own):
             ref = ref[len(own) :] or "#"
         if not ref.startswith("#"):
-            self.no(place, "$ref", f"to {ref!r} is not supported: only to what is within the schema")
+            self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #, for a part of this schema")
         found, path = self.root.schema, "$"
         if ref not in ("#", "#/") and not ref.startswith("#/"):
-            self.no(place, "$ref", f"to {ref!r} is not supported: only to paths within the schema")
+            self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #/, for a path within this schema")
         for step in ref[2:].split("/") if len(ref) > 1 else ():
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
@@ -144,9 +144,9 @@ class Document:
             elif isinstance(found, dict) and key in found:
                 found, path = found[key], f"{path}.{key}"
             else:
-                self.no(place, "$ref", f"means {ref}, which does not exist")
+                self.no(place, "$ref", f"means {ref}, and that does not exist")
         if not isinstance(found, bool | dict):
-            self.no(place, "$ref", f"means {ref}, which is no schema")
+            self.no(place, "$ref", f"means {ref}, and that is not a schema")
         if isinstance(found, dict):
             check(found, self.part)
         return Place(path, found)

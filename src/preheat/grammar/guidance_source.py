@@ -22,7 +22,7 @@ def grammar_source(params: StructuredOutputsParams) -> str:
     except RecursionError:
         raise refused(params.kind, "it is nested too deeply") from None
     except Inexact as error:
-        raise refused(params.kind, f"llguidance cannot keep to {error}") from None
+        raise refused(params.kind, f"llguidance cannot enforce {error}") from None
 
 
 def _source(params: StructuredOutputsParams) -> str:

@@ -62,7 +62,7 @@ class Lark:
                 return self._separated(tree)
             case kind:
                 raise refused(
-                    PART, f"format {kind} is not supported in the middle of a text: let it be last, or use xgrammar"
+                    PART, f"format {kind} is not supported in the middle of a text: put it last, or use xgrammar"
                 )
 
     def _content(self, tag: Format) -> str:

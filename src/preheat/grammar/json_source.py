@@ -30,9 +30,9 @@ def json_rules(params: StructuredOutputsParams, given: object, part: str) -> Rul
     try:
         return JsonRules(Document(schema, part), layout(params)).rules
     except UnicodeEncodeError:
-        raise refused(part, "it has half a surrogate pair, which is no character") from None
+        raise refused(part, "it has half a surrogate pair, and that is not a character") from None
     except ValueError as error:  # of numbers with thousands of digits too
-        raise refused(part, f"it cannot be kept to: {error}") from None
+        raise refused(part, f"it cannot be enforced: {error}") from None
 
 
 def layout(params: StructuredOutputsParams) -> Layout:
@@ -54,7 +54,7 @@ def _free(pattern: str) -> Node:
     except (PatternError, TooComplex) as error:
         raise refused(name, str(error)) from None
     if empty or not _blank(node):
-        raise refused(name, "it must be about spaces, tabs and line breaks alone")
+        raise refused(name, "it must match only spaces, tabs and line breaks")
     return node
 
 

@@ -109,7 +109,7 @@ def check(schema: Any, part: str) -> None:
             size += _said(key, value)
             meant = _KNOWN.get(key.replace("_", "").replace("-", "").lower())
             if meant not in (None, key):
-                raise refused(part, f"{key} is no keyword of JSON Schema, {meant} is (at {path}.{key})")
+                raise refused(part, f"{key} is not a keyword of JSON Schema, {meant} is (at {path}.{key})")
         todo += inner_schemas(path, each)
         check_size(part, size, "its names, patterns and values have")
 

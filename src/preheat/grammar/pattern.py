@@ -235,7 +235,7 @@ _QUANTIFIERS: tuple[tuple[str, tuple[int, int | None]], ...] = (("*", (0, None))
 def _single(code: int, at: int) -> Ranges:
     if found := characters.common(((code, code),), characters.ANY_CHARACTER):
         return found
-    raise PatternError(f"{code:x} is no character", at)
+    raise PatternError(f"{code:x} is not a character", at)
 
 
 def _span(low: Ranges, high: Ranges, at: int) -> Ranges:
@@ -243,7 +243,7 @@ def _span(low: Ranges, high: Ranges, at: int) -> Ranges:
     if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or high[0][0] != high[0][1]:
         raise PatternError("a range of classes", at)
     if low[0][0] > high[0][0]:
-        raise PatternError("a range whose end is before its beginning", at)
+        raise PatternError("a range that ends before it begins", at)
     return characters.ranges((low[0][0], high[0][0]))
 
 

@@ -309,5 +309,5 @@ def open_grammars(
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
     except BaseException as error:  # the library raises many kinds, and its panic is no Exception
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        logger.warning("There are no structured outputs: %s", reason)
+        logger.warning("Structured outputs are not available: %s", reason)
         return f"the tokenizer cannot be used for grammars ({reason})"

@@ -69,7 +69,7 @@ def loaded(given: object, part: str) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

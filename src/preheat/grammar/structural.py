@@ -46,7 +46,7 @@ def format_of(params: StructuredOutputsParams) -> Format:
         raise refused(PART, f"{min(unknown)} is not supported; it has a format, or structures and triggers")
     if "format" in given:
         if old := given.keys() & {"structures", "triggers"}:
-            raise refused(PART, f"{min(old)} and format both say what the text must be; give one")
+            raise refused(PART, f"{min(old)} and format both constrain the text; give one of them")
         return _checked(given["format"], "format")
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not structures:
@@ -66,7 +66,7 @@ def _checked(given: Any, at: str) -> Format:
         raise refused(PART, f"{at} must be an object with a type")
     kind = given["type"]
     if kind not in FIELDS:
-        raise refused(PART, f"{at} has type {kind}, which is not supported; there are {', '.join(FIELDS)}")
+        raise refused(PART, f"{at}: type {kind} is not supported; supported are {', '.join(FIELDS)}")
     must, may = FIELDS[kind]
     own = {key: value for key, value in given.items() if value is not None}
     if wrong := (must - own.keys()) or (own.keys() - must - may - {"type"}):

@@ -47,7 +47,7 @@ def _written(rules: Rules, part: str) -> str:
     try:
         return EbnfWriter().text(rules, ROOT)
     except (TooComplex, Inexact) as error:
-        raise refused(part, f"xgrammar cannot keep to it: {error}") from None
+        raise refused(part, f"xgrammar cannot enforce it: {error}") from None
 
 
 def _regex(pattern: str, part: str) -> str:
@@ -56,7 +56,7 @@ def _regex(pattern: str, part: str) -> str:
         if is_empty(node):
             raise refused(part, "no text satisfies it")
     except PatternError as error:
-        raise refused(part, f"it is no regular expression that is supported: {error}") from None
+        raise refused(part, f"its regular expression is not supported: {error}") from None
     return _written({ROOT: Token(node)}, part)
 
 

@@ -44,12 +44,12 @@ MESSAGE_CHARACTERS = 2000
 """Most characters of an error; it may name a tensor of any length."""
 
 _OTHERS = {
-    "lora_magnitude_vector": "is of DoRA, which is not supported",
+    "lora_magnitude_vector": "belongs to DoRA, and DoRA is not supported",
     "lora_A.": "is not named as PEFT names it: save the adapter with save_pretrained",
     "lora_B.": "is a bias or not named as PEFT names it; neither is supported",
     "lora_": "is of a variant of LoRA that is not supported",
-    "": "is a whole weight, as those of modules_to_save, of biases or of a resized vocabulary: only the base model's "
-    "own are served",
+    "": "is a whole weight (of modules_to_save, a bias or a resized vocabulary): only the base model's whole weights "
+    "are served",
 }
 """Why a tensor that is no factor is refused, by a part of its name."""
 
@@ -118,8 +118,8 @@ def read_adapter(
             rules, found = _checked(file, config, spec, max_rank)
             if without_experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
-                    f"module {of_experts[0]} is of an expert: adapters of experts are not served {without_experts}; "
-                    "those of attention, routers and shared experts alone are"
+                    f"module {of_experts[0]} belongs to an expert: adapters of experts are not served "
+                    f"{without_experts}; adapters of attention, routers and shared experts are"
                 )
             factors, digest = _read(file, rules, found, dtype)
     except (AdapterError, ModelError, OSError, SafetensorError) as error:
@@ -164,7 +164,7 @@ def _opened(folder: Path, most: int) -> Any:
         _check_header(folder / TENSORS, most)
         return open_tensors(folder / TENSORS)
     if pickle := next((name for name in _PICKLES if os.path.lexists(folder / name)), None):
-        raise AdapterError(f"{pickle} is a pickle, which may run code: save the adapter as {TENSORS}")
+        raise AdapterError(f"{pickle} is a pickle, and reading one may run code: save the adapter as {TENSORS}")
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
@@ -207,11 +207,11 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
     stacked = {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
     found: dict[str, Single | Stack] = {**singles, **stacked}
     if not found:
-        raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
+        raise AdapterError(f"{TENSORS} holds no LoRA tensors")
     if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
         raise AdapterError(
-            "ensure_weight_tying is set: what adapts the table of embeddings would adapt the output head, too; that is "
-            "not supported: train both, or one, without it"
+            "ensure_weight_tying is set: an adapter of the table of embeddings would also adapt the output head, and "
+            "that is not supported: train one or both without it"
         )
     _check_complete(found, rules, spec, expected.keys() if found.keys() & experts.keys() else expected.keys() - experts)
     return rules, found
@@ -233,7 +233,7 @@ def _checked_stack(file: Any, raw: str, stacks: list[Stack], rules: ModuleRules,
     fitting = [each for each in stacks if [each.inputs, each.outputs] == [a[-1], b[0]]]
     if not fitting:
         shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
-        raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model makes it {shapes}")
+        raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model needs {shapes}")
     stack = fitting[0]
     if not rules.names_parameter(stack.parameter):
         raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
@@ -280,9 +280,9 @@ def _modules(file: Any, spec: ModelSpec) -> list[str]:
             raise AdapterError(f"tensor {tensor} {why}")
     for module, there in halves.items():
         if missing := set(_halves(_stored_name(module, spec), spec)) - there:
-            raise AdapterError(f"module {module} has no {min(missing)}: both halves are needed")
+            raise AdapterError(f"module {module} has no {min(missing)}: both matrices are needed")
         if more := there - set(_halves(_stored_name(module, spec), spec)):
-            raise AdapterError(f"module {module} has {min(more)} too, which only other modules have")
+            raise AdapterError(f"module {module} has {min(more)}, and only modules of another kind have it")
     return list(halves)
 
 
@@ -316,9 +316,9 @@ def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> st
     """Return the reason why ``module`` cannot be adapted."""
     tower = (leaf for _, leaf in leaves(spec.vision) if isinstance(leaf, LinearSpec)) if spec.vision else ()
     if any(module == name for linear in tower for name, _ in linear.parts):
-        return "is of the vision tower: adapters of what reads images are not supported"
+        return "belongs to the vision tower: adapters of the image encoder are not supported"
     ends = sorted({name.rpartition(".")[2] for name in expected})
-    return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
+    return f"cannot be adapted in this model: only {', '.join(ends)} of its layers can"
 
 
 def _check_rank(module: str, rank: int, max_rank: int) -> None:
@@ -333,7 +333,7 @@ def _check_shapes(file: Any, tensors: Iterable[str], rank: int, shapes: Iterable
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
         if shape != wanted:
             raise AdapterError(
-                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config make it {wanted}"
+                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config need {wanted}"
             )
         if dtype not in _DTYPES:
             raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
@@ -365,8 +365,7 @@ def _check_scale(module: str, alpha: float, scale: float, matrices: Iterable[Ten
     largest = max(1.0, *(float(each.abs().max()) for each in matrices))
     if abs(scale) * largest > torch.finfo(torch.float32).max:
         raise AdapterError(
-            f"lora_alpha {alpha:g} scales {module} by {scale:g}, which makes numbers that float32 cannot hold: make it "
-            "smaller"
+            f"lora_alpha {alpha:g} scales {module} by {scale:g}, beyond the range of float32: make lora_alpha smaller"
         )
 
 

@@ -58,9 +58,7 @@ def open_adapters(
     for module in lora_modules(settings.lora_modules):
         adapter = adapters.serve(module.name, module.path)
         logger.info("Adapter %s from %s: %s", module.name, module.path, adapter.digest)
-    logger.info(
-        "%d places for adapters of rank %d at most: %.1f MiB", seats.places, seats.max_rank, seats.bytes / 2**20
-    )
+    logger.info("%d adapter slots of rank %d at most: %.1f MiB", seats.places, seats.max_rank, seats.bytes / 2**20)
     return adapters
 
 

@@ -24,19 +24,19 @@ CONFIG_BYTES = 4 << 20
 """Most bytes that are read of an adapter's config: some ten thousand names of modules."""
 
 _REFUSED = {
-    "use_dora": "DoRA, which scales whole rows of the base model's weights",
-    "alora_invocation_tokens": "an activated LoRA (aLoRA), which begins in the middle of a prompt",
+    "use_dora": "DoRA (it scales whole rows of the base model's weights)",
+    "alora_invocation_tokens": "an activated LoRA (aLoRA; it begins in the middle of a prompt)",
     "lora_bias": "a LoRA with biases",
     "layer_replication": "more layers than the base model has",
     "use_qalora": "QALoRA",
-    "use_bdlora": "BD-LoRA, whose matrices are blocks",
+    "use_bdlora": "BD-LoRA (its matrices are blocks)",
     "modules_to_save": "whole modules in place of the base model's",
     "trainable_token_indices": "rows of the embedding in place of the base model's",
-    "arrow_config": "Arrow, which mixes adapters",
-    "kasa_config": "KaSA, which changes the base model's weights",
+    "arrow_config": "Arrow (it mixes adapters)",
+    "kasa_config": "KaSA (it changes the base model's weights)",
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
-    "fan_in_fan_out": "a base model whose layers are stored transposed (Conv1D), as no model here is",
+    "fan_in_fan_out": "a base model with transposed layers (Conv1D), unlike all models here",
 }
 """The features that are not computed, by the field that asks for them."""
 
@@ -80,7 +80,7 @@ class AdapterConfig:
     def read(cls, folder: Path) -> AdapterConfig:
         """Read the config from the file in ``folder``. Raises AdapterError, naming the field."""
         if not os.path.lexists(folder / CONFIG):
-            raise AdapterError(f"the folder holds no {CONFIG}, so it is no adapter of PEFT")
+            raise AdapterError(f"the folder holds no {CONFIG}, so it is not an adapter of PEFT")
         try:
             return cls.of(read_json(folder / CONFIG, most=CONFIG_BYTES))
         except ModelError as error:
@@ -96,7 +96,7 @@ class AdapterConfig:
         if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
             raise AdapterError(f"{CONFIG}: target_parameters must be a list of names, got {brief(parameters)}")
         if targets in _UNSET and not parameters:
-            raise AdapterError(f"{CONFIG}: target_modules must say which modules are adapted")
+            raise AdapterError(f"{CONFIG}: target_modules must name the adapted modules")
         layers = fields.get("layers_to_transform")
         return cls(
             rank=rank,
@@ -189,7 +189,7 @@ class ModuleRules:
             return int(found.group or "")
         except ValueError:
             raise AdapterError(
-                f"{CONFIG}: layers_pattern matches {found.group!r}, which is no layer's number"
+                f"{CONFIG}: layers_pattern matches {found.group!r}, and that is not the number of a layer"
             ) from None
 
 
@@ -204,8 +204,8 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
             raise AdapterError(f"{CONFIG}: {name} is set: {what}; that is not supported")
         if name not in _READ | _HARMLESS:
             raise AdapterError(
-                f"{CONFIG}: {brief(name)} is set, and it is not known what it means; if it changes nothing about the "
-                "answers, remove it"
+                f"{CONFIG}: {brief(name)} is set, and preheat does not know it; remove it if it changes nothing about "
+                "the answers"
             )
     if (bias := fields.get("bias", "none")) not in ("none", None):
         raise AdapterError(f"{CONFIG}: bias is {brief(bias)}: adapters with biases are not supported, only 'none' is")
@@ -213,11 +213,12 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
     init = init.lower() if isinstance(init, str) else init
     if isinstance(init, str) and init.startswith(_BASE_CHANGING):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights is {brief(init)}, which changes the base model's weights: the adapter does "
-            "not fit the plain ones. Save it as a plain LoRA, with PEFT's path_initial_model_for_weight_conversion"
+            f"{CONFIG}: init_lora_weights is {brief(init)}, and such training changes the base model's weights: the "
+            "adapter does not fit the original ones. Save it as a plain LoRA, with PEFT's "
+            "path_initial_model_for_weight_conversion."
         )
     if init not in _PLAIN_INITS:
-        raise AdapterError(f"{CONFIG}: init_lora_weights is {brief(init)}, which is not known here")
+        raise AdapterError(f"{CONFIG}: init_lora_weights is {brief(init)}, an unknown value")
 
 
 def _rank(name: str, value: object) -> int:

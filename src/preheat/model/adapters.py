@@ -178,7 +178,10 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
     for name, rows in spec.pieces():
         found.setdefault(name, []).append(torch.arange(*rows))
         if name != names[len(found) - 1]:
-            raise SettingsError(f"enable_lora: rows of {name} are among those of another module", param="enable_lora")
+            raise SettingsError(
+                f"enable_lora: the rows of {name} lie among the rows of another module; leave enable_lora out",
+                param="enable_lora",
+            )
     return [torch.cat(found[name]) for name in names]
 
 

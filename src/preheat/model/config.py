@@ -146,7 +146,7 @@ class Config:
     def require(self, name: str) -> None:
         """Raise ModelError unless the config states ``name``."""
         if not self.has(name):
-            raise ModelError(f"config.json has no {name}, which models of {self.architecture} must state")
+            raise ModelError(f"config.json has no {name}, and models of {self.architecture} need it")
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Return a list of numbers; an absent one is empty."""
@@ -175,7 +175,7 @@ class Config:
         """Raise ModelError if this part has its own quantization config."""
         if (config := self.quantization()) is not None:
             method = config.get("quant_method", "unknown")
-            raise ModelError(f"a part of a model that is quantized by itself ({method}) is not supported")
+            raise ModelError(f"a quantization_config of one part of a model ({method}) is not supported")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Return the ids of a field: one id, a list or null."""
@@ -210,7 +210,7 @@ class Config:
         params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         if self.mapping("rope_scaling") not in ({}, params):
             raise ModelError(
-                "config.json has rope_parameters and rope_scaling, which differ: set one of them to null with "
+                "config.json has rope_parameters and rope_scaling with different values: set one of them to null with "
                 "--hf-overrides"
             )
         if layers is not None and isinstance(params.get(layers), Mapping):
@@ -301,7 +301,7 @@ def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple
     if asked == "auto" and not native_bfloat16:
         return "float32", f"the checkpoint is {wanted}, but this device has no native bfloat16: running as float32"
     if wanted == "float16":
-        return "bfloat16", "float16 runs as bfloat16, which has the same size and a wider range"
+        return "bfloat16", "float16 runs as bfloat16, with the same size and a wider range"
     return "bfloat16", None
 
 

@@ -146,8 +146,8 @@ def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
 def _must_fit(what: str, own: int, other: int) -> None:
     if own != other:
         raise SettingsError(
-            f"the head was made for a model with a {what.format(own)}, and this one has {other:,}: choose the head of "
-            "this model",
+            f"the head was made for a model with a {what.format(own)}, and this model has {other:,}: choose the head "
+            "of this model",
             param="speculative_config",
         )
 
@@ -163,7 +163,7 @@ def _layers(config: Config, count: int) -> tuple[int, ...]:
     if any(not 0 < layer < count for layer in layers):
         raise ModelError(
             f"the head reads the residual stream before layers {layers}, and the model has {count}: each must be "
-            f"between 1 and {count - 1}; {LAYER_IDS} in the head's config.json says which"
+            f"between 1 and {count - 1}; {LAYER_IDS} in the head's config.json names them"
         )
     return tuple(layers)
 

@@ -83,22 +83,20 @@ def find_checkpoint(
     path = Path(model).expanduser()
     if _GGUF.search(model):
         raise ModelError(
-            f"{what} {files.shown(model)!r} is a GGUF file, whose formats are read by llama.cpp: give the checkpoint "
-            "that it was made of, a directory or an organisation/name with config.json and safetensors; quantized ones "
-            "are GPTQ, AWQ, FP8 and compressed-tensors, see docs/quantization.md",
+            f"{what} {files.shown(model)!r} is a GGUF file, a format of llama.cpp: give the checkpoint that it was "
+            "made from, a directory or an organization/name with config.json and safetensors. Quantized checkpoints "
+            "can be GPTQ, AWQ, FP8 or compressed-tensors, see docs/quantization.md.",
             param=what,
         )
     if not os.path.isdir(path):  # also false for a name that is too long
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
             raise ModelError(
-                f"{what} {files.shown(model)!r} is neither a directory nor an organisation/name on the Hub", param=what
+                f"{what} {files.shown(model)!r} is neither a directory nor an organization/name on the Hub", param=what
             )
         path = _download(model, revision, with_weights=with_weights, folder=download_dir, token=token, what=what)
     if what == "model" and not os.path.lexists(path / "config.json"):
         gguf = "gguf" in model.lower() or any(path.glob(f"*{GGUF}"))
-        hint = (
-            ", but GGUF files, which are read by llama.cpp: give the checkpoint that they were made of" if gguf else ""
-        )
+        hint = ", but GGUF files, a format of llama.cpp: give the checkpoint that they were made from" if gguf else ""
         raise ModelError(f"model {model!r}: {path} holds no config.json{hint}", param=what)
     return path
 
@@ -156,7 +154,7 @@ def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]
         found = (path.name for path in directory.glob("*.safetensors"))
         names = sorted(name for name in found if not name.startswith("consolidated"))
     if missing := [name for name in names if not os.path.lexists(directory / name)]:
-        raise ModelError(f"{directory} lacks {some(missing)}, which its index names")
+        raise ModelError(f"{directory} lacks {some(missing)}, though its index names it: fetch the checkpoint again")
     if not names:
         raise ModelError(f"{directory} holds no *.safetensors file; convert the checkpoint, or use --load-format dummy")
     for name in names:

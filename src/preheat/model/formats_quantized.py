@@ -279,11 +279,11 @@ class Gptq(QuantizedFormat):
         if index.eq(UNSAID).all():
             index = in_order
         if int(index.min()) < 0 or int(index.max()) >= groups:
-            raise ModelError(f"{name}.g_idx names groups that there are not")
+            raise ModelError(f"{name}.g_idx names groups that do not exist")
         if known is None and not torch.equal(index, in_order):
-            raise ModelError(f"{name}.g_idx: it is not in order, though desc_act is false")
+            raise ModelError(f"{name}.g_idx is not in order, though desc_act is false")
         if known is not None and not known.eq(UNSAID).all() and not torch.equal(index, known):
-            raise ModelError(f"{name}.g_idx: it differs from that of the modules beside it, which is not supported")
+            raise ModelError(f"{name}.g_idx must equal the g_idx of the modules beside it")
         if known is not None:
             known.copy_(index)
 

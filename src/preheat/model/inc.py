@@ -243,7 +243,7 @@ def _names(path: str, values: Mapping[str, Any], key: str) -> Names:
         try:
             re.compile(name)
         except (re.error, TypeError) as error:
-            raise _wrong(path, f"{key}: {name!r} is no regular expression: {error}") from None
+            raise _wrong(path, f"{key}: {name!r} is not a regular expression: {error}") from None
     return Names(names, types)
 
 
@@ -284,7 +284,7 @@ def read_ranges(config: IncConfig) -> dict[str, Ranges]:
     for path in rank_files(config):
         nodes = _read_json(path, "quant_config").get("Nodes")
         if not isinstance(nodes, Mapping):
-            raise _wrong(path, "it has no Nodes, so it is no file of ranges")
+            raise _wrong(path, "it has no Nodes, so it is not a file of ranges")
         for name, node in nodes.items():
             now = _node(path, name, node)
             before = found.get(name, now)
@@ -311,7 +311,7 @@ def rank_files(config: IncConfig) -> list[Path]:
         if match := re.fullmatch(re.escape(base.name) + r"_(\d+)_(\d+)\.json", path.name):
             by_world.setdefault(int(match[2]), {})[int(match[1])] = path
     if not by_world:
-        also = " (there is an .npz alone: those are pickles, which are not opened)" if _npz(base) else ""
+        also = " (there is only an .npz: it is a pickle, and pickles are not opened)" if _npz(base) else ""
         raise _wrong(config.path, f"no ranges in {whole} or {base.name}_RANK_RANKS.json beside it{also}: "
                      "measure with preheat calibrate")  # fmt: skip
     world, ranks = min(by_world.items())
@@ -340,7 +340,7 @@ def _numbers(nested: Any) -> Iterator[float]:
         return
     value = float(nested)
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value} is no magnitude")
+        raise ValueError(f"{value} is not a magnitude (a finite number of at least 0)")
     yield value
 
 
@@ -398,8 +398,8 @@ def is_blocked(config: IncConfig, module: str, kind: str, linear: LinearSpec) ->
     if not config.takes(module, kind):
         return True
     if len(taken) > 1:
-        raise _wrong(config.path, f"the lists tell the parts of {module} apart, which share one matrix: name all of "
-                     f"{', '.join(name for name, _ in linear.parts)}")  # fmt: skip
+        raise _wrong(config.path, f"the lists name only some parts of {module}, and its parts share one matrix: "
+                     f"name all of {', '.join(name for name, _ in linear.parts)}")  # fmt: skip
     return not taken.pop()
 
 
@@ -457,7 +457,10 @@ def _cache_scale(config: IncConfig, names: tuple[str, ...], ranges: Mapping[str,
     if name is None or not ranges[name].inputs:
         if config.method in WITHOUT_RANGES:
             return config.input_scale(0.0)
-        raise _wrong(config.path, f"there are no ranges of {names[0]}, which kv_cache_dtype fp8_inc needs")
+        raise _wrong(
+            config.path,
+            f"kv_cache_dtype fp8_inc needs the ranges of {names[0]}, and there are none: measure them, or write auto",
+        )
     return config.input_scale(ranges[name].inputs[0])
 
 
@@ -469,8 +472,8 @@ def warn_of_device(config: IncConfig, platform: str) -> None:
     if config.device is not None:
         device = {"gaudi2": "Gaudi 2", "gaudi3": "Gaudi 3"}[config.device]
         logger.warning(
-            "The ranges of %s were measured on %s: scales follow its rules, what is rounded is simulated on %s, and "
-            "answers are not that device's", config.path, device, platform,
+            "The ranges of %s were measured on %s: scales follow the rules of that device, rounding is simulated on "
+            "%s, and answers differ from that device's", config.path, device, platform,
         )  # fmt: skip
 
 

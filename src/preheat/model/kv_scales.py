@@ -53,7 +53,7 @@ def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
         return _with_kv(spec, lambda layer: replace(layer.kv, dtype=FP8[asked]))
     if asked not in ("auto", dtype) and SAME.get(asked) != dtype:
         raise SettingsError(
-            f"kv_cache_dtype {asked} is not what the model runs in, {dtype}: write auto, or one of {', '.join(FP8)}",
+            f"kv_cache_dtype {asked} differs from the model's dtype, {dtype}: write auto, or one of {', '.join(FP8)}",
             param="kv_cache_dtype",
         )
     return spec
@@ -159,5 +159,5 @@ def identity(spec: ModelSpec) -> dict[str, str] | None:
 
 def _positive(name: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
-        raise ModelError(f"tensor {name} of the checkpoint is no scale: {value}")
+        raise ModelError(f"tensor {name} of the checkpoint is not a scale: {value}")
     return value

@@ -153,7 +153,9 @@ def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec
 
     def read(name: str) -> float:
         if prod(files.shapes[name]) != 1:
-            raise ModelError(f"tensor {name} has shape {list(files.shapes[name])}: one scale for a layer is supported")
+            raise ModelError(
+                f"tensor {name} has shape {list(files.shapes[name])}: only one scale for each layer is supported"
+            )
         scale = torch.empty(files.shapes[name], dtype=torch.float32)
         files.fill(name, scale)
         return scale.item()

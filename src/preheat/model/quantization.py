@@ -182,7 +182,7 @@ def _walked(node: T, says: Named, routers: bool) -> T:
         changed = _experts(node, says)
     elif isinstance(node, GateSpec):
         if routers and says(node.name) is not None:
-            raise ModelError(f"quantization of {node.name} is not supported: it is not among the modules to ignore")
+            raise ModelError(f"quantization of {node.name} is not supported: it must be among the modules to ignore")
     elif is_dataclass(node) and not isinstance(node, type):
         skipped = {"router"} if isinstance(node, MoeSpec) and not routers else set()
         names = [field.name for field in fields(node) if field.name not in skipped]
@@ -224,8 +224,7 @@ def _agreed(modules: Sequence[str], says: Named) -> Stored | None:
     if others:
         one, other = (next(module for module in modules if found[module] == each) for each in (first, others[0]))
         raise ModelError(
-            f"{one} and {other} are computed as one, but the checkpoint quantizes them in different ways, which is not "
-            "supported"
+            f"{one} and {other} are computed as one layer, so the checkpoint must quantize them in the same way"
         )
     return first
 
@@ -290,7 +289,7 @@ class _Fields:
         try:
             re.compile(name[3:])
         except re.error as error:
-            raise ModelError(f"{self.method}: {name!r} is no regular expression: {error}") from None
+            raise ModelError(f"{self.method}: {name!r} is not a regular expression: {error}") from None
 
     def below(self, name: str, value: object) -> _Fields:
         if not isinstance(value, Mapping):

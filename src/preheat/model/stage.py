@@ -25,7 +25,7 @@ def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
     count = len(spec.layers)
     if stages > count:
         raise ModelError(
-            f"the model has {count} layers, so --pipeline-parallel-size is {count} at most",
+            f"the model has {count} layers: lower --pipeline-parallel-size to {count} or less",
             param="pipeline_parallel_size",
         )
     first, end = (-(-at * count // stages) for at in (number, number + 1))

@@ -35,8 +35,8 @@ def with_stored_head(spec: ModelSpec, stored: StoredTensors, dtype: torch.dtype)
     if same_rows(stored, HEAD, table, dtype):
         return spec
     logger.warning(
-        "tie_word_embeddings is true, but the checkpoint has a %s of its own, which differs from %s: it is used, and "
-        "the two are not tied", HEAD, table,
+        "tie_word_embeddings is true, but the checkpoint has a %s that differs from %s: both are used, and they are "
+        "not tied", HEAD, table,
     )  # fmt: skip
     return replace(spec, head=replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)))
 

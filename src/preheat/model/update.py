@@ -134,8 +134,8 @@ class Update:
             lacking = part.tensors(model.formats).keys() - given
             if lacking and not part.may_be_partial(model.formats):
                 raise ModelError(
-                    f"{some(sorted(part.tensors(model.formats).keys() & given))}: they are one layer with "
-                    f"{some(sorted(lacking))}, which must come with them"
+                    f"{some(sorted(part.tensors(model.formats).keys() & given))} cannot be updated alone: give "
+                    f"{some(sorted(lacking))} too, as they are one layer"
                 )
             filled = Patched(source, part) if lacking else source
             loader = WeightLoader(filled, model.dtype, backend, model.formats, from_host=on_host)
@@ -146,7 +146,7 @@ class Update:
     def _pair(self, loaded: object, made: object) -> None:
         for old, new in zip(tensors_of(loaded), tensors_of(made), strict=True):
             if old.dtype != new.dtype or (old.layout is torch.strided and old.shape != new.shape):
-                raise ModelError(f"a tensor of {list(new.shape)} cannot take the place of one of {list(old.shape)}")
+                raise ModelError(f"a tensor of shape {list(new.shape)} cannot replace one of shape {list(old.shape)}")
             here = id(old) if is_packed(old) else (old.data_ptr(), old.shape)
             self._pairs.setdefault(here, (old, new))  # a part may have a tensor under two names
 

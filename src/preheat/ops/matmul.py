@@ -110,7 +110,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     Raises ValueError unless the number of parts is a power of two.
     """
     if len(parts) & (len(parts) - 1) or not parts:
-        raise ValueError(f"a tree has 1, 2, 4, ... leaves, not {len(parts)}")
+        raise ValueError(f"a sum takes 1, 2, 4, ... K splits, not {len(parts)}")
     level = list(parts)
     while len(level) > 1:
         level = [level[at] + level[at + 1] for at in range(0, len(level), 2)]

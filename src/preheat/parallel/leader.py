@@ -133,7 +133,7 @@ class ParallelExecutor(SharedExecutor):
         for rank, theirs in enumerate(self.ranks.call("agree"), 1):
             if different := [name for name, value in mine.items() if theirs[name] != value]:
                 said = "; ".join(f"{name}: {mine[name]} on rank 0, {theirs[name]} on rank {rank}" for name in different)
-                raise PreheatError(f"The ranks do not agree, so no request is taken: {said}")
+                raise PreheatError(f"The ranks do not agree, so the engine takes no requests: {said}")
 
     def cold_sources(self) -> Mapping[str, Counted]:
         """Return sources of the other ranks' cold events from now on."""

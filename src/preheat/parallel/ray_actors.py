@@ -73,8 +73,8 @@ class RankActors:
         if not self._group.wait(_PLACE_SECONDS):
             remove_placement_group(self._group)
             raise SettingsError(
-                f"distributed_executor_backend ray: Ray could not reserve {what}, in {_PLACE_SECONDS:g} s: lower "
-                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end what holds theirs",
+                f"distributed_executor_backend ray: Ray could not reserve {what} in {_PLACE_SECONDS:g} s: lower "
+                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end the jobs that hold their resources",
                 param="tensor_parallel_size",
             )
 
@@ -84,7 +84,7 @@ class RankActors:
         def check() -> None:
             for rank, actor in enumerate(actors, 1):
                 if actor.poll() is not None:
-                    raise RankDied(f"Rank {rank} ended before it had begun{actor.reason}")
+                    raise RankDied(f"Rank {rank} ended before its start was complete{actor.reason}")
 
         try:
             return self._met(actors, check)

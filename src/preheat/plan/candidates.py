@@ -68,7 +68,8 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
     """
     if limits.num_blocks < 2:
         raise SettingsError(
-            f"a cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, one of them pads"
+            f"a KV cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, as one of them is for "
+            "padding"
         )
     policy = policy_named(options.bucketing_policy)
     regions = policy.regions(limits, options)
@@ -91,7 +92,7 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
     if options.verify_widths[-1] > limits.max_num_batched_tokens:
         raise SettingsError(
             f"a row of {options.verify_widths[-1]} tokens, drafts included, exceeds max_num_batched_tokens "
-            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens or raise it",
+            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens, or raise max_num_batched_tokens",
             param="num_speculative_tokens",
         )
     decode = next(phase for phase in phases if phase.phase == "decode")
@@ -104,19 +105,19 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
 def _warn_of_unused(options: PlanOptions, regions: Sequence[Region], policy: Policy) -> None:
     """Warn of bucket settings that the plan cannot follow."""
     if options.bucketing_from_file is not None and options.bucketing_strategy not in ("auto", "file"):
-        logger.warning("bucketing strategy %s without effect: a file names the buckets", options.bucketing_strategy)
+        logger.warning("bucketing strategy %s has no effect: a file names the buckets", options.bucketing_strategy)
     used = {dimension.name for region in regions for dimension in region.dimensions}
     for name in DIMENSIONS:
         what, pads = f"VLLM_{name.upper()}_BUCKET_*", options.pads(name) != (None, None)
         if not options.is_asked(name) and not pads:
             continue
         if options.bucketing_from_file is not None:
-            logger.warning("%s without effect: --bucketing-from-file names the buckets", what)
+            logger.warning("%s has no effect: --bucketing-from-file names the buckets", what)
         elif name not in used and options.is_asked(name):
-            context = "the length of contexts is no part of a program; " if name.startswith("decode") else ""
-            logger.warning("%s without effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
+            context = "the length of contexts is not part of a program; " if name.startswith("decode") else ""
+            logger.warning("%s has no effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
         elif name in used and pads and options.strategy(name, policy.strategy) != "padding_aware":
-            logger.warning("%s: its padding is without effect: that is for padding_aware sizes", what)
+            logger.warning("%s: its padding has no effect: only padding_aware sizes have padding", what)
 
 
 def _sizes_of(regions: Sequence[Region]) -> str:
@@ -129,7 +130,7 @@ def coarser(axes: Sequence[Axis]) -> str:
     It is to raise the step of the dimension with the most sizes.
     """
     axis = max(axes, key=lambda axis: len(axis.values))
-    return f"raise {axis.knob}_STEP (now {axis.step}, which makes {len(axis.values):,} sizes)"
+    return f"raise {axis.knob}_STEP (now {axis.step}, for {len(axis.values):,} sizes)"
 
 
 def _from_sizes(limits: Limits, options: PlanOptions, region: Region, policy: Policy) -> Candidates:

@@ -24,13 +24,19 @@ MOST_REASONS = 8
 
 def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``preheat buckets``."""
-    parser.add_argument("--strategy", default="linear", choices=STRATEGIES, help="rule that spaces the values")
+    parser.add_argument("--strategy", default="linear", choices=STRATEGIES, help="rule that spaces the sizes")
     parser.add_argument("--min", type=int, required=True, help="smallest value")
-    parser.add_argument("--step", type=int, required=True, help="distance of values, or what they are multiples of")
-    parser.add_argument("--max", type=int, required=True, help="largest value; always one of the sizes")
-    parser.add_argument("--count", type=int, help="points of the exponential strategy (default: one a doubling)")
-    parser.add_argument("--pad-max", type=int, help="most padding, for padding_aware (default: a quarter of max)")
-    parser.add_argument("--pad-percent", type=int, help=f"the same in percent, at most 50 (default: {PAD_PERCENT})")
+    parser.add_argument(
+        "--step", type=int, required=True, help="step between sizes, or the number that they are multiples of"
+    )
+    parser.add_argument("--max", type=int, required=True, help="largest size; always in the list")
+    parser.add_argument("--count", type=int, help="number of sizes, for exponential (default: one for each doubling)")
+    parser.add_argument("--pad-max", type=int, help="maximum padding, for padding_aware (default: a quarter of max)")
+    parser.add_argument(
+        "--pad-percent",
+        type=int,
+        help=f"maximum padding in percent, for padding_aware, at most 50 (default: {PAD_PERCENT})",
+    )
     parser.add_argument("--json", action="store_true", help="print a list of integers")
 
 

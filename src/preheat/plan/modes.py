@@ -45,11 +45,11 @@ def asked(settings: Settings) -> Mode | None:
         return chosen
     if BY_BRIDGE[None, settings.enforce_eager] not in (None, chosen):
         raise SettingsError(
-            f"execution_mode {chosen} contradicts enforce_eager, which means {bridge}: drop one of them",
+            f"execution_mode {chosen} contradicts enforce_eager (execution mode {bridge}): drop one of them",
             param="execution_mode",
         )
     if settings.lazy_mode is not None:
-        logger.warning("%s without effect: execution_mode is %s", LAZY_MODE, chosen)
+        logger.warning("%s has no effect: execution_mode is %s", LAZY_MODE, chosen)
     return chosen
 
 
@@ -64,7 +64,7 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
     if settings.enforce_eager and settings.lazy_mode is None and settings.execution_mode == "auto":
         mode = modes.enforced
     if mode in modes.rejected and settings.execution_mode == "auto" and settings.lazy_mode is not None:
-        logger.warning("%s without effect: there is no mode %s, %s", LAZY_MODE, mode, modes.rejected[mode])
+        logger.warning("%s has no effect: there is no mode %s, because %s", LAZY_MODE, mode, modes.rejected[mode])
         mode = BY_BRIDGE[None, settings.enforce_eager] or modes.default
     if mode in modes.rejected:
         raise SettingsError(
@@ -109,7 +109,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
             )
     for name, reason in facts.ignored.items():
         if getattr(settings, name) is not None:
-            warn(f"{OPTIONS[name].env} without effect: {reason}")
+            warn(f"{OPTIONS[name].env} has no effect: {reason}")
     settings = with_defaults(settings, facts)
     size = settings.block_size
     if settings.num_scheduler_steps > 1 and not facts.asynchronous:
@@ -127,7 +127,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
     mixed_steps = policy_of(settings).mixed_steps
     if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
         raise SettingsError(
-            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
+            "max_num_mixed_tokens limits steps that mix prompts and decoding: leave it unset, or use the unified "
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )

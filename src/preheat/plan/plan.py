@@ -227,7 +227,7 @@ def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | Non
 def _shadow_reason(winner: Bucket | None) -> str:
     if winner is not None:
         return f"shadowed: every step that it could hold runs cheaper in {winner}"
-    return "shadowed: no step within the limits needs it, a smaller bucket holds all that it could be asked for"
+    return "shadowed: a smaller bucket holds every step within the limits that could need it"
 
 
 def _refuse_large(plan: Plan) -> None:

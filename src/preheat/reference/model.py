@@ -156,7 +156,10 @@ class ReferenceModel(nn.Module):
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         if (target / INDEX).exists():
-            raise ValueError(f"{target} holds a checkpoint of several files, which would be read: name another folder")
+            raise ValueError(
+                f"{target} already holds a checkpoint of several files, and loaders would read it instead: name "
+                "another folder"
+            )
         for path in self._folder.iterdir():
             if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX:
                 shutil.copyfile(path, target / path.name)

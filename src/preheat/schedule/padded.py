@@ -33,8 +33,8 @@ def check_limits(limits: Limits, padded: Padded) -> None:
     seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     if padded(seqs, seqs, 1) > budget:
         raise SettingsError(
-            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
-            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
+            f"max_num_batched_tokens {budget} is too small: one token for each of max_num_seqs {seqs} sequences takes "
+            f"{padded(seqs, seqs, 1)} with padding; raise max_num_batched_tokens or lower max_num_seqs"
         )
     if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
         raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")

@@ -125,8 +125,8 @@ def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarr
         request = running.sequence(slot).request
         blamed = f"the adapter {request.lora_name!r}" if request.lora_name else "the model, without an adapter,"
         error = NotFinite(
-            f"{blamed} gives numbers that are not finite for this request: what it computes with is too large for the "
-            "type of its numbers"
+            f"{blamed} gives numbers that are not finite for this request: some of its values are beyond the range of "
+            "its dtype"
         )
         finished[request.id] = Finish("error", error=WireError.of(error))
         running.stop([slot])

@@ -157,4 +157,4 @@ class RunningSequences:
             raise RuntimeError("a slot was lost")
         running = (self.sequence(slot) for slot in self.order.tolist())
         if self.adapters.held != Counter(each.adapter_digest for each in running if each.adapter is not None):
-            raise RuntimeError("an adapter's place is held by others than those that run")
+            raise RuntimeError("an adapter slot is held by a sequence that does not run")

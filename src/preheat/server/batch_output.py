@@ -69,7 +69,7 @@ def answers_to(path: str | None, asked: Collection[str], *, resume: bool = False
     ``resume`` keeps the answers of an earlier run. Raises SettingsError before anything is changed.
     """
     if path is not None and "\0" in path:
-        raise SettingsError("--output-file has a NUL byte, which no path may have", param="output_file")
+        raise SettingsError("--output-file has a NUL byte, and a path cannot have one", param="output_file")
     target = None if path is None else Path(os.path.realpath(path))
     if target is None or _is_stream(target):
         if resume:
@@ -104,7 +104,7 @@ def _check_place(target: Path, partial: Path, resume: bool) -> None:
     if target.is_dir():
         why = "it is a folder"
     elif not target.parent.is_dir():
-        why = "there is no such folder"
+        why = "its folder does not exist; create it, or name another file"
     elif not os.access(target.parent, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
         why = "it cannot be written"
     elif not resume and partial.exists() and partial.stat().st_size:
@@ -157,7 +157,7 @@ def _read(line: bytes, where: str, asked: Collection[str]) -> _Answer | None:
     try:
         answer = msgspec.json.decode(line, type=_Answer)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{where} is no answer of a batch: {why_unread(error)}", param="resume") from None
+        raise SettingsError(f"{where} is not an answer of a batch: {why_unread(error)}", param="resume") from None
     if answer.custom_id not in asked:
         raise SettingsError(f"{where}: {answer.custom_id!r} answers no request of this batch", param="resume")
     return answer

@@ -118,7 +118,7 @@ class BatchRunner:
         if stored.batch.status == "cancelling":
             await self._finish(stored, "cancelled")
         elif stored.tries >= MOST_TRIES:
-            text = f"{MOST_TRIES} servers ended before the first answer: a request may be what ends them"
+            text = f"{MOST_TRIES} servers ended before the first answer: a request of the batch may crash them"
             await self._fail(stored, BatchError("server_ended", text))
         else:
             try:

@@ -86,7 +86,7 @@ class BatchStore:
         if asked.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint {asked.endpoint} is not one of {', '.join(ENDPOINTS)}", param="endpoint")
         if self.files.get(asked.input_file_id).purpose != UPLOADED:
-            raise InvalidRequest("input_file_id is no file of the purpose batch", param="input_file_id")
+            raise InvalidRequest("input_file_id does not name a file with purpose batch", param="input_file_id")
         now, window = int(time.time()), asked.completion_window
         batch = BatchObject(
             id=new_id("batch_"), endpoint=asked.endpoint, input_file_id=asked.input_file_id, metadata=asked.metadata,
@@ -142,7 +142,7 @@ class BatchStore:
 
 def _read(path: Path) -> StoredBatch:
     if not _ID.fullmatch(path.stem):
-        raise ValueError(f"{path.name} is no batch")
+        raise ValueError(f"{path.name} is not a batch")
     return msgspec.json.decode(read_file(path, path.parent, most=CONFIG_BYTES), type=StoredBatch)
 
 

@@ -27,7 +27,10 @@ def search_params(body: Sampling, given: Mapping[str, object]) -> SamplingParams
     fields that a search does not use.
     """
     if body.stream:
-        raise InvalidRequest("beam search cannot be streamed: the best are known at the end", param="stream")
+        raise InvalidRequest(
+            "beam search cannot be streamed, because the best sequences are known only at the end: set stream to false",
+            param="stream",
+        )
     if isinstance(body, CompletionRequest) and body.best_of not in {None, body.n or 1}:
         raise InvalidRequest("beam search returns its n best sequences: leave best_of out", param="best_of")
     stated = {name: value for name, value in given.items() if value is not None}

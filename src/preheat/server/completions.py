@@ -68,9 +68,12 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
 def _check_best_of(body: CompletionRequest) -> None:
     n, best_of = body.n or 1, body.best_of or 0
     if best_of < n:
-        raise InvalidRequest(f"best_of is {best_of}, but must be at least n, which is {n}", param="best_of")
+        raise InvalidRequest(f"best_of is {best_of}, but must be at least n ({n})", param="best_of")
     if best_of > n and body.stream:
-        raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
+        raise InvalidRequest(
+            "best_of cannot be streamed, because the best texts are known only at the end: set stream to false",
+            param="best_of",
+        )
 
 
 async def _prompts(

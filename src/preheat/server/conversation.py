@@ -153,8 +153,8 @@ def check_tool_kind(kind: str, param: str) -> None:
     """Raise InvalidRequest, with advice, for a tool that is no function."""
     if kind == "custom":
         raise InvalidRequest(
-            f"{param} is a custom tool, whose input is any text or that of a grammar. Models write calls as JSON: make "
-            "it a function with one string parameter, or hold the whole answer to the grammar (structured_outputs)",
+            f"{param} is a custom tool, with free text as its input. Models write calls as JSON: make it a function "
+            "with one string parameter, or hold the whole answer to the grammar (structured_outputs).",
             param=f"{param}.type",
         )
     if kind != "function":
@@ -173,7 +173,9 @@ def allowed_tools(
     names = [tool.function.name for tool in asked.allowed_tools.tools]
     by_name = {_tool(tool, place).name: tool for place, tool in enumerate(tools or ())}
     if missing := [name for name in names if name not in by_name]:
-        raise InvalidRequest(f"tool_choice names {missing[0]}, which is no tool", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice names {missing[0]}, and tools has no function of that name", param="tool_choice"
+        )
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
@@ -194,7 +196,9 @@ def tool_choice(
             raise InvalidRequest(f"tool_choice.{asked.type} is missing", param="tool_choice")
         named = tuple(tool for tool in known if tool.name == asked.function.name)[:1]
         if not named:
-            raise InvalidRequest(f"tool_choice names {asked.function.name}, which is no tool", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names {asked.function.name}, and tools has no function of that name", param="tool_choice"
+            )
         return ToolChoice(named, "named", parallel=False)
     if asked == "required" and not known:
         raise InvalidRequest('tool_choice "required" needs tools', param="tool_choice")

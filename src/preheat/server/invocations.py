@@ -48,6 +48,6 @@ async def invocations(request: Request) -> ASGIApp:
         raise InvalidRequest(f"The body is not a JSON object: {error}") from error
     name = next((name for name in _ENDPOINTS if getattr(asked, name) is not UNSET), None)
     if name is None:
-        raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}: it fits no endpoint")
+        raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}, so it fits no endpoint: add one of them")
     keep_body(request, data)
     return await _ENDPOINTS[name](request)

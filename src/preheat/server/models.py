@@ -39,7 +39,7 @@ def each_model(settings: Settings) -> list[Settings]:
         )
     named = dict(map(_named, settings.models))
     if len(named) < len(settings.models):
-        raise SettingsError("models: two have the same name", param="models")
+        raise SettingsError("models: two models have the same name; rename one of them", param="models")
     options = settings.model_options or {}
     if unknown := sorted(options.keys() - named):
         raise SettingsError(f"model_options: {unknown[0]!r} is not one of {', '.join(named)}", param="model_options")
@@ -66,11 +66,14 @@ def _options(name: str, given: Any) -> dict[str, Any]:
     """Return the options of one model. Raises SettingsError for options of the server."""
     where = f"model_options of {name}"
     if not isinstance(given, dict):
-        raise SettingsError(f"{where}: {given!r} is no object of options", param="model_options")
+        raise SettingsError(f"{where}: {given!r} is not an object of options", param="model_options")
     found = given_options(given, OPTIONS, where)
     for each in found:
         if OPTIONS[each].group in _OF_THE_SERVER or each in ("model", "models"):
-            raise SettingsError(f"{where}: {each} is for the server as a whole", param="model_options")
+            raise SettingsError(
+                f"{where}: {each} is an option of the whole server: give it outside of model_options",
+                param="model_options",
+            )
     return with_bucketing_policy(found)
 
 

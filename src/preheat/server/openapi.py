@@ -65,7 +65,7 @@ _REF = "#/components/schemas/{name}"
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _ERRORS = {
-    400: "The request cannot be served; the message says what to change.",
+    400: "The request cannot be served; the message describes the remedy.",
     401: "A valid API key is required.",
     404: "There is nothing of that name.",
     409: "The name is taken.",

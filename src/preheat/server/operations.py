@@ -86,7 +86,7 @@ def check_settings(settings: Settings) -> None:
     """Raise SettingsError if anyone could act as the operator (no API key)."""
     if settings.server_dev_mode and not settings.api_key:
         raise SettingsError(
-            "server_dev_mode lets whoever reaches the port pause the engine and replace its weights: give an api_key",
+            "server_dev_mode lets every client pause the engine and replace its weights: give an api_key",
             param="server_dev_mode",
         )
 
@@ -97,7 +97,7 @@ def _for_operators(endpoint: Endpoint) -> Endpoint:
     @wraps(endpoint)
     async def guarded(request: Request) -> Response:
         if not _service(request).settings.server_dev_mode:
-            raise NotFound("This server was started without --server-dev-mode, which this endpoint needs")
+            raise NotFound("This endpoint needs a server that was started with --server-dev-mode")
         return await endpoint(request)
 
     return guarded
@@ -189,7 +189,7 @@ async def update_weights(request: Request) -> Response:
     body = await read_json(request, UpdateWeightsRequest)
     if (body.path is None) == (body.update_info is None):
         raise InvalidRequest(
-            "give path, a folder of files, or update_info, what a trainer sends: one of them", param="path"
+            "give either path, a folder of files, or update_info, the tensors that a trainer sends", param="path"
         )
     fields: dict[str, Any] = {"version": body.weight_version or ""}
     if body.path is not None:
@@ -248,7 +248,8 @@ def allowed_paths(root: str | None, path: str) -> tuple[str, str]:
     """
     if root is None:
         raise InvalidRequest(
-            "The server was started without --weights-root, below which new weights must be", param="path"
+            "path needs a server that was started with --weights-root, the folder for new weights",
+            param="path",
         )
     try:
         top, folder = folder_below(root, path)

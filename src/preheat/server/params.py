@@ -57,7 +57,7 @@ def sampling(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs cannot be streamed: set stream to false", param="prompt_logprobs")
     if body.logprob_token_ids and (logprobs is None or body.max_tokens == 0):
         raise InvalidRequest(
             "logprob_token_ids needs logprobs and tokens that are generated", param="logprob_token_ids"

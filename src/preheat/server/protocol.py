@@ -54,8 +54,8 @@ class ConnectionLimits:
         """Return whether ``count`` connections may be open. Too many are logged once."""
         if count > self.connections and not self._full:
             logger.error(
-                "%d connections are open, which is all that the limit of file descriptors allows (ulimit -n); more are "
-                "closed at once",
+                "%d connections are open, the most that the limit of file descriptors (ulimit -n) allows; new ones "
+                "are closed at once",
                 self.connections,
             )
         # In between, keep the state: the limit may soon be reached again.

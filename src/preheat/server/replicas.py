@@ -137,8 +137,8 @@ def disagreement(ready: list[Ready]) -> PreheatError | None:
                 for name in different
             )
             return PreheatError(
-                f"The engines do not agree, so no request is taken: {said}. Give all of them equal devices, or lower "
-                "--data-parallel-size"
+                f"The engines do not agree, so the server takes no requests: {said}. Give all of them equal devices, "
+                "or lower --data-parallel-size"
             )
     return None
 

@@ -118,7 +118,7 @@ def _said_before(store: ResponseStore, id: str) -> list[dict[str, Any]]:
     """
     kept = store.get(id)
     if not kept.ended:
-        raise InvalidRequest(f"the response {id!r} has not ended yet", param="previous_response_id")
+        raise InvalidRequest(f"the response {id!r} has not ended yet: try again later", param="previous_response_id")
     return kept.messages
 
 
@@ -237,7 +237,7 @@ def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = Non
 def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
     kind = raw.get("type") or "message"
     if kind not in ITEMS:
-        raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported", param=param)
+        raise InvalidRequest(f"{param}: the type {kind!r} is not supported", param=param)
     given = {name: value for name, value in raw.items() if value is not None}
     return converted(given, ITEMS[kind], ignored, "input[]", param)
 

@@ -41,7 +41,7 @@ class ResponseStore:
         """Return the response of this id. Raises NotFound if it was never stored, or was dropped."""
         with self._lock:
             if id not in self._kept:
-                raise NotFound(f"There is no response {id!r}, or no longer: the last are kept", param="response_id")
+                raise NotFound(f"There is no response {id!r}: only the last responses are kept", param="response_id")
             self._kept.move_to_end(id)
             return self._kept[id][0]
 

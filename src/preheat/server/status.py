@@ -205,7 +205,7 @@ async def tokenizer_info(request: Request) -> Response:
     """Return the tokenizer's configuration."""
     frontend = _service(request).frontend
     if not frontend.tokenizer.speaks:
-        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init)")
+        raise InvalidRequest("This endpoint needs a tokenizer, and there is none (skip_tokenizer_init)")
     info = {"tokenizer_class": "PreTrainedTokenizerFast"} | _plain(frontend.tokenizer.config)
     if (template := frontend.template.source) is not None:
         info["chat_template"] = template

@@ -45,7 +45,7 @@ def the_one(given: Mapping[str, StructuredOutputsParams | None]) -> StructuredOu
     first = next(iter(said.values()), None)
     if any(value != first for value in said.values()):
         names = list(said)
-        raise InvalidRequest(f"{' and '.join(names)} both say what the text must be; give one", param=names[1])
+        raise InvalidRequest(f"{' and '.join(names)} both constrain the text; give one of them", param=names[1])
     return first
 
 

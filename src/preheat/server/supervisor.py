@@ -60,7 +60,9 @@ class Supervisor:
             self._die(error)
         except Exception as error:
             logger.debug("The server failed", exc_info=True)
-            self._die(EngineDead(f"The server failed: {type(error).__name__}: {error}; --log-level debug shows where"))
+            self._die(
+                EngineDead(f"The server failed: {type(error).__name__}: {error}; --log-level debug shows the traceback")
+            )
 
     async def _run(self, warm_up: WarmUpFrontend | None) -> None:
         send, metrics = self._replicas.send, self._service.metrics

@@ -56,7 +56,7 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise InvalidRequest(f"The body is no form: {error}") from None
+            raise InvalidRequest(f"The body is not a form: {error}") from None
 
     def finish(self) -> None:
         """End the body. Raises InvalidRequest if the form is incomplete."""
@@ -87,7 +87,7 @@ class Form:
         self._name = _text(options.get(b"name", b""))
         if self._name == "file":
             if self.filename is not None:
-                raise InvalidRequest("The form has two files", param="file")
+                raise InvalidRequest("The form has two files: send one", param="file")
             self.filename, self._in_file = _text(options.get(b"filename", b"")) or "file", True
         elif len(self.fields) >= MOST_FIELDS:
             raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields")

@@ -38,7 +38,9 @@ def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
     names = [module.name for module in modules]
     for name in names:
         if names.count(name) > 1:
-            raise SettingsError(f"lora_modules: two adapters have the name {name!r}", param="lora_modules")
+            raise SettingsError(
+                f"lora_modules: two adapters have the name {name!r}; rename one of them", param="lora_modules"
+            )
     return modules
 
 
@@ -68,7 +70,9 @@ def check_names(settings: Settings) -> None:
     """Raise SettingsError for an adapter that has a name of the model itself."""
     for module in lora_modules(settings.lora_modules):
         if module.name in model_names(settings):
-            raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
+            raise SettingsError(
+                f"lora_modules: {module.name!r} is a name of the model itself; rename the adapter", param="lora_modules"
+            )
 
 
 def path_below(root: str | None, path: str) -> str:
@@ -78,7 +82,10 @@ def path_below(root: str | None, path: str) -> str:
     lie below ``root``.
     """
     if root is None:
-        raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
+        raise AdapterError(
+            "loading an adapter by its path needs a server that was started with --lora-root, the folder for adapters",
+            param="lora_path",
+        )
     try:
         _, folder = folder_below(root, path, ADAPTER_CONFIG, ADAPTER_TENSORS)
     except OSError as error:

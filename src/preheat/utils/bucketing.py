@@ -13,14 +13,14 @@ _COUNTED = {
     "prompt_seq": "tokens of a prompt (with `unified`, of a step with prompts)",
     "decode_bs": "decoding rows",
     "decode_block": "KV blocks, summed over decoding rows",
-    "decode_seq": "tokens of a decoding row, in place of KV blocks",
+    "decode_seq": "tokens of a decoding row, instead of KV blocks",
 }
 _PARTS: dict[str, tuple[str, int, int | None]] = {
     "min": ("Smallest bucket of {}.", 1, None),
-    "step": ("Distance of buckets of {}.", 1, None),
+    "step": ("Step between buckets of {}.", 1, None),
     "max": ("Largest bucket of {}.", 1, None),
-    "pad_max": ("Most padding of `padding_aware` buckets of {}; 0: no limit.", 0, None),
-    "pad_percent": ("The same in percent.", 0, 50),
+    "pad_max": ("Maximum padding of `padding_aware` buckets of {}; 0 is no limit.", 0, None),
+    "pad_percent": ("Maximum padding of `padding_aware` buckets of {}, in percent.", 0, 50),
 }
 DEFAULT_POLICY = "unified"
 """The bucketing policy where neither an option nor the platform names one."""
@@ -63,7 +63,10 @@ def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
     if given and chosen.get("bucketing_policy") is None and not unified:
         chosen["bucketing_policy"] = "split"
         named = ", ".join(f"VLLM_{name.upper()}" for name in given)
-        warn(f"{named}: bucketing policy split, whose steps read prompts or decode; --bucketing-policy picks another")
+        warn(
+            f"{named}: bucketing policy split, with separate steps for prompts and decoding; --bucketing-policy picks "
+            "another"
+        )
     if unified and chosen.get("bucketing_policy") is None:
         chosen["bucketing_policy"] = DEFAULT_POLICY
     if chosen.get("bucketing_policy") == "split":
@@ -72,5 +75,5 @@ def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
         asked = chosen.get("max_num_prefill_seqs")
         chosen["max_num_prefill_seqs"] = prompts if asked is None else min(prompts, asked)
         most = chosen["max_num_prefill_seqs"]
-        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs {most}")
+        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: the unified policy reads it as --max-num-prefill-seqs {most}")
     return chosen

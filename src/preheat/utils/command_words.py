@@ -46,7 +46,7 @@ def plain_words(words: Sequence[str], switches: Collection[str]) -> list[str]:
         head, _, keys = _long(flag).partition(".")
         if head in dotted:
             if not equals and not rest:
-                raise SettingsError(f"{flag} needs a value behind it")
+                raise SettingsError(f"{flag} needs a value after it")
             given = value if equals else rest.popleft()
             if head not in objects:
                 out.append(head)  # its value follows when all keys are known

@@ -40,11 +40,11 @@ def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> d
         if name == opt.env_names[0]:
             values[opt.name] = opt.convert(env[name], name)
         elif isinstance(opt.later, str):
-            warn(f"{name} without effect: {opt.later}")
+            warn(f"{name} has no effect: {opt.later}")
         else:
             value = opt.convert(_without_unknown(opt, name, env[name]), name)
             if value and opt.name in NOWHERE:
-                warn(f"{name} without effect: {NOWHERE[opt.name]}")
+                warn(f"{name} has no effect: {NOWHERE[opt.name]}")
             else:
                 values[opt.name] = value
     if EXPONENTIAL in env:
@@ -61,7 +61,7 @@ def _tell_unused(name: str, known: Iterable[str]) -> None:
     if reason is None:
         warn(f"Unknown environment variable {name} is ignored{misspelled(name, known)}")
     elif reason:
-        warn(f"{name} without effect: {reason}")
+        warn(f"{name} has no effect: {reason}")
 
 
 def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: M
     ours = "quant_config" in args or "PREHEAT_QUANT_CONFIG" in env or "QUANT_CONFIG" not in env
     if ours or values.get("quantization") == "inc":
         return dict(values)
-    warn("QUANT_CONFIG without effect: quantization is not inc")
+    warn("QUANT_CONFIG has no effect: quantization is not inc")
     return {name: value for name, value in values.items() if name != "quant_config"}
 
 
@@ -89,7 +89,7 @@ def _without_unknown(opt: Option, name: str, text: str) -> str:
         return text
     words = [word.strip() for word in text.strip("[]").replace('"', "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in opt.choices]:
-        warn(f"{name}: {', '.join(unknown)} without effect: here there is {', '.join(opt.choices)}")
+        warn(f"{name}: {', '.join(unknown)} has no effect: the choices are {', '.join(opt.choices)}")
     return ",".join(word for word in words if word in opt.choices)
 
 
@@ -103,7 +103,7 @@ def _exponential(text: str, strategy: str | None, ours: bool) -> str:
     except ValueError:
         raise SettingsError(f"{EXPONENTIAL}: {text!r} is not a yes or no (use 1/0, true/false or yes/no)") from None
     if ours and strategy is not None:
-        warn(f"{EXPONENTIAL} without effect: the bucketing strategy is {strategy}")
+        warn(f"{EXPONENTIAL} has no effect: the bucketing strategy is {strategy}")
         return strategy
     instead = f" instead of {strategy}" if strategy not in (None, named) else ""
     warn(f"{EXPONENTIAL} is deprecated: bucketing strategy {named}{instead}")

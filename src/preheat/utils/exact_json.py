@@ -36,7 +36,7 @@ def _parts(value: Any) -> Iterator[str]:
         yield "]"
     elif isinstance(value, Decimal):
         if not value.is_finite():
-            raise ValueError(f"{value} is no number of JSON")
+            raise ValueError(f"{value} is not a number of JSON")
         yield str(value)
     else:
         yield json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -81,7 +81,7 @@ def _first(texts: Sequence[str], whole: bool, names: Sequence[str]) -> dict[str,
         try:
             compiled.append(re.compile(text))
         except (re.error, OverflowError, RecursionError) as error:
-            return {"wrong": f"{text[:200]!r}, which is no regular expression: {error}"}
+            return {"wrong": f"{text[:200]!r}, and that is not a regular expression: {error}"}
     found = []
     for place, name in enumerate(names):
         for number, each in enumerate(compiled):

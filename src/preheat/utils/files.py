@@ -37,7 +37,7 @@ def resolved(path: str | Path, below: str | Path | None = None) -> Path:
     try:
         found = Path(os.path.realpath(path))
         if below is not None and not found.is_relative_to(os.path.realpath(below)):
-            raise OSError(errno.EACCES, "it is not below the folder from which files are read", shown(path))
+            raise OSError(errno.EACCES, "it is outside the folder from which files may be read", shown(path))
         return Path(os.path.realpath(path, strict=True))
     except ValueError as error:
         raise OSError(errno.EINVAL, f"it cannot be a path: {error}", shown(path)) from None
@@ -158,7 +158,7 @@ def folder_below(root: str | Path, path: str | Path, *files: str) -> tuple[Path,
     top = resolved(Path(root).expanduser())
     folder = resolved(top / path, top)
     if not folder.is_dir():
-        raise OSError(errno.ENOTDIR, "it is no folder", shown(path))
+        raise OSError(errno.ENOTDIR, "it is not a folder", shown(path))
     for name in files:
         if os.path.lexists(folder / name):
             regular_file(folder / name, top)

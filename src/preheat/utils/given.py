@@ -81,7 +81,7 @@ def _of_vllm(row: Foreign, value: object) -> Iterator[tuple[str, object]]:
     elif not row.takes(value):
         raise refuse(row, value)
     elif row.verdict == "unused" and value is not False:
-        warn(f"{row.flag} without effect: {row.says}")
+        warn(f"{row.flag} has no effect: {row.says}")
 
 
 def _is_switch(name: str, options: Mapping[str, Option]) -> bool:

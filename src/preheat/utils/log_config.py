@@ -27,8 +27,8 @@ def log_as(path: str) -> None:
     except Exception as error:  # a handler that the file names may raise anything
         cause = error.__cause__ or error
         raise SettingsError(
-            f"log_config_file {path} is no JSON object that logging.config.dictConfig takes: {error}"
-            f"{'' if cause is error else f' ({cause})'}",
+            f"log_config_file {path} is not a JSON object that logging.config.dictConfig accepts: "
+            f"{error}{'' if cause is error else f' ({cause})'}",
             param=_PARAM,
         ) from error
 

@@ -89,7 +89,7 @@ class Option:
                     param=self.name,
                 )
         if any("\0" in text for text in _texts(value)):
-            raise SettingsError(f"{source} has a NUL byte, which no path and no name may have", param=self.name)
+            raise SettingsError(f"{source} has a NUL byte, and paths and names cannot have one", param=self.name)
         if isinstance(value, int) and abs(value) > max(LARGEST, self.high or 0):
             raise SettingsError(f"{source}: {brief(value)} must be at most {LARGEST}", param=self.name)
         if isinstance(value, int | float) and not self._in_range(value):

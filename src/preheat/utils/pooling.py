@@ -122,7 +122,8 @@ def _given(settings: Any) -> dict[str, Any]:
             found["type"] = str(stated[name]).upper()
     if found.get("type", "LAST") not in ("LAST", "MEAN"):
         raise SettingsError(
-            f"pooler_config: pooling_type {found['type']} is not served, LAST and MEAN are", param="pooler_config"
+            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST and MEAN",
+            param="pooler_config",
         )
     for name in ("normalize", "use_activation"):
         if name in stated:
@@ -139,18 +140,18 @@ def _of_checkpoint(folder: Path) -> Pooling:
     modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
-            f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
+            f"{folder / 'modules.json'}: module {unknown[0]} is not supported; supported are {', '.join(_MODULES)}"
         )
     kinds = dict(modules)
     if "Pooling" not in kinds:
-        raise ModelError(f"{folder / 'modules.json'} has no Pooling: say how with --pooler-config")
+        raise ModelError(f"{folder / 'modules.json'} has no Pooling module: name the pooling with --pooler-config")
     path = folder / kinds["Pooling"] / "config.json"
     config = _read(path)
     stated = config.get("pooling_mode")
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [stated] if isinstance(stated, str) else flags
     if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
+        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken and mean")
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
     reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}

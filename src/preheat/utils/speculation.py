@@ -31,7 +31,7 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "medusa": _NO_HEADS,
         "mlp_speculator": _NO_HEADS,
-        "eagle": "heads of EAGLE-1 and 2 are other networks, which eagle3 replaces: use a head of EAGLE-3",
+        "eagle": "heads of EAGLE-1 and 2 are other networks, replaced by eagle3: use a head of EAGLE-3",
         "mtp": "layers of the checkpoint that draft belong to families that are not supported yet",
         "ngram_gpu": "the lookup runs on the host: write ngram",
     }
@@ -42,7 +42,7 @@ _BY_BITS = "a draft is kept if it is the token that plain decoding draws, and no
 REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "draft_tensor_parallel_size": "this version runs on one device: leave it at 1",
-        "quantization": "a draft's weights are those of its checkpoint",
+        "quantization": "a draft's weights are used as its checkpoint stores them",
         "max_model_len": "the draft reads as far as the target does",
         "revision": "give the draft as a directory",
         "code_revision": "no code of a checkpoint is ever run",
@@ -53,7 +53,7 @@ REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
         "acceptance_method": _BY_BITS,
         "posterior_threshold": _BY_BITS,
         "posterior_alpha": _BY_BITS,
-        "draft_sample_method": "drafts are drawn with the target's noise and parameters, which keeps most of them",
+        "draft_sample_method": "drafts are drawn with the target's noise and parameters, so most of them are kept",
         "num_speculative_tokens_per_batch_size": "--speculative-k auto chooses by measurements of every batch size",
         "disable_by_batch_size": "--speculative-k auto chooses by measurements of every batch size",
         "parallel_drafting": "drafts are drawn one after the other",
@@ -133,7 +133,7 @@ def speculation(settings: Any) -> Speculation | None:
             if key.startswith(prefix) and method != only:
                 raise _error(f"{key} belongs to method {only}, and the method is {method}: leave it out")
     if method == "grammar" and (why := why_none(settings)):
-        raise _error(f"method grammar drafts what grammars force, and there are none: {why}")
+        raise _error(f"method grammar drafts tokens that grammars force, and there are no grammars: {why}")
     tokens, auto = _tokens(asked, auto=settings.speculative_k == AUTO)
     least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
     most = max(5, least or 0) if most is None else most
@@ -177,7 +177,7 @@ def _asked(settings: Any) -> dict[str, Any]:
         _check(key, value)
     if not given and settings.speculative_k == AUTO:
         raise SettingsError(
-            "speculative_k auto needs something that drafts: give --speculative-config too", param="speculative_k"
+            "speculative_k auto needs a method of drafting: give --speculative-config too", param="speculative_k"
         )
     return given
 
@@ -204,7 +204,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
     if method is None:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
-        raise _error(f'nothing says what drafts: give a "method" ({", ".join(get_args(Method))}) or a "model"')
+        raise _error(f'no method of drafting is named: give a "method" ({", ".join(get_args(Method))}) or a "model"')
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
     makers: dict[str, Method] = {name: name for name in get_args(Method)}

@@ -28,7 +28,7 @@ MAX_PARTS = 64
 INTEGER_BITS = 63
 """Most bits of a number in the pickle: torch's shapes, strides and offsets are 64-bit integers."""
 
-_FEW = "it is no file of torch.save: that has few parts, none of which are compressed"
+_FEW = "it is not a file of torch.save: such a file has few parts, and none are compressed"
 _LARGE = "its description is larger than that of one plain tensor"
 _ENTRY = b"PK\1\2"  # the beginning of each entry of a zip's directory
 
@@ -68,7 +68,7 @@ def read_tensor(file: bytes) -> TorchTensor:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
             return _tensor(archive)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
-        raise ValueError(f"it is no file of torch.save ({error})") from error
+        raise ValueError(f"it is not a file of torch.save ({error})") from error
 
 
 def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
@@ -76,7 +76,7 @@ def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
         raise ValueError(_FEW)
     if "data.pkl" not in members or members["data.pkl"].file_size > MAX_PICKLE:
-        raise ValueError("it is no file of torch.save with one tensor")
+        raise ValueError("it is not a file of torch.save with one tensor")
     if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
         raise ValueError("its bytes are not little-endian")
     dtype, key, offset, shape = _described(_followed(archive.read(members["data.pkl"])))
@@ -86,7 +86,7 @@ def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     first, last = offset * size, (offset + math.prod(shape)) * size
     data = archive.read(members[f"data/{key}"])
     if last > len(data):
-        raise ValueError(f"the tensor has shape {list(shape)}, but its numbers are fewer")
+        raise ValueError(f"the tensor has shape {list(shape)}, but the file has fewer numbers")
     return TorchTensor(dtype, shape, data[first:last])
 
 
@@ -106,7 +106,7 @@ def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
         raise ValueError(f"its numbers are of torch.{parts[1].removeprefix('torch ').removesuffix('Storage').lower()};"
                          f" {', '.join(ITEM_BYTES)} are taken")  # fmt: skip
     if offset < 0 or not all(type(side) is int and side > 0 for side in shape):
-        raise ValueError(f"its shape {list(shape)} is not one of numbers")
+        raise ValueError(f"its shape {list(shape)} must be numbers above 0")
     if stride != tuple(math.prod(shape[at + 1 :]) for at in range(len(shape))):
         raise ValueError("its numbers are not in order: call contiguous() before it is saved")
     return dtype, key, offset, shape

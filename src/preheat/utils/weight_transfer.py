@@ -95,7 +95,7 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
             )
         if not _is_shape(each.shape):
             raise InvalidRequest(
-                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} sides and "
+                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} dimensions and "
                 f"{MOST_NUMBERS:,} numbers",
                 param="update_info",
             )
@@ -113,6 +113,6 @@ def backend_of(config: TransferConfig | None) -> TransferBackend:
     """Return the backend of ``config``. Raises InvalidRequest if weights do not travel."""
     if config is None:
         raise InvalidRequest(
-            'The engine was started without --weight-transfer-config, such as {"backend": "nccl"}, which transfers need'
+            'Weight transfers need an engine started with --weight-transfer-config, such as {"backend": "nccl"}'
         )
     return config.backend

@@ -35,7 +35,7 @@ class AdapterCheck:
 
     def __init__(self, runner: CheckRunner) -> None:
         seats = runner.executor.adapters
-        assert seats is not None, "there are no places for adapters"
+        assert seats is not None, "there are no adapter slots"
         self._runner, self._seats, limits = runner, seats, runner.plan.limits
         length = max(min(LONGEST, limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
         while length > 1 and not runner.bucket_of([Row(0, length)]):
@@ -83,7 +83,7 @@ class AdapterCheck:
         last = self._seats.places - 1
         self._load(0, 1)
         self._load(last, 0)
-        yield "in another place", first, self._logits(last)
+        yield "in another adapter slot", first, self._logits(last)
         yield "with its last token alone", first, self._decoded(last)
         for company in self._companies(last):
             for before in (False, True):
@@ -95,7 +95,7 @@ class AdapterCheck:
                 )
         yield "without an adapter, with its last token alone", base, self._decoded(NO_ADAPTER)
         self._load(last, 1)
-        yield "in a place in which another was", second, self._logits(last)
+        yield "in a slot that another adapter had", second, self._logits(last)
         self._load(last, 0)
         yield "after it was loaded again", first, self._logits(last)
 

@@ -104,4 +104,4 @@ def verify_server(
             f"{url} answers with status {error.code}: {error.read(300).decode(errors='replace')}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, http.client.HTTPException) as error:
-        raise PreheatError(f"{url} is no OpenAI-compatible server that gives logprobs: {error!r}") from None
+        raise PreheatError(f"{url} is not an OpenAI-compatible server that gives logprobs: {error!r}") from None

@@ -173,8 +173,8 @@ class BootCheck:
             for _ in large_steps(runner, tokens):
                 for number, residual in enumerate(runner.layers):
                     if not residual.isfinite().all():
-                        return f"the first layer whose output is not finite is layer {number}"
-            return f"the outputs of all {len(runner.layers)} layers are finite, what follows them is not"
+                        return f"the first layer with an output that is not finite is layer {number}"
+            return f"the outputs of all {len(runner.layers)} layers are finite, but the logits are not"
         finally:
             runner.eager = False
 
@@ -205,8 +205,8 @@ class BootCheck:
                 if not same_bits(one, other):
                     return f"the first layer that differs is layer {number}"
             if not same_bits(right, wrong):
-                return f"all {len(layers)} layers agree, what follows them differs"
-            return "run again, operation by operation, both agree: what differs is in the program"
+                return f"all {len(layers)} layers agree, but the logits differ"
+            return "run again, operation by operation, both agree: the difference is in the program"
         except NothingToRun as error:
             return f"the layer is unknown: {error}"
         finally:

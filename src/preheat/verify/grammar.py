@@ -98,7 +98,7 @@ class GrammarCheck:
         In a greedy draw it must also be the best that may.
         """
         if not self._is_allowed(text, token):
-            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, which the grammar does not allow")
+            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, and the grammar does not allow it")
         likely = [id for id in (line > UNLIKELY).nonzero().flatten().tolist() if self._is_allowed(text, id)]
         best = max(likely, key=lambda id: float(line[id]), default=token)
         if greedy and token != best:

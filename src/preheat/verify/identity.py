@@ -40,15 +40,15 @@ def read_proof(path: str) -> Proof:
         found = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise SettingsError(
-            f"--digest {shown(path)}: no record of a boot and no output of preheat verify: {why_unread(error)}"
+            f"--digest {shown(path)} is neither a record of a boot nor an output of preheat verify: {why_unread(error)}"
         ) from None
     proof, failed = found.proof, found.failed
     if not proof.digest:
         raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
     if not DIGEST.fullmatch(proof.digest):
-        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, which is no digest of a boot")
+        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, and that is not a digest of a boot")
     if failed:
-        raise SettingsError(f"--digest {path} is of a boot that stands for nothing: {brief(failed)}")
+        raise SettingsError(f"--digest {path} is of a boot that failed a check: {brief(failed)}")
     return proof
 
 

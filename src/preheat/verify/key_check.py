@@ -72,4 +72,4 @@ def _publish(cache: PrefixCache, sequence: Waiting) -> None:
 def _expect(cache: PrefixCache, what: str, count: int, sequence: Waiting) -> None:
     found = len(cache.lookup(sequence))
     if found != count:
-        raise CheckFailed(f"prefix hit: a prompt with {what} finds {found} blocks, where {count} are its own")
+        raise CheckFailed(f"prefix hit: a prompt with {what} finds {found} blocks, and {count} are its own")

@@ -41,7 +41,9 @@ def check_logprobs(runner: CheckRunner) -> int:
         _compare(ids, told, entry)
     for place, told in enumerate(asked):
         if _reported(runner, ids, line, [told]) != [together[place]]:
-            raise CheckFailed(f"logprobs: those of {told} have other bits alone than beside rows that ask for others")
+            raise CheckFailed(
+                f"logprobs: tokens {told} have other bits alone than beside rows that ask for other tokens"
+            )
     return len(asked)
 
 

@@ -163,7 +163,7 @@ def check_required(settings: Settings) -> None:
     if not settings.require_invariance:
         return
     loose = {
-        "batch_invariant": not settings.batch_invariant and "lets bits depend on what shares a batch",
+        "batch_invariant": not settings.batch_invariant and "lets bits depend on the other requests in a batch",
         "boot_check": settings.boot_check == "off" and "leaves it unproved",
         "skip_warmup": settings.skip_warmup and "skips the proof with the rest of the warm-up",
     }

@@ -19,7 +19,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "triton": "Triton compiles a kernel, or loads it onto the device",
         "llvm": "LLVM compiles the functions of a model's layers",
         "recipe": "Gaudi's graph compiler compiles a recipe",
-        "host fallback": "an operation that the device does not have runs on the host",
+        "host fallback": "an operation without a device kernel runs on the host",
         "graph capture": "a step is recorded as a graph",
         "allocator": "the memory pool grows",
         "module loading": "CUDA loads the code of a library's kernel when it is first launched",

@@ -109,7 +109,7 @@ class DummySteps:
         """
         if not program.adapted:
             return 0
-        assert self.executor.adapters is not None, "there are no places for adapters"
+        assert self.executor.adapters is not None, "there are no adapter slots"
         return self.executor.adapters.places
 
     def _attended(self, tokens: int) -> Attended:

@@ -68,7 +68,7 @@ def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: 
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
         if given:
-            logger.warning("Execution mode %s captures no graphs: %s without effect", mode, ", ".join(given))
+            logger.warning("Execution mode %s captures no graphs and ignores %s", mode, ", ".join(given))
     cache = split.cache if num_blocks == split.num_blocks else num_blocks * split.block_bytes
     without = "" if mode == GRAPHS else mode
     utilization, reserved = settings.gpu_memory_utilization, settings.graph_reserved_mem
@@ -131,7 +131,7 @@ class CountedGraphs(NoGraphs):
 
     def capture(self) -> Captures:
         if self.settings.config_hidden_layers is not None:
-            logger.warning("Graphs are only counted here, whole: --config-hidden-layers without effect")
+            logger.warning("Graphs are only counted here, whole: --config-hidden-layers has no effect")
         plan, split, limits = self.steps.plan, self.split, self.steps.plan.limits
         free = split.free - limits.num_blocks * split.block_bytes
         memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)

@@ -123,8 +123,8 @@ class WarmUp:
         try:
             self.check.begin()
         except Exception as error:
-            logger.exception("The first run, with which others are compared, failed; a later one takes its place")
-            self.record.notes.append(f"the checks saw no first run, which failed: {type(error).__name__}: {error}")
+            logger.exception("The first run of the check failed; later runs are compared with the next one")
+            self.record.notes.append(f"the first run of the check failed: {type(error).__name__}: {error}")
 
     def _run_stage(self, stage: Stage) -> None:
         staged = [item for item in self.plan.items if item.stage == stage]

@@ -172,7 +172,8 @@ class CpuBackend:
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError(
-            "on a CPU torch's own kernels serve: there is nothing to tune; run it where there is a GPU", param="device"
+            "there is nothing to tune on a CPU: it uses torch's own kernels; run preheat tune on a machine with a GPU",
+            param="device",
         )
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CpuAttention:

@@ -15,10 +15,10 @@ def modes() -> Modes:
     `compile` needs the compiler that Inductor looks for.
     """
     runs: dict[Mode, str] = {
-        "eager": "torch runs one operation after the other",
+        "eager": "torch runs one operation after another",
         "compile": "torch.compile, each kind of layer once for each number of tokens",
         "llvm": "a layer is two functions that LLVM compiles",
-        "graphs": "as eager; there are no graphs on a CPU, so the bytes that they would take are counted",
+        "graphs": "like eager: a CPU has no graphs, so the bytes that graphs would take are counted",
     }
     rejected: dict[Mode, str] = {"lazy": NO_LAZY_BRIDGE}
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -42,15 +42,15 @@ FACTS = Facts(
     max_num_seqs=64,
     max_num_batched_tokens=1024,
     quantized={
-        "w8a8": QuantizedKernel("the contract said in float64, where sums of 128 products are exact", itemsize=8),
+        "w8a8": QuantizedKernel("the contract computed in float64, with exact sums of 128 products", itemsize=8),
         **DEQUANTIZED,
     },
     ignored=NO_BRIDGE,
     rejected={
-        "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
-        "batch_invariant": "torch's own kernels serve, at sizes that were proven to keep their bits; none is faster "
-        "without that",
-        "async_scheduling": "a step has ended when its call returns, so there is nothing to work ahead of",
+        "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
+        "batch_invariant": "torch's own kernels are used, at sizes proven to keep their bits; no kernel is faster "
+        "without batch invariance",
+        "async_scheduling": "a step ends before its call returns, so no step can be prepared ahead",
         "defrag_with_graphs": "there are no graphs on a CPU",
     },
 )

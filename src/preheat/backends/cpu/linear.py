@@ -166,7 +166,7 @@ def obstacle() -> Refused | None:
     """Return why this torch multiplies no plain matrix; None if it does."""
     if torch._C._has_mkldnn:
         return None
-    return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+    return Refused("this build of torch has no oneDNN, and preheat needs it on a CPU: install PyTorch's standard wheel")
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -424,7 +424,7 @@ def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
     for size in (*MORE_ROWS, ROWS):
         if torch.equal(_in_parts(rows, weight, size), expected):
             return size
-    raise NotInvariant(f"a product of {ROWS} rows with [{outputs}, {inputs}] depends on the place of a row")
+    raise NotInvariant(f"a product of {ROWS} rows with [{outputs}, {inputs}] depends on the position of a row")
 
 
 def _in_parts(rows: Tensor, weight: Tensor, size: int) -> Tensor:

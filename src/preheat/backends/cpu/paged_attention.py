@@ -218,7 +218,7 @@ def padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
     size = _proven_rows(rows, head_dim, dtype, torch.get_num_threads())
     if not size:
         raise ModelError(
-            f"attention with {rows} query rows for each key, {head_dim} wide, has no kernel on this machine"
+            f"this machine has no attention kernel for {rows} query rows of head_dim {head_dim} for each key"
         )
     return size
 

@@ -66,7 +66,7 @@ def of_gpu(what: str, gpu: Gpu) -> Iterator[Finding]:
     yield Finding(f"{what} memory", f"{gpu.memory__free} of {gpu.memory__total} MiB free")
     yield Finding(f"{what} clock", f"{gpu.clocks__sm} MHz now, {gpu.clocks__max__sm} MHz at most")
     if gpu.power__limit != gpu.power__default_limit:
-        advice = "timings differ from those of a card at its default limit"
+        advice = "timings differ from a card at its default limit"
         yield Finding(f"{what} power", f"{gpu.power__limit} W, by default {gpu.power__default_limit} W", "note", advice)
     if gpu.ecc__mode__current == "Disabled":
         yield Finding(f"{what} ECC", "off", "note", "a flipped bit in memory would go unnoticed")

@@ -224,7 +224,7 @@ class VirtualMemory:
                 self._driver.free(address, whole)
                 raise
         except RuntimeError as error:  # nothing may be raised through torch's allocator
-            logger.error("No memory that can sleep, of %d bytes: %s", size, error)
+            logger.error("Cannot allocate %d bytes of memory that sleep can release: %s", size, error)
             return None
         self.segments[address] = Segment(self._tag, address, whole, handle)
         return address

@@ -98,7 +98,9 @@ def prove(
             if (size, choice) in wrong:
                 proven[shape, size] = False
                 configs.reject(shape, size)
-                logger.info("%s has other bits than the reference for %d rows of %s: not used", choice, size, shape)
+                logger.info(
+                    "%s gives other bits than the reference for %d rows of %s: it is not used", choice, size, shape
+                )
     return proven
 
 
@@ -144,7 +146,9 @@ def settle_experts(used: Iterable[tuple[Provable, Sequence[int]]], *, invariant:
             expected = right.local(plain, x, logits)
             wrong |= {n for n in sizes if _bits(_chosen(experts, x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
         for tokens in sorted(wrong):
-            logger.info("%s has not the contract's bits for %d tokens of %s: done without", *_choice(experts, tokens))
+            logger.info(
+                "%s gives other bits than the contract for %d tokens of %s: it is not used", *_choice(experts, tokens)
+            )
             experts.configs.reject(experts.shape, tokens)
 
 
@@ -177,7 +181,12 @@ def settle_leaves(
                 if _bits(y[:size]).ne(_bits(expected[:size])).any():
                     wrong.add(size)
         for size in sorted(wrong):
-            logger.info("%s has not the contract's bits for %d rows of %s: not used", tiles(shape, size), size, shape)
+            logger.info(
+                "%s gives other bits than the contract for %d rows of %s: it is not used",
+                tiles(shape, size),
+                size,
+                shape,
+            )
             tiles.reject(shape, size)
 
 

@@ -139,14 +139,14 @@ class HpuBackend:
         self._settings = settings
         if self.facts.simulated is not settings.use_fake_hpu:
             raise SettingsError(
-                "habana_frameworks is a fake, which computes on the host: set VLLM_USE_FAKE_HPU=1 if that is what you "
-                "want, or use --device cpu"
+                "the installed habana_frameworks is a fake that computes on the host: set VLLM_USE_FAKE_HPU=1 to use "
+                "it, or use --device cpu"
                 if self.facts.simulated
                 else "VLLM_USE_FAKE_HPU is set, but habana_frameworks is not the fake: unset it",
                 param="use_fake_hpu",
             )
         if self.facts.simulated:
-            warn("The device is simulated: nothing that this engine says of speed or bits is true of a Gaudi")
+            warn("The device is simulated: its speed and bits say nothing about a real Gaudi")
         if settings.pa_softmax_impl:
             logger.info("Softmax of attention (%s): each row by its own maximum", settings.pa_softmax_impl)
         if settings.num_threads:
@@ -221,7 +221,7 @@ class HpuBackend:
             part.settle(rows)
 
     def tune(self, request: TuneRequest) -> str:
-        raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
+        raise SettingsError("there is nothing to tune on Gaudi: its graph compiler chooses the kernels", param="device")
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
         """Return attention, contiguous only if the settings ask for it.

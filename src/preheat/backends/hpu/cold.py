@@ -56,6 +56,6 @@ def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Wa
         ),
         "graph capture": Watched("counter", "modules that the graph driver has wrapped and called", captures),
         "allocator": Watched("counter", "`mem_get_info` of the bridge, every eighth step", memory),
-        "module loading": Watched("none", "what is loaded is a recipe, which counts when it is compiled"),
+        "module loading": Watched("none", "Gaudi loads only recipes, counted at their compilation"),
         "import": IMPORTS,
     }  # fmt: skip

@@ -131,14 +131,14 @@ def _vision(config: Config, tower: Config, layers: int, text: ModelSpec) -> Visi
     hidden, heads = tower.size("hidden_size"), tower.size("num_attention_heads")
     image, patch = tower.size("image_size", most=1 << 14), tower.size("patch_size")
     if hidden % heads:
-        raise ModelError(f"the hidden_size {hidden} of vision_config is no multiple of num_attention_heads {heads}")
+        raise ModelError(f"the hidden_size {hidden} of vision_config is not a multiple of num_attention_heads {heads}")
     if image < patch or image % patch:
-        raise ModelError(f"image_size {image} of vision_config is no multiple of patch_size {patch}")
+        raise ModelError(f"image_size {image} of vision_config is not a multiple of patch_size {patch}")
     config.refuse("vision_feature_select_strategy", "default", "full")
     token = config.get("image_token_id") if config.has("image_token_id") else config.get("image_token_index")
     token = 32000 if token is None else token
     if type(token) is not int or not 0 <= token < text.vocab_size:
-        raise ModelError(f"image_token_index {token!r} is no id of the vocabulary, whose size is {text.vocab_size}")
+        raise ModelError(f"image_token_index {token!r} is outside the vocabulary of {text.vocab_size} tokens")
     return VisionSpec(
         image_size=image,
         num_heads=heads,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ENCODER = "attention that looks ahead (an encoder)"
-_CROSS = "an encoder, and attention to what it read"
+_CROSS = "an encoder, and attention to its output"
 _STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
 _LATENT = "keys and values compressed to a latent vector (MLA)"
 _LEARNED = "learned positions, with norms that subtract a mean and add a bias"
 _PARALLEL = "attention and MLP side by side in a layer"
-_BOTH_SIDES = "norms behind attention and MLP as well as, or in place of, those before"
+_BOTH_SIDES = "norms after attention and MLP, besides or instead of the norms before"
 _PACKED = "query, key and value packed in one weight"
 _IMAGES = "an encoder of images other than CLIP's, with its own positions"
 _SOUND = "an encoder of sound"
