@@ -225,7 +225,7 @@ class Settings:
     )
     scheduling_policy: str = _schedule(
         "fcfs",
-        "Order of requests: the first come, or with `priority` the lowest `priority` of a request.",
+        "Order of requests: the first come, or with `priority` the smallest value of it; the last is preempted.",
         choices=("fcfs", "priority"),
     )
     enable_chunked_prefill: bool = _schedule(True, "Let a long prompt share several steps with decoding sequences.")
@@ -676,7 +676,8 @@ class Settings:
         _check_mm_limits(self.limit_mm_per_prompt)
         if self.tensor_parallel_size not in (1, 2, 4, 8):
             raise SettingsError(
-                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}",
+                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}: sums are a fixed "
+                "tree of four K splits (eight on 8 ranks), and each rank holds a subtree of it",
                 param="tensor_parallel_size",
             )
         structured_config(self.structured_outputs_config)
