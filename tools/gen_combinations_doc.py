@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
 from preheat.backends.registry import FACTS
 from preheat.combinations import ONE_OF, ROWS, RULES, TRAITS, Refused, Row, Works, pairs
+from preheat.settings import OPTIONS
 
 DOC = Path(__file__).parents[1] / "docs" / "combinations.md"
 
@@ -19,11 +21,12 @@ Look up whether two features work together, and the reason if they do not. A boo
 are read, and refuses a pair with the names of both features, the reason and the remedy.
 """
 
-MATRIX = """
-## In pairs
+PAIRS = """
+## By feature
 
-✓ works, as a test says · **✗** not yet · – not at all, or one of the two at a time. Columns have the numbers of rows.
-
+Each section lists the features that exclude its feature, with the reasons, and then all that work with it. *Not yet*
+means that only missing work is in the way. A pair that works has [a test](#the-tests). A platform may [lack
+more](#missing-on-a-platform).
 """
 
 
@@ -44,7 +47,7 @@ def verdicts(rows: Sequence[Row] = ROWS) -> dict[frozenset[str], list[Row | None
 
 def render() -> str:
     """Return the text of docs/combinations.md."""
-    parts = [HEAD, MATRIX, _matrix(), _refused(), _lacking(), _rules(), _tests()]
+    parts = [HEAD, PAIRS, *_features(), _lacking(), _rules(), _tests()]
     return "".join(parts)
 
 
@@ -53,38 +56,35 @@ def _table(columns: str, rows: list[str]) -> str:
     return f"| {columns} |\n|{' --- |' * len(heads)}\n" + "".join(f"| {row} |\n" for row in rows)
 
 
-def _matrix() -> str:
-    """Return a table of all pairs of traits.
-
-    It has a row for each trait, with its option, and a column for each.
-    """
+def _features() -> Iterator[str]:
+    """Yield a section for each trait: its option, the traits that exclude it with the reasons, and all others."""
     said = verdicts()
-    rows = []
-    for number, (name, trait) in enumerate(TRAITS.items(), 1):
-        cells = ["" if name == other else _mark(said[frozenset((name, other))]) for other in TRAITS]
-        option = f" `{trait.option}`" if trait.option else ""
-        rows.append(f"{number} | {trait.name}{option} | {' | '.join(cells)}")
-    return _table(f"# | Feature | {' | '.join(map(str, range(1, len(TRAITS) + 1)))}", rows)
+    for name, trait in TRAITS.items():
+        found = {other: said[frozenset((name, other))] for other in TRAITS if other != name}
+        refused = {other: row for other, rows in found.items() for row in rows if isinstance(row, Refused)}
+        exclusive = [other for other, rows in found.items() if None in rows and other not in refused]
+        works = [other for other in found if other not in refused and other not in exclusive]
+        lines = [
+            f"Not yet with: {_reasons(row for row in refused.items() if row[1].yet)}",
+            f"Not with: {_reasons(row for row in refused.items() if not row[1].yet)}",
+            f"One at a time: this or {_names(exclusive)}",
+            f"Works with: {_names(works) if len(works) < len(found) else 'every other feature'}",
+        ]
+        head = f"\n### {trait.name[0].upper()}{trait.name[1:]}\n\n"
+        option = f"Option: `{OPTIONS[trait.option].flag}`.\n\n" if trait.option else ""
+        yield head + option + "".join(f"- {line}.\n" for line in lines if not line.endswith((": ", "or ")))
 
 
-def _mark(said: list[Row | None]) -> str:
-    refused = [row for row in said if isinstance(row, Refused)]
-    if refused:
-        return "**✗**" if refused[0].yet else "–"
-    return "–" if None in said else "✓" * bool(said)
+def _reasons(refused: Iterable[tuple[str, Refused]]) -> str:
+    """Return traits with the reasons of their refusals; traits with the same reason are together."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, row in refused:
+        groups[row.reason].append(name)
+    return "; ".join(f"**{_names(names)}** ({reason})" for reason, names in groups.items())
 
 
-def _names(names: str) -> str:
-    return ", ".join(TRAITS[name].name for name in names.split())
-
-
-def _refused() -> str:
-    rows = [
-        f"{_names(row.left)} | {_names(row.right)} | {'not yet: ' * row.yet}{row.reason}"
-        for row in ROWS
-        if isinstance(row, Refused)
-    ]
-    return f"\n## Why not\n\n{_table('Feature | With | Reason', rows)}"
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(TRAITS[name].name for name in names)
 
 
 def _lacking() -> str:
@@ -109,7 +109,8 @@ def _rules() -> str:
 def _tests() -> str:
     """Return the table of tests that traits work together."""
     rows = [
-        f"`{row.test}` | {_names(row.left)} | {'each other' if row.left == row.right else _names(row.right)}"
+        f"`{row.test}` | {_names(row.left.split())} | "
+        f"{'each other' if row.left == row.right else _names(row.right.split())}"
         for row in ROWS
         if isinstance(row, Works)
     ]

@@ -89,6 +89,9 @@ class OfflineClient:
     ) -> list[RequestOutput]:
         """Complete each prompt, and return the results in the order of the prompts.
 
+        A single prompt has a list of one result. With ``logprobs`` in ``sampling_params``, ``outputs[i].logprobs`` has
+        one dict for each token: token id -> ``Logprob``, from the raw logits at temperature 1.
+
         - ``sampling_params``: one object for all prompts or one for each; None means the checkpoint's recommendations.
         - ``priority``: a number for all prompts or one for each, with ``scheduling_policy="priority"``; the lowest goes
           first.

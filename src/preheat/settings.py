@@ -231,7 +231,8 @@ class Settings:
     )
     scheduling_policy: str = _schedule(
         "fcfs",
-        "Order of requests: first come, first served (`fcfs`), or the lowest `priority` first (`priority`).",
+        "Order of requests: first come, first served (`fcfs`), or the smallest `priority` first (`priority`). The last "
+        "in this order is preempted.",
         choices=("fcfs", "priority"),
     )
     enable_chunked_prefill: bool = _schedule(
@@ -728,7 +729,8 @@ class Settings:
         _check_mm_limits(self.limit_mm_per_prompt)
         if self.tensor_parallel_size not in (1, 2, 4, 8):
             raise SettingsError(
-                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}",
+                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}: sums are a fixed "
+                "tree of four K splits (eight on 8 ranks), and each rank holds a subtree of it",
                 param="tensor_parallel_size",
             )
         structured_config(self.structured_outputs_config)

@@ -10,6 +10,7 @@ import pytest
 
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.model.families import FAMILIES
 from preheat.model.quantization import METHODS
 from preheat.settings import OPTIONS
@@ -97,6 +98,17 @@ def test_flags_of_vllm_in_prose_have_an_answer():
     named = re.findall(r"`(--?[a-z][a-z0-9-]*)", re.sub(r"`-(address|backend)`|`preheat [^`]*`", "", text))
     assert len(named) > 100
     assert {flag for flag in named if flag not in known} <= {"--object", "--flag", "--switch"}
+
+
+def test_sampling_parameters_are_documented_with_their_defaults():
+    text = (ROOT / "docs" / "sampling.md").read_text()
+    found = {
+        name: default
+        for names, default in re.findall(r"^\| (`[a-z_`, ]+`) \| ([^|]+) \|", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    params = SamplingParams()
+    assert found == {name: str(getattr(params, name)) for name in SAMPLING_FIELDS}
 
 
 def test_stations_of_a_request_exist():

@@ -3,7 +3,9 @@
 Contract. The stages run in this order: penalties, a grammar's mask, logit_bias, min_tokens, temperature, min_p, top_k,
 top_p, then Gumbel-max. The token with the greatest ``noise - deficit`` wins, so each token wins with its probability. A
 row without temperature takes its best token. Ties always go to the lowest id. NaN counts as impossible, +inf as the
-greatest finite number. A row without a possible token yields its lowest id that is neither masked nor banned.
+greatest finite number. A row without a possible token yields its lowest id that is neither masked nor banned. A
+backend's sampler marks the token if the model's logits have no finite maximum; the request then ends with an error
+(:mod:`preheat.schedule.results`).
 
 A row's token depends only on its own logits, settings, history and key. Operations that round are element-wise, sums
 are of integers (:mod:`preheat.ops.top_k_top_p`) and the noise is keyed (:mod:`preheat.ops.philox`). The arithmetic runs
