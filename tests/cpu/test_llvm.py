@@ -214,6 +214,10 @@ def test_code_is_kept_for_the_next_boot(tmp_path):
     assert not known and len(list(tmp_path.iterdir())) == 1
     machine._MADE.clear()
     assert machine.compile_code(str(module), tmp_path) == (made, True)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    machine._MADE.clear()
+    assert machine.compile_code(str(module), tmp_path) == (made, False)  # made anew
 
 
 @pytest.mark.parametrize(

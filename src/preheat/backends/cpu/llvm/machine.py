@@ -17,6 +17,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from preheat.errors import PreheatError
+from preheat.utils.files import read_file, write_whole
 
 TARGETS = {
     "avx2": ("x86-64-v3", "-avx512f"),
@@ -33,7 +34,7 @@ compilations = 0
 """Models whose functions this process had compiled."""
 
 _SECONDS = 300.0
-_KEY_BYTES = 16
+_KEY_BYTES, _MOST_BYTES = 16, 1 << 26
 
 
 class Code:
@@ -64,15 +65,29 @@ def compile_code(source: str, folder: Path | None, target: str = "") -> tuple[by
         return known, True
     key = blake2b(repr((source, target, describe(target))).encode(), digest_size=_KEY_BYTES).hexdigest()
     kept = None if folder is None else folder / f"{key}.o"
-    if kept is not None and kept.is_file():
-        return _MADE.setdefault((source, target), kept.read_bytes()), True
+    if (found := _read(kept)) is not None:
+        return _MADE.setdefault((source, target), found), True
     made = _MADE[source, target] = _in_child(source, target)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        beside = kept.with_suffix(f".{os.getpid()}")
-        beside.write_bytes(made)
-        beside.replace(kept)
+        write_whole(kept, _digest(made) + made)
     return made, False
+
+
+def _read(path: Path | None) -> bytes | None:
+    """Return the machine code in ``path``, None if it has none or other bytes than were written."""
+    if path is None or not path.exists():
+        return None
+    try:
+        data = read_file(path, path.parent, most=_MOST_BYTES)
+    except OSError:
+        return None
+    code = data[_KEY_BYTES:]
+    return code if data[:_KEY_BYTES] == _digest(code) else None
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_KEY_BYTES).digest()
 
 
 def _in_child(source: str, target: str) -> bytes:
