@@ -17,7 +17,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.fault_engines import options
 from tools.faults import FAULTS, Fault
@@ -74,6 +74,9 @@ NOTE = """\
 `preheat verify` boots an engine, so the check at boot is part of its verdict. In float32: rounding to bfloat16 hides
 most changes of an order."""
 
+CRASHES = {"NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "AttributeError"}
+"""Errors of code that cannot run at all: whatever is planted, such code is not the fault."""
+
 LEAST = 0.9
 """The share of faults that verify must see."""
 
@@ -129,11 +132,15 @@ def look(fault: Fault | None, engine: str) -> Seen:
 
         done = run("-c", LOOK)
         lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        found = json.loads(lines[-1].removeprefix("FOUND ")) if lines else {"boot": ["the boot fails"], "verify": []}
+        if not lines:
+            raise SystemExit(f"{fault and fault.name}: the engine's process says nothing: {done.stderr[-500:]}")
+        found = json.loads(lines[-1].removeprefix("FOUND "))
         test = fault.test if fault else "tests/cpu/test_boot_rows.py::test_all_is_well"
-        failed = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test).returncode
+        tested = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test)
         error = [found["error"]] if found.get("error") else []
-        return Seen(found["boot"], found["verify"] + error, failed == 1)
+        if tested.returncode not in (0, 1) or set(error) & CRASHES:
+            raise SystemExit(f"{fault and fault.name}: only a crash: {error}, {tested.stdout[-500:]}")
+        return Seen(found["boot"], found["verify"] + error, tested.returncode == 1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -172,11 +179,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="faults whose name contains this; the page is left alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--known", type=Path, help="file of results by fault: known ones are taken, new ones added")
     args = parser.parse_args()
+    known: dict[str, list[Any]] = json.loads(args.known.read_text()) if args.known and args.known.exists() else {}
     faults = [fault for fault in FAULTS if args.only is None or args.only in fault.name]
 
     def one(fault: Fault | None, engine: str) -> Seen:
+        if fault is not None and fault.name in known:
+            return Seen(*known[fault.name])
         seen = look(fault, engine)
+        if fault is not None and args.known is not None:
+            known[fault.name] = list(seen)
+            args.known.write_text(json.dumps(known, indent=1) + "\n")
         print(f"{fault.name if fault else f'nothing planted ({engine})'}: {seen}", flush=True)
         return seen
 
