@@ -151,7 +151,7 @@ FAULTS = (
         "a layer that overflows",
         (Edit("model/decoder.py", "normed(norm, layer.mlp_output(x), residual",
               "normed(norm, layer.mlp_output(x) * 1e38 * 1e38, residual"),),
-        "tests/cpu/test_boot_rows.py::test_all_is_well",
+        "tests/cpu/test_boot_special_contexts.py::test_all_is_well",
     ),
     Fault(
         "noise of the position after",
@@ -399,6 +399,6 @@ FAULTS = (
     Fault(
         "attention multiplies hidden values by zero",
         (Edit("backends/cpu/hidden.py", "    if mask is None or not _has_nan(*found):\n", "    if True:\n"),),
-        "tests/cpu/test_boot_rows.py::test_all_is_well",
+        "tests/cpu/test_boot_special_contexts.py::test_all_is_well",
     ),
 )  # fmt: skip

@@ -135,7 +135,7 @@ def look(fault: Fault | None, engine: str) -> Seen:
         if not lines:
             raise SystemExit(f"{fault and fault.name}: the engine's process says nothing: {done.stderr[-500:]}")
         found = json.loads(lines[-1].removeprefix("FOUND "))
-        test = fault.test if fault else "tests/cpu/test_boot_rows.py::test_all_is_well"
+        test = fault.test if fault else "tests/cpu/test_boot_special_contexts.py::test_all_is_well"
         tested = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test)
         error = [found["error"]] if found.get("error") else []
         if tested.returncode not in (0, 1) or set(error) & CRASHES:

@@ -242,7 +242,7 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/cpu/test_hpu_features.py::test_two_cards_have_the_bits_of_one", "tensor_parallel", "graphs"),
     Works("tests/cuda/test_lora.py::test_mixed_is_each_alone_by_graphs_and_nothing_is_cold", "graphs", "adapters"),
     Works("tests/cuda/test_lora.py::test_beside_float8_weights_mixed_is_each_alone", "graphs", "w8a8"),
-    Works("tests/cuda/test_speculation.py::test_answers_are_those_without", "graphs", "eagle3"),
+    Works("tests/cuda/test_speculation.py::test_answers_equal_answers_without_drafts", "graphs", "eagle3"),
     Works("tests/cuda/test_pooling.py::test_the_same_bits_in_every_way", "graphs", "pooling"),
     Works("tests/cuda/test_sleep.py::test_level_1_keeps_addresses_and_bits", "graphs", "sleep"),
     Works("tests/cuda/test_elastic.py::test_an_update_makes_a_fresh_engine", "graphs", "updates"),

@@ -120,7 +120,7 @@ def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_o
     assert (refusal.status, refusal.headers["x-ignored-fields"]) == (400, "what")
 
 
-def test_what_is_known_and_not_done_is_refused(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+def test_known_but_unsupported_fields_are_refused(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
     assert refused(chat, [{**USER, "annotations": [{}], "what": 1}])[0] == "messages[0].annotations"
     assert refused(complete, what=1, logit_bias={"5": None})[0] == "logit_bias[...]"  # no field, but a value
 

@@ -93,7 +93,7 @@ def test_a_prompt_goes_where_its_prefix_is(pair: Server) -> None:
             assert grown(before, queried(pair)) == grown(hits, found(pair)) == [int(engine)]
 
 
-def test_an_emptied_cache_is_no_reason(pair: Server) -> None:
+def test_routing_ignores_an_emptied_prefix_cache(pair: Server) -> None:
     prompt = "# something else\n" * 12
     answered(pair, prompt, **{"X-data-parallel-rank": "1"})
     assert pair.post("/reset_prefix_cache", {}).status == 200
@@ -139,7 +139,7 @@ def test_an_abort_reaches_the_right_replica(pair: Server, engine: str) -> None:
         time.sleep(0.1)
 
 
-def test_what_is_shown_of_each(pair: Server) -> None:
+def test_each_replica_has_its_own_record_and_metrics(pair: Server) -> None:
     records = pair.get("/warmup?format=json").json["engines"]
     assert len(records) == 2
     for engine, record in enumerate(records):

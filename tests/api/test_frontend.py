@@ -546,7 +546,7 @@ def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
         played.ask(n=2)
 
 
-def test_which_prompt_of_a_list() -> None:
+def test_an_error_names_the_prompt_of_a_list() -> None:
     with pytest.raises(ContextTooLong, match=r"^prompt\[2\]: This model's maximum") as error, naming_prompt(2, 3):
         raise ContextTooLong("This model's maximum", param="prompt")
     assert error.value.param == "prompt[2]"

@@ -146,7 +146,7 @@ def test_images_are_those_of_the_decoder_in_order(images):
     asyncio.run(scenario())
 
 
-def test_what_is_wrong_is_told(images):
+def test_an_error_of_an_image_reaches_its_client(images):
     async def scenario() -> None:
         lanes, client = ImageLanes(images), Client("a")
         for bad, message in (

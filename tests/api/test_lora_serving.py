@@ -60,7 +60,7 @@ def said(server: Server, model: str, prompt: str) -> str:
     return client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=8).choices[0].text
 
 
-def test_answers_are_those_of_offline(adapted: Server, root: Path, offline: dict[str, list[str]]) -> None:
+def test_served_answers_equal_offline_answers(adapted: Server, root: Path, offline: dict[str, list[str]]) -> None:
     """The answers of adapters equal the offline ones.
 
     That holds for an adapter loaded meanwhile, and for all models in one batch.

@@ -57,7 +57,7 @@ def test_rows_of_the_table_say_what_their_tokens_say(server: Server, client: ope
     assert texts(client, "", prompt_embeds=embedded(server, LINES[0], torch.float32)) == right[:1]
 
 
-def test_a_stream_and_what_is_told_of_the_prompt(server: Server, client: openai.OpenAI) -> None:
+def test_a_stream_with_prompt_embeds_reports_its_usage(server: Server, client: openai.OpenAI) -> None:
     (right,) = texts(client, LINES[0])
     body = {"prompt_embeds": embedded(server, LINES[0]), "max_tokens": 8, "temperature": 0.7, "seed": 5}
     whole = server.post("/v1/completions", body | {"return_token_ids": True}).json

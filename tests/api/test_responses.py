@@ -123,7 +123,7 @@ def test_items_go_back_as_input(client: OpenAI) -> None:
     assert ask(client, parts).output_text == "Yo"
 
 
-def test_what_is_kept(client: OpenAI, talker: Server) -> None:
+def test_stored_responses_can_be_retrieved_and_continued(client: OpenAI, talker: Server) -> None:
     first = ask(client, "One " + CALL)
     assert client.responses.retrieve(first.id).output == first.output
     second = ask(client, "Two", previous_response_id=first.id)

@@ -112,7 +112,7 @@ def test_ollamas_client_sees_both(both: Server) -> None:
     client._client.close()
 
 
-def test_what_is_shown_of_each(both: Server) -> None:
+def test_each_model_has_its_own_record_and_metrics(both: Server) -> None:
     assert both.get("/health").status == 200
     ready = both.get("/ready").json
     assert ready["status"] == "ready" and ready["models"].keys() == {"chat", "embed"}

@@ -34,7 +34,7 @@ def record_of(server: Server) -> Record:
     return Record.from_json(answer.body)
 
 
-def test_while_it_warms_up(waiting: Server) -> None:
+def test_ready_and_record_during_warm_up(waiting: Server) -> None:
     end = time.monotonic() + 20
     while (ready := waiting.get("/ready")).json["done"] == 0:  # before the engine has said anything, and at its start
         assert ready.json["total"] in (0, 40) and time.monotonic() < end
@@ -58,7 +58,7 @@ def test_while_it_warms_up(waiting: Server) -> None:
     assert waiting.post(COMPLETIONS, {"prompt": "x"}).status == 200
 
 
-def test_when_it_is_ready(scripted: Server) -> None:
+def test_ready_and_record_after_warm_up(scripted: Server) -> None:
     record = record_of(scripted)
     ready = scripted.get("/ready")
     assert ready.status == 200
@@ -69,7 +69,7 @@ def test_when_it_is_ready(scripted: Server) -> None:
     assert scripted.metric("plan_misses_total") == 0
 
 
-def test_hits_and_cold_events_are_those_of_now(scripted: Server) -> None:
+def test_the_record_counts_hits_live(scripted: Server) -> None:
     before = record_of(scripted)
     assert scripted.post(COMPLETIONS, {"prompt": "x", "max_tokens": 7, "ignore_eos": True}).status == 200
     assert scripted.post(COMPLETIONS, {"prompt": [FAIL, 5]}).status == 500

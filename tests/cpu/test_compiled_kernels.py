@@ -111,7 +111,7 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
 
 
 @pytest.mark.parametrize("code", ["fp8", "int4"])
-def test_leaves_are_multiplied_as_whole_layers_are(code):
+def test_k_splits_use_the_instructions_of_whole_layers(code):
     """K splits use the instructions of whole layers, in the same order, in a loop over the splits."""
     quantized: Scheme = Scheme(code=code, scales="channel", activations="token" if code == "fp8" else None)
     tile = leaf_tile(LeafShape(4096, 4096, 4, torch.bfloat16, quantized), 64)
@@ -209,7 +209,7 @@ def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
     assert waits[0] == waits[1] > 0
 
 
-def test_the_roots_of_what_ranks_shrank_to_compile():
+def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles():
     types = {"places": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
     types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
     found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)

@@ -75,7 +75,7 @@ def test_random_models_are_models():
     assert {"quantization_config" in config for config in configs} == {True, False}
 
 
-def test_what_an_engine_does_besides_is_drawn(tmp_path):
+def test_the_fuzzer_draws_every_engine_feature(tmp_path):
     both, loaded, drafting = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(400):
         draw = random.Random(seed)

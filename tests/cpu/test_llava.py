@@ -144,7 +144,7 @@ def test_cached_prefixes_keep_images_apart(llm, together):
     assert all(same(run(llm), together))
 
 
-def test_an_image_is_what_is_seen_of_it(llm):
+def test_images_are_hashed_by_their_pixels(llm):
     """Equal pixels have one hash, however they are stored.
 
     Other pixels have another hash.

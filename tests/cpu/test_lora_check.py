@@ -114,7 +114,7 @@ def neighbours_adapter(patch):
 
 
 @pytest.mark.parametrize("plant", [touches_all_rows, split_by_rows, by_place, left_behind, neighbours_adapter])
-def test_what_is_planted_is_seen_by_this_row_and_no_other(check, monkeypatch, plant):
+def test_only_the_adapters_check_sees_an_adapter_fault(check, monkeypatch, plant):
     plant(monkeypatch)
     for usual in ("later run", "co-batched", "chunked", "decode"):
         check.run(usual)
@@ -165,7 +165,7 @@ def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
     assert found and found <= set(PATHS) and "adapters, prefix cache" in found
 
 
-def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
+def test_verify_sees_an_adapter_slot_that_keeps_its_old_adapter(monkeypatch, small):
     right, seen = AdapterPlaces.take_loads, dict[int, set[int]]()
 
     def only_the_first(self):

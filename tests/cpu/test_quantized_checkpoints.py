@@ -142,7 +142,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_file_beside_the_config_says_it(name: str, tmp_path: Path) -> None:
+def test_a_quantization_file_beside_the_config_is_read(name: str, tmp_path: Path) -> None:
     """A file beside the config, as AutoGPTQ and AutoAWQ write it, sets the method.
 
     The config comes first. The file does not name the method.

@@ -193,7 +193,7 @@ def test_a_hook_keeps_the_count_when_words_run_out():
     assert source.taken() == ()
 
 
-def test_what_is_dear_to_read_is_read_seldom_and_nothing_is_lost():
+def test_costly_counters_are_read_every_nth_step_without_loss():
     tally, reads = Tally(), []
     source = Counted("x", lambda: reads.append(1) or tally.read(), tally.last, every=4)
     said = []

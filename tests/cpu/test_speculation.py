@@ -156,7 +156,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tokens", "tight"), CASES)
-def test_answers_are_those_without(models, plain, method, tokens, tight):
+def test_answers_equal_answers_without_drafts(models, plain, method, tokens, tight):
     """Answers equal plain ones: all at once, with the prefix cache, and with preemption and moving blocks."""
     llm = speculating(models, method, tokens, **(FEW_BLOCKS if tight else {}), enable_prefix_caching=tokens != 1)
     for prompts, params, answers in plain:

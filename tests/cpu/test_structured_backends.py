@@ -122,7 +122,7 @@ MORE = {
 }  # fmt: skip
 
 
-def test_what_is_said_in_other_words(other):
+def test_rewritten_schemas_hold_too(other):
     for seed in range(20):
         assert problems(other, MORE, seed=seed * len(MORE)) == {}
 

@@ -226,7 +226,7 @@ def test_a_tree_of_neighbours():
         tree_sum(parts[:3])
 
 
-def test_what_is_gathered_is_larger_than_a_place(tmp_path):
+def test_a_gather_may_exceed_its_shared_memory_slot(tmp_path):
     size = PLACE_BYTES // 2 + 3  # in four bytes each, two places and a bit
     got = on_ranks(2, tmp_path / "ranks", lambda c: c.gather(torch.arange(size) + c.rank))
     assert torch.equal(got[0], torch.stack([torch.arange(size), torch.arange(size) + 1])) and torch.equal(*got)

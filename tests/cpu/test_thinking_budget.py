@@ -151,7 +151,7 @@ def test_a_text_that_is_held_from_its_first_token_has_no_reasoning(llm: LLM) -> 
     assert free == bound and len(free) >= 6
 
 
-def test_what_a_budget_needs(folder: Path) -> None:
+def test_a_budget_without_its_options_is_refused(folder: Path) -> None:
     for more, message in (
         ({"reasoning_parser": None}, "--reasoning-parser"),
         ({"reasoning_parser": "granite"}, "no single token does"),

@@ -69,7 +69,7 @@ def test_bad_words_do_not_occur(llm: LLM, free: list[list[int]]) -> None:
         assert found[1:] == free[1:]
 
 
-def test_what_cannot_be_is_refused(llm: LLM) -> None:
+def test_impossible_token_rules_are_refused(llm: LLM) -> None:
     for wrong in ({"allowed_token_ids": [10**6]}, {"bad_words": ["x"] * 2000}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):
             llm.generate(["x"], with_(**wrong), use_tqdm=False)

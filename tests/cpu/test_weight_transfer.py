@@ -257,7 +257,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_announced(plain, name):
+def test_wrong_announcements_are_refused(plain, name):
     body, message = WRONG[name]
     with pytest.raises(InvalidRequest, match=message):
         plain.update_weights(body)
@@ -273,7 +273,7 @@ def plain() -> LLM:
     [({"rank_offset": 0}, "rank_offset must be 1 to 1"), ({"rank_offset": 2}, "rank_offset must be 1 to 1"),
      ({"master_port": 0}, "master_port must be"), ({"timeout": 0}, "timeout must be")],
 )  # fmt: skip
-def test_what_is_no_place_in_a_group(plain, changed, message):
+def test_a_wrong_rank_offset_is_refused(plain, changed, message):
     info = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2} | changed
     with pytest.raises(InvalidRequest, match=message):
         plain.init_weight_transfer_engine(info)

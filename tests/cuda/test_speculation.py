@@ -139,7 +139,7 @@ def label(each: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "options", "config"), CASES, ids=label)
-def test_answers_are_those_without(
+def test_answers_equal_answers_without_drafts(
     models: dict[str, str],
     truth: Callable[[str], tuple[Questions, Said]],
     name: str,

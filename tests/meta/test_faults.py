@@ -45,6 +45,6 @@ def test_no_fault_is_a_name_that_is_not_defined():
     assert undefined(FAULTS[0]._replace(edits=(edit._replace(new=f"no_such_name = {edit.new.strip()} or nowhere\n"),)))
 
 
-def test_a_place_that_is_gone_is_noticed():
+def test_a_fault_without_its_source_text_is_noticed():
     fault = FAULTS[0]._replace(edits=(FAULTS[0].edits[0]._replace(old="was never there"),))
     assert lost(fault) == [fault.edits[0].path]

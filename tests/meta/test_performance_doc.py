@@ -30,7 +30,7 @@ def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pictures_are_those_of_the_files(shape):
+def test_pictures_match_the_result_files(shape):
     path = DOCUMENT.parent / f"itl-{shape}.svg"
     assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), (
         "run: python -m benchmarks.performance_doc"

@@ -81,7 +81,7 @@ UNKNOWN = '{"custom_id": "9", "response": {"status_code": 200}}'
 
 
 @pytest.mark.parametrize("line", ["{}", "x", UNKNOWN, "[" * 10_000, "\xff"])
-def test_what_is_no_answer_is_not_taken_over(line: str, tmp_path: Path) -> None:
+def test_invalid_lines_are_not_resumed(line: str, tmp_path: Path) -> None:
     partial, out = tmp_path / "out.partial", str(tmp_path / "out")
     partial.write_text(f"{answer('0').decode()}\n{line}\n", encoding="latin-1")
     before = partial.read_bytes()

@@ -32,7 +32,7 @@ def draw(stream, monkeypatch, last):
 
 
 @pytest.mark.parametrize("last", [Ready(1, 1, 1, 0.0), Died(WireError("PreheatError", "x"))], ids=["ready", "died"])
-def test_it_fills_and_goes(last, monkeypatch):
+def test_the_bar_fills_and_disappears(last, monkeypatch):
     text = draw(Terminal(), monkeypatch, last)
     assert "Warming up" in text and "10/40" in text and "2 s left" in text
     assert text.endswith("\r")

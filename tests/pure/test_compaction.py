@@ -208,7 +208,7 @@ def test_it_starts_above_the_threshold_and_never_without_one(threshold, moves) -
     harness.verify()
 
 
-def test_blocks_given_out_after_it_are_the_lowest() -> None:
+def test_blocks_given_out_after_compaction_are_the_lowest() -> None:
     """Blocks given out after a compaction are the lowest: the pool knows its blocks by their new ids.
 
     So no second compaction follows.

@@ -83,7 +83,7 @@ def test_the_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapter 'loud\\n'" in finish.error.message
 
 
-def test_a_mark_behind_a_wrong_draft_is_no_ones() -> None:
+def test_infinite_logits_behind_a_rejected_draft_are_ignored() -> None:
     """A draft that is not accepted may have any numbers.
 
     An accepted draft may not.

@@ -82,7 +82,7 @@ def test_more_threads_than_cores_and_an_old_torch_are_told(monkeypatch):
         assert doctor._torch().verdict == verdict
 
 
-def test_the_command_says_it_with_its_status(capsys):
+def test_doctors_exit_status_follows_its_verdicts(capsys):
     assert main(["doctor", "--port=0", "--device=cpu"]) == 0
     assert "none failed" in capsys.readouterr().out
     with socket.create_server(("127.0.0.1", 0)) as taken:

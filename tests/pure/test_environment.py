@@ -120,7 +120,7 @@ def test_what_is_not_here_is_named_once_and_does_not_stop_a_boot(env, said):
     assert "has no effect" in message
 
 
-def test_what_is_here_of_a_list_counts():
+def test_known_items_of_a_list_variable_apply():
     assert Settings.load(env={"VLLM_DEBUG": "steps,defrag"}).debug == ("defrag",)
     with pytest.raises(SettingsError, match="PREHEAT_DEBUG: 'steps' is not one of defrag"):
         Settings.load(env={"PREHEAT_DEBUG": "steps"})

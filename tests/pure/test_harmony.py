@@ -64,7 +64,9 @@ def form_of(
         ("Hello", "", "Hello", []),
     ],
 )
-def test_what_is_what(tokenizer: Tokenizer, text: str, reasoning: str, content: str, calls: list) -> None:
+def test_channels_map_to_reasoning_content_and_calls(
+    tokenizer: Tokenizer, text: str, reasoning: str, content: str, calls: list
+) -> None:
     for tools, thoughts in (("openai", "openai_gptoss"), ("openai", None), ("openai", "openai")):
         form = form_of(tokenizer, tools, thoughts)
         assert answered(tokenizer, form, text) == (reasoning, content, calls)

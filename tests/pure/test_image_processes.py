@@ -113,7 +113,7 @@ def test_a_photograph_of_a_thousand_scans_is_refused_before_it_is_decoded(decode
         decoder.decode(data)
 
 
-def test_one_that_says_it_is_several_is_looked_at_too(decoder):
+def test_multi_picture_files_are_checked_for_scans(decoder):
     """In a file of several photographs the first one is checked too."""
     file = io.BytesIO()
     first, second = (PIL.Image.new("L", (40, 40), color) for color in (1, 200))
@@ -130,7 +130,7 @@ def test_processes_decode_the_same(decoder, processes):
             assert decode(helper, data) == decoder.decode(data)
 
 
-def test_a_large_one_is_left_to_the_others(decoder, processes):
+def test_large_images_go_to_the_large_processes(decoder, processes):
     data = photograph(1200, 900)
     with processes.small.taken() as helper, pytest.raises(TooManyPixels) as large:
         decode(helper, data)

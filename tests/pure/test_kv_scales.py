@@ -39,7 +39,7 @@ def test_the_option_and_what_is_known_of_it_agree():
      ("fp8_e5m2", "bfloat16", "fp8_e5m2"), ("fp8_inc", "bfloat16", "fp8_e4m3"), ("bfloat16", "bfloat16", "auto"),
      ("float32", "float32", "auto"), ("float16", "bfloat16", "auto")],
 )  # fmt: skip
-def test_what_is_stored(asked, dtype, stored):
+def test_the_stored_dtype_of_each_setting(asked, dtype, stored):
     assert with_kv_dtype(SPEC, asked, dtype).kv_dtype == stored
 
 

@@ -48,7 +48,7 @@ def test_what_a_file_says_of_vllm_counts_for_ours(tmp_path: Path) -> None:
     assert done.stderr.endswith("other: three\n") and "two" not in done.stderr
 
 
-def test_our_own_name_goes_before_it(tmp_path: Path) -> None:
+def test_a_preheat_logger_overrides_the_vllm_one(tmp_path: Path) -> None:
     done = logged(tmp_path / "log.json", FOR_VLLM | {"loggers": {"vllm": {"level": "DEBUG"}, "preheat": {}}})
     assert done.returncode == 0 and "one" not in done.stdout + done.stderr
 

@@ -164,7 +164,7 @@ def test_shapes_name_themselves(shape, text, dims):
     assert shape.dims == tuple(dims.values())
 
 
-def test_what_holds_what():
+def test_a_bucket_holds_the_steps_that_fit_it():
     need = StepSize("prompt", 3, 900, 400)
     assert Bucket.prompt(4, 512).holds(need)
     assert Bucket.mixed(1024, 4).holds(need)

@@ -64,7 +64,7 @@ def test_none_is_looked_for_without_a_size() -> None:
         ({"size": 1}, "size"),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, int], said: str) -> None:
+def test_meaningless_repetition_settings_are_refused(given: dict[str, int], said: str) -> None:
     with pytest.raises(InvalidRequest, match="repetition_detection") as caught:
         check_params({"repetition_detection": given})
     assert said in caught.value.message and str(caught.value.param).startswith("repetition_detection")

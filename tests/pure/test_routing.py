@@ -84,7 +84,7 @@ def test_the_longest_prefix_then_the_fewest_requests(size: int, actions: list) -
 
 
 @given(st.lists(prompts, max_size=60), st.integers(0, 6))
-def test_what_is_remembered_is_bounded(asked: list[list[int]], blocks: int) -> None:
+def test_the_routers_memory_is_bounded(asked: list[list[int]], blocks: int) -> None:
     tested = router(2, blocks)
     for id, prompt in enumerate(asked):
         tested.route(request(id, prompt))
@@ -139,7 +139,7 @@ def test_a_replica_that_is_asked_for() -> None:
     assert tested.route(request(3, prompt, data_parallel_rank=0)) == 0
 
 
-def test_what_steps_say_is_booked() -> None:
+def test_the_router_books_the_engines_reports() -> None:
     tested = router(2)
     one, other = tested.route(request(1, [1])), tested.route(request(2, [2]))
     assert {one, other} == {0, 1} and tested.loads() == [(0, 1), (0, 1)]

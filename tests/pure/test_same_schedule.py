@@ -69,6 +69,6 @@ def steps_of(harness: Harness) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(("overlap", "mixed"), BEFORE)
-def test_the_schedule_is_what_it_was(overlap, mixed) -> None:
+def test_schedules_match_recorded_hashes(overlap, mixed) -> None:
     text = repr([steps_of(workload(seed, overlap, mixed)) for seed in range(40)])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == BEFORE[overlap, mixed]

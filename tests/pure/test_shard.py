@@ -131,7 +131,7 @@ def test_what_cannot_be_divided_is_named(sizes, world, said):
     assert error.value.param == "tensor_parallel_size"
 
 
-def test_what_nobody_has_said_how_to_cut_is_refused():
+def test_a_format_without_a_cut_is_refused():
     layer = DENSE.layers[0]
     other = replace(layer.mlp, down=replace(layer.mlp.down, format="other"))
     with pytest.raises(ModelError, match="stored as other yet"):

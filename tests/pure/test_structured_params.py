@@ -36,12 +36,12 @@ NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         ({"json": {}, "call_token_ids": (5,)}, "give after_token_id too"),
     ],
 )
-def test_what_means_nothing_is_refused(values, why):
+def test_meaningless_structured_outputs_are_refused(values, why):
     with pytest.raises(ValueError, match=why):
         StructuredOutputsParams(**values)
 
 
-def test_they_travel_and_say_what_they_are():
+def test_structured_outputs_travel_with_their_kind():
     for name, value in zip(NAMES, ({"a": [1]}, "a", ["b"], "c", True, {"d": {}}), strict=True):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**{name: value}), temperature=0)
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)

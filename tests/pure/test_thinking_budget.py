@@ -83,7 +83,7 @@ def test_drafts_and_a_text_that_goes_on_elsewhere(
             assert behind(thinking, said[:cut]).forced(said[cut:end]) == behind(thinking, said[:end]).forced([])
 
 
-def test_several_tokens_end_it() -> None:
+def test_an_end_of_several_tokens_is_forced() -> None:
     assert held(limit(2, last=(8, 9, END)), [TEXT] * 8) == [TEXT, TEXT, 8, 9, END, TEXT, TEXT, TEXT]
 
 

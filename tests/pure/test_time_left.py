@@ -38,7 +38,7 @@ def test_items_that_never_run_are_no_reason_for_a_negative_time():
     assert left.seconds() == 0
 
 
-def test_it_is_never_nothing():
+def test_the_rest_is_at_least_one_second():
     assert time_left(0.0) == time_left(0.4) == "about 1 s left"
     assert progress(1200, 3400, "(decode, 8)", 12.4) == (
         "Warming up: 1,200 of 3,400 items, about 12 s left ((decode, 8))"

@@ -98,7 +98,7 @@ def test_the_document_shows_the_marks_of_each_way_to_reason() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), [(n, *case) for n in CASES for case in CASES[n]])
-def test_what_is_found(name: str, text: str, content: str, calls: list) -> None:
+def test_each_parser_finds_its_calls(name: str, text: str, content: str, calls: list) -> None:
     assert parsed(name, text) == (content, calls)
     assert parsed(name, text, parallel=False) == (content, calls[:1])
 

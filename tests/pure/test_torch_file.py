@@ -67,7 +67,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_what_is_large_is_refused(what: str) -> None:
+def test_large_pickles_are_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"larger than|few parts|one tensor|one plain tensor"):
         read_tensor(LARGE[what])
 

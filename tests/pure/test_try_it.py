@@ -38,12 +38,12 @@ def test_it_is_there_at_once_and_without_a_key():
     assert all(re.fullmatch(r"'sha256-[\w+/]{43}='", policy[kind]) for kind in ("script-src", "style-src"))
 
 
-def test_no_ui_removes_it():
+def test_no_ui_removes_the_page():
     assert get("/", ui=False)[0] == 404
     assert get("/live", ui=False)[0] == 200
 
 
-def test_it_needs_nothing_else():
+def test_the_page_loads_no_other_file():
     page = _FILE.read_text()
     assert re.findall(r"""(?:src|href)=["']([^"']*)""", page) == [
         "data:,",

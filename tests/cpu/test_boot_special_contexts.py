@@ -80,7 +80,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_for_a_row_is_seen_by_it_and_no_usual_one(check, name, monkeypatch):
+def test_only_the_special_check_sees_its_planted_fault(check, name, monkeypatch):
     PLANTED[name](monkeypatch)
     for usual in ("later run", "co-batched", "chunked", "decode"):
         check.run(usual)
@@ -311,7 +311,7 @@ def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
         where.weight.copy_(kept)
 
 
-def test_such_an_engine_does_not_become_ready(monkeypatch):
+def test_an_engine_with_infinite_products_does_not_become_ready(monkeypatch):
     """An engine with finite weights but infinite products does not become ready."""
     right = boot.load_model
 

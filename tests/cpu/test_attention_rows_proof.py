@@ -73,7 +73,7 @@ def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, t
     """
     code = (
         f"import torch; torch.set_num_threads({threads})\n"
-        "from tests.cpu.test_attention_proof import differing\n"
+        "from tests.cpu.test_attention_rows_proof import differing\n"
         "print([line for group in (1, 5, 7) for line in differing(group)])"
     )
     env = {name: value for name, value in os.environ.items() if name != "MKL_ENABLE_INSTRUCTIONS"}
