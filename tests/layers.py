@@ -62,7 +62,7 @@ def linear(
 def experts_value(gate_up: Weight, down: Weight, routing: Routing, order: SumOrder = ONE_SUM) -> Experts:
     groups = Groups(down.shape[0], routing.top_k)
     inner = down.shape[-1]
-    halves = SumOrder(tiles=(inner // order.own,) * (2 * order.own)) if order.is_split else ONE_SUM
+    halves = SumOrder(tiles=(inner // order.own_k_splits,) * (2 * order.own_k_splits)) if order.is_split else ONE_SUM
     return Experts(
         gate_up=value_of(gate_up, halves, groups=groups, finish=Finish(activation="silu_and_mul")),
         down=value_of(down, order, groups=groups),

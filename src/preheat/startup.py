@@ -32,7 +32,7 @@ from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
-from preheat.model.shard import shard, sums_leaves
+from preheat.model.shard import shard, sums_k_splits
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.stage import stage_of
 from preheat.model.traits import check_traits
@@ -215,7 +215,7 @@ def _spec(settings: Settings) -> ModelSpec:
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
     spec = stage_of(spec, 0, settings.pipeline_parallel_size)
-    return shard(spec, 0, settings.tensor_parallel_size) if sums_leaves(settings) else spec
+    return shard(spec, 0, settings.tensor_parallel_size) if sums_k_splits(settings) else spec
 
 
 def boot_engine(

@@ -175,7 +175,7 @@ def parts_of_the_rank(patch):
     made = LinearFactors.__init__
 
     def wrong(self: LinearFactors, *sizes: int, **more: Any) -> None:
-        made(self, *sizes, **{**more, "leaves": 1})
+        made(self, *sizes, **{**more, "k_splits": 1})
 
     patch.setattr(LinearFactors, "__init__", wrong)
 

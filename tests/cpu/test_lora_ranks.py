@@ -189,7 +189,7 @@ def parts_of_the_rank(patch):
     right = LinearFactors.__init__
 
     def made(self: LinearFactors, *sizes: int, **more: Any) -> None:
-        right(self, *sizes, **{**more, "leaves": 1})
+        right(self, *sizes, **{**more, "k_splits": 1})
 
     patch.setattr(LinearFactors, "__init__", made)
 

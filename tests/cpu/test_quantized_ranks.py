@@ -118,7 +118,7 @@ def test_a_tree_that_follows_the_number_of_ranks_is_seen(
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 
-def test_groups_that_cross_the_border_of_a_leaf_are_named(tmp_path: Path) -> None:
+def test_groups_that_cross_the_border_of_a_k_split_are_named(tmp_path: Path) -> None:
     save_checkpoint(("Llama", {**SIZES, "intermediate_size": 160}), tmp_path / "plain")
     quantize_checkpoint(tmp_path / "plain", awq(), tmp_path / "quantized")
     spec = read_spec(read_config(tmp_path / "quantized"))

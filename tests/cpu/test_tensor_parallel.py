@@ -315,7 +315,7 @@ def test_an_engine_of_two_ranks_has_the_answers_of_one(two):
     one = LLM(tp_invariant=True, **OPTIONS)
     first, second = record_of(one), record_of(two)
     assert first.proof.digest == second.proof.digest and len(first.proof.digest) == 32
-    assert first.proof.parts["sums"] == second.proof.parts["sums"] == "4 leaves in a tree"
+    assert first.proof.parts["sums"] == second.proof.parts["sums"] == "4 K splits in a tree"
     assert [first.proof.parts["ranks"], second.proof.parts["ranks"]] == [1, 2]
     assert second.invariant and not second.unproved()
     assert answers(one) == answers(two)

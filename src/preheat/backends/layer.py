@@ -98,7 +98,7 @@ class Splits(Generic[P]):
     """
 
     def __init__(self, make: Make[P], weight: Tensor, order: SumOrder) -> None:
-        self._size = weight.shape[1] // order.own
+        self._size = weight.shape[1] // order.own_k_splits
         self.parts = [make(part.float().contiguous(), None) for part in torch.split(weight, self._size, 1)]
 
     def __call__(self, x: Tensor) -> list[Tensor]:

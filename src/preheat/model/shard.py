@@ -32,7 +32,7 @@ from preheat.settings import Settings
 Range = tuple[int, int]
 
 
-def sums_leaves(settings: Settings) -> bool:
+def sums_k_splits(settings: Settings) -> bool:
     """Whether layers are summed as on several ranks, even on one."""
     return settings.tensor_parallel_size > 1 or bool(settings.tp_invariant)
 
@@ -60,7 +60,7 @@ class _Cut:
     world: int
 
     @property
-    def leaves(self) -> int:
+    def k_splits(self) -> int:
         return k_splits_of(self.world)
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
@@ -74,8 +74,8 @@ class _Cut:
         first = self.rank * kv_heads // self.world  # several ranks share a head where there are fewer heads than ranks
         kv_range = first * dim, (first + max(kv_heads // self.world, 1)) * dim
         q_range = self._mine("a layer's queries", heads * dim)
-        q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.leaves, kv_heads)
-        blocks = [(0, q_size, q_range, self.leaves)]
+        q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.k_splits, kv_heads)
+        blocks = [(0, q_size, q_range, self.k_splits)]
         blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in (0, 1)]
         mine = q_range[0] // dim, q_range[1] // dim
         return replace(
@@ -95,7 +95,7 @@ class _Cut:
     def dense(self, spec: DenseSpec) -> DenseSpec:
         inner = spec.down.inputs
         mine = self._mine("intermediate numbers", inner)
-        blocks = [(at, inner, mine, self.leaves) for at in range(0, spec.gate_up.outputs, inner)]
+        blocks = [(at, inner, mine, self.k_splits) for at in range(0, spec.gate_up.outputs, inner)]
         return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
 
     def moe(self, spec: MoeSpec) -> MoeSpec:
@@ -103,7 +103,11 @@ class _Cut:
         mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
         self._require_whole_groups(spec.experts, "intermediate numbers of an expert", spec.experts.inner)
         experts = replace(
-            spec.experts, inner=mine[1] - mine[0], kept=mine, stored_inner=spec.experts.inner, leaves=self._own
+            spec.experts,
+            inner=mine[1] - mine[0],
+            kept=mine,
+            stored_inner=spec.experts.inner,
+            k_splits=self._own_k_splits,
         )
         shared = spec.shared and replace(spec.shared, block=self.dense(spec.shared.block))
         return replace(spec, experts=experts, shared=shared)
@@ -114,17 +118,17 @@ class _Cut:
         A rank has consecutive tiles.
         """
         tile = head_tile(spec.outputs, self.world)
-        ends = [min(at * tile, spec.outputs) for at in range(self.leaves + 1)]
-        first, last = self.rank * self._own, (self.rank + 1) * self._own
+        ends = [min(at * tile, spec.outputs) for at in range(self.k_splits + 1)]
+        first, last = self.rank * self._own_k_splits, (self.rank + 1) * self._own_k_splits
         tiles = tuple(ends[at + 1] - ends[at] for at in range(first, last))
         if not all(tiles):
             raise self._error("tokens of the vocabulary", spec.outputs)
         return replace(spec, order=tuple(_ranges(spec, ends[first], ends[last])), tiles=tiles)
 
     @property
-    def _own(self) -> int:
+    def _own_k_splits(self) -> int:
         """Number of K splits on the rank."""
-        return self.leaves // self.world
+        return self.k_splits // self.world
 
     def _rows(self, spec: LinearSpec, blocks: list[tuple[int, int, Range, int]]) -> LinearSpec:
         """Keep a range of rows in each block, cut into tiles.
@@ -144,7 +148,7 @@ class _Cut:
         mine = self._mine(f"inputs of {spec.parts[0][0]}", spec.inputs)
         self._require_whole_groups(spec, f"inputs of {spec.parts[0][0]}", spec.inputs)
         return replace(
-            spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, leaves=self._own,
+            spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, k_splits=self._own_k_splits,
             order=spec.order or ((0, spec.stored_outputs),),
         )  # fmt: skip
 
@@ -156,10 +160,10 @@ class _Cut:
         if spec.scheme is None or spec.scheme.indexed:
             return
         group = 128 if spec.scheme.activations == "block" else spec.scheme.group
-        if group and inputs % (self.leaves * group):
+        if group and inputs % (self.k_splits * group):
             raise ModelError(
                 f"--tensor-parallel-size {self.world}: a scale is shared by {group} of the model's {inputs:,} {what}, "
-                f"and their {self.leaves} equal parts are not whole groups; {self._remedy}",
+                f"and their {self.k_splits} equal parts are not whole groups; {self._remedy}",
                 param="tensor_parallel_size",
             )
 
@@ -168,7 +172,7 @@ class _Cut:
 
         Raises ModelError unless ``size`` makes whole K splits.
         """
-        self._divide(what, size, self.leaves)
+        self._divide(what, size, self.k_splits)
         part = size // self.world
         return self.rank * part, (self.rank + 1) * part
 

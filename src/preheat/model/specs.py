@@ -33,7 +33,7 @@ class LinearSpec:
 
     A shard (:mod:`preheat.model.shard`) has some of the rows, listed in ``order``, or some of the inputs: ``columns``
     [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the numbers of rows computed by one product
-    each, and ``leaves`` the number of K splits, each summed by itself (:mod:`preheat.ops.matmul`).
+    each, and ``k_splits`` the number of K splits, each summed by itself (:mod:`preheat.ops.matmul`).
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -47,7 +47,7 @@ class LinearSpec:
     columns: tuple[int, int] | None = None
     stored_inputs: int = 0
     tiles: tuple[int, ...] = ()
-    leaves: int = 0
+    k_splits: int = 0
 
     @property
     def outputs(self) -> int:
@@ -261,7 +261,7 @@ class ExpertsSpec:
     """The experts of a layer: feed-forward blocks of ``inner`` numbers with SwiGLU.
 
     In the checkpoint each expert has the modules ``gate``, ``up`` and ``down``; {} in their names is the expert's
-    number. A shard has ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``leaves`` K splits.
+    number. A shard has ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``k_splits`` splits.
     """
 
     gate: str
@@ -274,7 +274,7 @@ class ExpertsSpec:
     scheme: Scheme | None = None
     kept: tuple[int, int] | None = None
     stored_inner: int = 0
-    leaves: int = 0
+    k_splits: int = 0
 
     @property
     def params(self) -> int:

@@ -51,12 +51,12 @@ def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None)
         inputs=spec.inputs,
         weight=WeightFormat(dtype, spec.scheme),
         input=(spec.scheme.activations if spec.scheme else None) or "plain",
-        order=_order(spec.inputs, spec.leaves, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
+        order=_order(spec.inputs, spec.k_splits, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
         finish=Finish(spec.bias, spec.activation, spec.clip),
     )
     if room is None:
         return found
-    shared: Shared = "inputs" if spec.leaves else "ranks" if room.divided and spec.tiles else "whole"
+    shared: Shared = "inputs" if spec.k_splits else "ranks" if room.divided and spec.tiles else "whole"
     term = LowRank(part_outputs(spec), room.slots, room.rank, room.dtype, shared=shared)
     return replace(found, terms=(term,))
 
@@ -87,8 +87,8 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
     """Return the value of routed experts, whole or a shard."""
     own = spec.experts
     routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
-    order = _order(own.inner, own.leaves, own.kept, own.stored_inner)
-    halves = (own.inner // own.leaves,) * (2 * own.leaves) if own.leaves else ()
+    order = _order(own.inner, own.k_splits, own.kept, own.stored_inner)
+    halves = (own.inner // own.k_splits,) * (2 * own.k_splits) if own.k_splits else ()
     gate_up, down = (_expert(own, size, spec.top_k, dtype) for size in own.matrices)
     gate_up = replace(gate_up, order=SumOrder(tiles=halves), finish=Finish(activation="silu_and_mul"))
     down = replace(down, order=order)
@@ -96,7 +96,7 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
         shared: Shared = "ranks" if room.divided else "whole"
         first = LowRank((own.inner, own.inner), room.slots, room.rank, room.dtype, shared=shared)
         last = LowRank((own.hidden,), room.slots, room.rank, room.dtype)
-        if own.leaves:
+        if own.k_splits:
             last = replace(last, shared="inputs", joins="combined")
         gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
     return Experts(gate_up=gate_up, down=down, routing=routing)

@@ -122,9 +122,9 @@ def product(x: Tensor, weight: Tensor, order: SumOrder) -> Tensor:
 
     ``x`` is [rows, inputs of this rank], ``weight`` [outputs, inputs of this rank].
     """
-    inputs, found = x.float().chunk(order.own, 1), list[Tensor]()
+    inputs, found = x.float().chunk(order.own_k_splits, 1), list[Tensor]()
     for tile in torch.split(weight.float(), list(order.tiles or (len(weight),))):
-        splits = zip(inputs, tile.chunk(order.own, 1), strict=True)
+        splits = zip(inputs, tile.chunk(order.own_k_splits, 1), strict=True)
         found.append(tree_sum([_in_parts(*each, order.part or max(tile.shape[1], 1)) for each in splits]))
     return torch.cat(found, 1)
 
@@ -179,7 +179,7 @@ def sums(value: Matmul, x: Tensor, weight: Weight) -> list[Tensor]:
     All scales are applied, the bias is not. ``x`` [rows, inputs of this rank] is in the model's dtype; ``weight`` is
     [outputs, inputs of this rank].
     """
-    own, one = value.order.own, value.order._replace(k_splits=1, mine=(0, 1))
+    own, one = value.order.own_k_splits, value.order._replace(k_splits=1, mine=(0, 1))
     if not isinstance(weight, QuantizedWeight) or weight.scheme.activations is None:
         halves = zip(x.chunk(own, 1), plain(weight).chunk(own, 1), strict=True)
         return [product(*each, one) for each in halves]
@@ -233,7 +233,7 @@ def experts(
     """
     chosen, shares = route(logits, value.routing)
     owner = {token: each for each in adapters for token in each.rows.tolist()}
-    own = [torch.empty(*chosen.shape, x.shape[1]) for _ in range(value.down.order.own)]
+    own = [torch.empty(*chosen.shape, x.shape[1]) for _ in range(value.down.order.own_k_splits)]
     more = torch.full((*chosen.shape, x.shape[1]), NOTHING)
     for token, slots in enumerate(chosen.tolist()):
         for slot, number in enumerate(slots):

@@ -81,7 +81,7 @@ class SumOrder(NamedTuple):
     tiles: tuple[int, ...] = ()
 
     @property
-    def own(self) -> int:
+    def own_k_splits(self) -> int:
         """Number of K splits that this rank has."""
         return self.mine[1] - self.mine[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat.backends.base import Collective, Link, Sharing
 from preheat.backends.meeting import Meeting
-from preheat.model.shard import sums_leaves
+from preheat.model.shard import sums_k_splits
 from preheat.settings import Settings
 
 
@@ -24,7 +24,7 @@ def world_size(settings: Settings) -> int:
 
 def has_groups(settings: Settings) -> bool:
     """Whether an engine is divided, or adds as if it was."""
-    return sums_leaves(settings) or settings.pipeline_parallel_size > 1
+    return sums_k_splits(settings) or settings.pipeline_parallel_size > 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Groups:
             return meet(f"link-{sender}", [sender, sender + size]) if 0 <= behind < stages - 1 else None
 
         first = stage * size
-        collective = meet(f"stage-{stage}", range(first, first + size)) if sums_leaves(settings) else None
+        collective = meet(f"stage-{stage}", range(first, first + size)) if sums_k_splits(settings) else None
         everyone = meet("everyone", range(stages * size))
         pipe = Pipe(link(stage - 1), link(stage), everyone, (stages - 1) * size)
         return cls(stage, collective, pipe)

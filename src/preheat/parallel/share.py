@@ -17,7 +17,7 @@ from preheat.backends.meeting import OneNode
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
 from preheat.lora.boot import ReadPacked
-from preheat.model.shard import sums_leaves
+from preheat.model.shard import sums_k_splits
 from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.groups import Groups, has_groups, world_size
@@ -102,7 +102,7 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
         return settings
     if not facts.on_host or settings.num_threads:
         return settings
-    ranks = k_splits_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
+    ranks = k_splits_of(settings.tensor_parallel_size) if sums_k_splits(settings) else 1
     threads = (os.cpu_count() or 1) // (beside * ranks)
     return replace(settings, num_threads=max(threads, 1))
 
@@ -121,7 +121,7 @@ def for_ranks(settings: Settings, facts: Facts) -> Settings:
 
     The number of threads is the same on 1, 2 and 4 ranks, because bits depend on it.
     """
-    if not sums_leaves(settings) or not facts.on_host:
+    if not sums_k_splits(settings) or not facts.on_host:
         return settings
     threads = max((os.cpu_count() or 1) // k_splits_of(settings.tensor_parallel_size), 1)
     return replace(settings, num_threads=settings.num_threads or threads)
@@ -133,5 +133,5 @@ def contract_parts(settings: Settings) -> dict[str, object]:
     These are the order of sums in shared layers, and the number of ranks and stages.
     """
     world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    sums = {"sums": f"{k_splits_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
+    sums = {"sums": f"{k_splits_of(world)} K splits in a tree", "ranks": world} if sums_k_splits(settings) else {}
     return {**sums, **({"stages": stages} if stages > 1 else {})}

@@ -125,7 +125,7 @@ def _prove(value: Matmul) -> None:
     order, dtype = value.order, torch.float32 if value.order.is_split else getattr(torch, value.weight.dtype)
     for outputs in set(order.tiles or (value.outputs,)):
         for size in SIZES:
-            proven_size(size, outputs, value.inputs // order.own, dtype, torch.get_num_threads())
+            proven_size(size, outputs, value.inputs // order.own_k_splits, dtype, torch.get_num_threads())
 
 
 def _padded(products: Products, rows: Tensor) -> list[Tensor]:

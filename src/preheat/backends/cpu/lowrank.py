@@ -233,7 +233,7 @@ def _factors(
 ) -> LinearFactors:
     first, second = value.pair(term, part)
     sizes = first.inputs, second.outputs, first.groups.slots, first.outputs
-    return LinearFactors(*sizes, leaves=first.order.own, tiles=cut, share=share)
+    return LinearFactors(*sizes, k_splits=first.order.own_k_splits, tiles=cut, share=share)
 
 
 def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:
@@ -340,7 +340,7 @@ class Factors(ABC):
 class LinearFactors(Factors):
     """Factors of a linear layer with rows fp32 [rows, inputs].
 
-    The first matrix is [slots, tiles, parts of the inputs, TILE, inputs of a part]. ``leaves`` is the number of K
+    The first matrix is [slots, tiles, parts of the inputs, TILE, inputs of a part]. ``k_splits`` is the number of K
     splits of the inputs, by default one; each K split has the same number of parts.
     """
 
@@ -351,15 +351,15 @@ class LinearFactors(Factors):
         slots: int,
         max_rank: int,
         *,
-        leaves: int = 1,
+        k_splits: int = 1,
         tiles: Sequence[int] = (),
         share: Share = ALL_TILES,
     ) -> None:
-        self._leaf = inputs // leaves
-        self._width = min(self._leaf, PART)
-        self._parts = -(-self._leaf // self._width)
-        self._leaves = range(0, leaves * self._parts, self._parts)
-        super().__init__(outputs, slots, max_rank, leaves * self._parts, TILE, self._width, cut=tiles, share=share)
+        self._split_inputs = inputs // k_splits
+        self._width = min(self._split_inputs, PART)
+        self._parts = -(-self._split_inputs // self._width)
+        self._first_parts = range(0, k_splits * self._parts, self._parts)
+        super().__init__(outputs, slots, max_rank, k_splits * self._parts, TILE, self._width, cut=tiles, share=share)
         self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
 
     def _first(self, a: Tensor) -> Tensor:
@@ -368,20 +368,20 @@ class LinearFactors(Factors):
 
     def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
         inputs = self._inputs(x)
-        return (tree_sum([self._leaf_sum(inputs, tile, first) for first in self._leaves]) for tile in a)
+        return (tree_sum([self._split_sum(inputs, tile, first) for first in self._first_parts]) for tile in a)
 
-    def _leaf_sum(self, inputs: Sequence[Tensor], a: Tensor, first: int) -> Tensor:
+    def _split_sum(self, inputs: Sequence[Tensor], a: Tensor, first: int) -> Tensor:
         """Return the sum of a K split's parts from ``first`` on."""
-        leaf = product(inputs[first], a[first], self._shrunk)
+        total = product(inputs[first], a[first], self._shrunk)
         for part in range(first + 1, first + self._parts):
-            leaf += product(inputs[part], a[part], self._shrunk)
-        return leaf
+            total += product(inputs[part], a[part], self._shrunk)
+        return total
 
     def _inputs(self, x: Tensor) -> list[Tensor]:
         """Return the columns of each part, filled up with zeros."""
-        more = self._parts * self._width - self._leaf
-        leaves = (F.pad(leaf, (0, more)) for leaf in torch.split(x, self._leaf, 1))
-        return [part for leaf in leaves for part in torch.split(leaf, self._width, 1)]
+        more = self._parts * self._width - self._split_inputs
+        k_splits = (F.pad(split, (0, more)) for split in torch.split(x, self._split_inputs, 1))
+        return [part for split in k_splits for part in torch.split(split, self._width, 1)]
 
 
 class TokenFactors(Factors):

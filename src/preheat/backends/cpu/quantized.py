@@ -48,7 +48,7 @@ class ScaledSums:
     def __init__(self, weight: QuantizedWeight, order: SumOrder, ranks: Collective | None) -> None:
         assert weight.scheme.activations is not None
         self._kind, self._static, self._ranks = weight.scheme.activations, weight.static, ranks
-        own, outputs = order.own, weight.shape[0]
+        own, outputs = order.own_k_splits, weight.shape[0]
         self._size = weight.shape[-1] // own
         cuts = [weight.cut(((0, outputs),), (at * self._size, (at + 1) * self._size)) for at in range(own)]
         self._splits = [(parts_of(cut.codes), cut.scales) for cut in cuts]

@@ -269,7 +269,7 @@ class CudaBackend:
         )  # fmt: skip
 
     def _split(self, value: Matmul, weights: LayerWeights, context: LayerContext) -> CudaLeafLinear:
-        weight, own = weights.weight, value.order.own
+        weight, own = weights.weight, value.order.own_k_splits
         mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, leaves=own)
         return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._leaf_tiles)
 
@@ -280,10 +280,10 @@ class CudaBackend:
         if not order.is_split:
             layer = CudaExperts(_on_device(gate_up), _on_device(down), value.routing, configs)
         elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            layer = CudaLeafExperts(gate_up, down, value.routing, order.own, ranks, configs)
+            layer = CudaLeafExperts(gate_up, down, value.routing, order.own_k_splits, ranks, configs)
         else:
             assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
-            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=order.own)
+            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=order.own_k_splits)
             layer = QuantizedLeafExperts(*codes, value.routing, ranks, configs)
         if not value.down.terms:
             return layer

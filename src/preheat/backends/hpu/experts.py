@@ -44,7 +44,7 @@ class ExpertsLayer:
         """
         chosen, weights = route(logits, self._routing)
         dtype = torch.float32 if self._order.is_split else x.dtype
-        splits = [x.new_zeros(*chosen.shape, x.shape[1], dtype=dtype)] * self._order.own
+        splits = [x.new_zeros(*chosen.shape, x.shape[1], dtype=dtype)] * self._order.own_k_splits
         for number, ((gate_up, finish), down) in enumerate(zip(self._gate_up, self._down, strict=True)):
             mine = (chosen == number).unsqueeze(-1)
             parts = down(finished(gate_up(x)[0], finish))
