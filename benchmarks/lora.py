@@ -300,10 +300,10 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
         running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
         more["loading"] = loading(engine, rows, running, served[args.adapters])
         show("loading, ms", more["loading"])
-    seats = engine.llm.loop.executor.adapters
-    assert seats is not None
-    places = round(seats.bytes / 2**20, 1)
-    del engine, seats
+    adapter_slots = engine.llm.loop.executor.adapters
+    assert adapter_slots is not None
+    places = round(adapter_slots.bytes / 2**20, 1)
+    del engine, adapter_slots
     forget()
     if not args.itl_alone:
         more["long"] = long_contexts(args, folder, sizes, every, adapted)

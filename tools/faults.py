@@ -53,7 +53,7 @@ _FRONTEND = "frontend/input_processor.py"
 _CACHED = "tests/cpu/test_verify_cache.py::test_what_is_planted_is_found_by_its_path"
 _SERVED = "tests/cpu/test_verify_cache.py::test_what_is_not_the_contract_is_found_through_the_frontend"
 _WINDOWS = "tests/cpu/test_verify_windows.py"
-_LORA, _PLACES = "backends/cpu/lowrank.py", "schedule/adapters.py"
+_LORA, _ADAPTER_SLOTS = "backends/cpu/lowrank.py", "schedule/adapters.py"
 _ADAPTED = "tests/cpu/test_lora.py"
 _RESUMED = "tests/cpu/test_resumed.py::test_a_resumed_row_is_computed_as_the_first_time"
 
@@ -207,15 +207,15 @@ FAULTS = (
         _FEATURES,
     ),
     Fault(
-        "a place keeps the adapter before where the next leaves a layer alone",
+        "an adapter slot keeps the adapter before where the next leaves a layer alone",
         (Edit(_LORA, "        self._tiles[slot] = 0\n", "        return\n"),),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
-        "a place keeps ranks of the adapter before",
+        "an adapter slot keeps ranks of the adapter before",
         (Edit(_LORA, "= packed.scale, len(packed.b), packed.dtype",
               "= packed.scale, max(len(packed.b), self._tiles[slot]), packed.dtype"),),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
         "rows have the adapter of the row before",
@@ -236,17 +236,17 @@ FAULTS = (
         engine="adapters",
     ),
     Fault(
-        "the place of an adapter is given away while rows use it",
-        (Edit(_PLACES, "if digest not in self._users), None)", "if len(self._placed) == self.count), None)"),),
+        "the slot of an adapter is given away while rows use it",
+        (Edit(_ADAPTER_SLOTS, "if digest not in self._users), None)", "if len(self._slot_of) == self.count), None)"),),
         "tests/pure/test_lora.py", engine="adapters",
     ),
     Fault(
-        "an adapter that is put into its place only the first time",
-        (Edit(_PLACES, "            self._loads.append((self._placed[digest], adapter))\n",
+        "an adapter that is put into its slot only the first time",
+        (Edit(_ADAPTER_SLOTS, "            self._loads.append((self._slot_of[digest], adapter))\n",
               "            if digest not in _seen:\n"
-              "                self._loads.append((self._placed[digest], adapter))\n            _seen.add(digest)\n"),
-         Edit(_PLACES, 'BASE = ""\n', '_seen: set[str] = set()\nBASE = ""\n')),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+              "                self._loads.append((self._slot_of[digest], adapter))\n            _seen.add(digest)\n"),
+         Edit(_ADAPTER_SLOTS, 'BASE = ""\n', '_seen: set[str] = set()\nBASE = ""\n')),
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
         "a block's hash leaves out its last token",

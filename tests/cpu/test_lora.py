@@ -151,7 +151,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(shared, 
     assert shared.run(plain) == expected
 
 
-def test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
+def test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
     asked = prompts("all", "qv", "rslora", "all", "qv")
     expected = alone(shared, asked)
     other = engine(folder, ["rslora", "qv", "all"], max_loras=1, max_lora_rank=70, max_cpu_loras=3)
@@ -164,14 +164,14 @@ def test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_evictio
 
 
 def counted_loads(engine: Engine) -> list[tuple[int, str]]:
-    seats, found = engine.loop.executor.adapters, list[tuple[int, str]]()
+    adapter_slots, found = engine.loop.executor.adapters, list[tuple[int, str]]()
     right = engine.loop.executor.load_adapters
 
     def load(loads):
         found.extend((place, adapter.name) for place, adapter in loads)
         right(loads)
 
-    assert seats is not None
+    assert adapter_slots is not None
     engine.loop.executor.load_adapters = load
     return found
 

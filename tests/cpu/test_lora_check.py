@@ -9,7 +9,7 @@ from preheat.backends.cpu import experts as cpu_experts
 from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.lowrank import CpuAdapterRows, Factors, Group
 from preheat.errors import CheckFailed, NotInvariant
-from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.prefix import PrefixCache, chain_root
 from preheat.settings import Settings
 from preheat.startup import boot_engine
@@ -104,8 +104,8 @@ def neighbours_adapter(patch):
     """Plant a step where all rows have the adapter of the first adapted row."""
     right = CpuAdapterRows.describe
 
-    def describe(self, turn, step, places):
-        right(self, turn, step, places)
+    def describe(self, turn, step, slots):
+        right(self, turn, step, slots)
         found = self._described[step]
         if len(found) > 1:
             self._described[step] = [Group(found[0].slot, torch.cat([each.rows for each in found]))]
@@ -166,14 +166,14 @@ def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
 
 
 def test_verify_sees_an_adapter_slot_that_keeps_its_old_adapter(monkeypatch, small):
-    right, seen = AdapterPlaces.take_loads, dict[int, set[int]]()
+    right, seen = AdapterSlotTable.take_loads, dict[int, set[int]]()
 
     def only_the_first(self):
         """Return only the first load of each adapter slot."""
         known = seen.setdefault(id(self), set())
         return [(place, adapter) for place, adapter in right(self) if place not in known and not known.add(place)]
 
-    monkeypatch.setattr(AdapterPlaces, "take_loads", only_the_first)
+    monkeypatch.setattr(AdapterSlotTable, "take_loads", only_the_first)
     found = {path for path, result in verified(small).items() if result.first is not None}
     assert found and found <= set(PATHS)
 

@@ -73,7 +73,7 @@ def test_a_search_has_its_adapter_in_all_rounds(llm, folder):
     assert llm.beam_search(PROMPTS[:1] * 3, wide, [one, None, two]) == alone
 
 
-def test_more_adapters_than_places_take_turns(llm, folder):
+def test_more_adapters_than_slots_take_turns(llm, folder):
     requests = [LoRARequest(name, 1, str(folder / name)) for name in ("one", "two", "three")]
     alone = [texts(llm, request, PROMPTS[:1])[0] for request in requests]
     assert texts(llm, [*requests, None], PROMPTS[:1] * 4)[:3] == alone and len({*alone}) == 3

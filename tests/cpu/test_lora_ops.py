@@ -20,9 +20,9 @@ from tests import layers
 INPUTS, OUTPUTS = 1100, (72, 40)
 
 
-def layer(places: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
-    rows = CpuAdapters().rows(32, places)
-    term = LowRank(OUTPUTS, places, max_rank, "float32")
+def layer(slots: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
+    rows = CpuAdapters().rows(32, slots)
+    term = LowRank(OUTPUTS, slots, max_rank, "float32")
     weight = noise(sum(OUTPUTS), INPUTS).to(dtype) / 30
     return layers.linear(CpuBackend(), weight, context=LayerContext(rows=rows), terms=(term,)), rows
 
@@ -31,16 +31,16 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     return noise(rank, INPUTS, seed=seed) / 30, noise(OUTPUTS[part], rank, seed=seed + 1), 0.37
 
 
-def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter into slot ``place``.
+def put(made, slot: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    """Put an adapter into slot ``slot``.
 
     ``given`` has its matrices for each of the first parts.
     """
-    made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
+    made.slots.write(slot, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
-def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
-    rows.describe(0, "tokens", np.array(places, np.int32))
+def run(made, rows, x: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    rows.describe(0, "tokens", np.array(slots, np.int32))
     rows.use("tokens")
     return made(x)
 
@@ -82,15 +82,15 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
     x = signed_pairs(noise(count, INPUTS, seed=7), 1.0) + noise(count, INPUTS, seed=8)
     wanted = [factors(20, part, seed=part) for part in range(2)]
     results = []
-    for places, max_rank, place in ((1, 20, 0), (5, 128, 3)):
-        made, rows = layer(places, max_rank)
-        for other in range(places):
+    for slots, max_rank, slot in ((1, 20, 0), (5, 128, 3)):
+        made, rows = layer(slots, max_rank)
+        for other in range(slots):
             put(made, other, *(factors(20, part, seed=90 + other) for part in range(2)))
-        put(made, place, *wanted)
-        results.append(run(made, rows, x, [place] * count))
-        results.append(torch.cat([run(made, rows, row[None], [place]) for row in x]))
-        results.append(run(made, rows, x.flip(0), [place] * count).flip(0))
-        mixed = run(made, rows, x.repeat_interleave(2, 0), [place, -1] * count)
+        put(made, slot, *wanted)
+        results.append(run(made, rows, x, [slot] * count))
+        results.append(torch.cat([run(made, rows, row[None], [slot]) for row in x]))
+        results.append(run(made, rows, x.flip(0), [slot] * count).flip(0))
+        mixed = run(made, rows, x.repeat_interleave(2, 0), [slot, -1] * count)
         results.append(mixed[::2])
     assert all(torch.equal(each, results[0]) for each in results)
 

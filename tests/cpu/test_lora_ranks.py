@@ -24,7 +24,7 @@ from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import read_adapter
-from preheat.model.adapters import AdapterSeats, check_tiles
+from preheat.model.adapters import ModelAdapterSlots, check_tiles
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -59,7 +59,7 @@ TARGETS: dict[str, list[str]] = {
 
 
 def logits_on(
-    collective: Collective, model: Path, adapters: list[Path], places: np.ndarray, divided: bool = False
+    collective: Collective, model: Path, adapters: list[Path], slots: np.ndarray, divided: bool = False
 ) -> Tensor:
     """Return the logits of rows of all ``adapters`` and of rows without an adapter.
 
@@ -69,19 +69,21 @@ def logits_on(
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
     room = AdapterLimits(len(adapters), MAX_RANK, "float32", divided)
-    seats = AdapterSeats(CpuAdapters().rows(TOKENS, len(adapters)), room)
-    weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
-    for place, folder in enumerate(adapters):
-        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors))
-    seats.describe(0, "tokens", places)
-    seats.use("tokens")
+    adapter_slots = ModelAdapterSlots(CpuAdapters().rows(TOKENS, len(adapters)), room)
+    weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, adapter_slots=adapter_slots)
+    for slot, folder in enumerate(adapters):
+        adapter_slots.load(
+            slot, adapter_slots.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors)
+        )
+    adapter_slots.describe(0, "tokens", slots)
+    adapter_slots.use("tokens")
     return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
 
 
-def on_sizes(model: Path, adapters: list[Path], folder: Path, places: np.ndarray) -> list[Tensor]:
+def on_sizes(model: Path, adapters: list[Path], folder: Path, slots: np.ndarray) -> list[Tensor]:
     found = []
     for world in (1, 2, 4):
-        ranks = on_ranks(world, folder / str(world), lambda c: logits_on(c, model, adapters, places))
+        ranks = on_ranks(world, folder / str(world), lambda c: logits_on(c, model, adapters, slots))
         assert same(ranks)
         found.append(ranks[0])
     return found
@@ -123,9 +125,11 @@ def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatc
 def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
     def held(collective: Collective, divided: bool) -> Tensor:
         spec = read_spec(read_config(saved / "base"))
-        seats = AdapterSeats(CpuAdapters().rows(TOKENS, 1), AdapterLimits(1, 64, "float32", divided))
-        load_weights(spec, saved / "base", torch.float32, CpuBackend(), collective=collective, seats=seats)
-        return torch.tensor(seats.bytes)
+        adapter_slots = ModelAdapterSlots(CpuAdapters().rows(TOKENS, 1), AdapterLimits(1, 64, "float32", divided))
+        load_weights(
+            spec, saved / "base", torch.float32, CpuBackend(), collective=collective, adapter_slots=adapter_slots
+        )
+        return torch.tensor(adapter_slots.bytes)
 
     for world in (2, 4):
         whole, part = (on_ranks(world, tmp_path / f"{world} {d}", lambda c, d=d: held(c, d)) for d in (False, True))

@@ -33,7 +33,7 @@ from preheat.execution.features import Features
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.model.layers import DenseMlp
 from preheat.model.specs import layer_kind
@@ -91,7 +91,7 @@ class Executor:
         buffers: StepBuffers,
         *,
         encoder: Encoder | None = None,
-        adapters: AdapterSeats | None = None,
+        adapters: ModelAdapterSlots | None = None,
         layers_per_graph: int | None = None,
     ) -> None:
         self.backend, self.decoder, self.cache = backend, decoder, cache
@@ -243,14 +243,14 @@ class Executor:
     def load_adapters(self, loads: Loads) -> None:
         """Start the copies that load adapters into slots, between two steps."""
         assert self.adapters is not None, "there are no places for adapters"
-        for place, adapter in loads:
-            self.adapters.load(place, adapter.packed)
+        for slot, adapter in loads:
+            self.adapters.load(slot, adapter.packed)
 
     @torch.inference_mode()
-    def clear_adapter(self, place: int) -> None:
-        """Empty adapter slot ``place``: nothing is added to its rows any more."""
+    def clear_adapter(self, slot: int) -> None:
+        """Empty adapter slot ``slot``: nothing is added to its rows any more."""
         assert self.adapters is not None, "there are no places for adapters"
-        self.adapters.clear(place)
+        self.adapters.clear(slot)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:

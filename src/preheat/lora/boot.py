@@ -32,14 +32,14 @@ ReadPacked = Callable[[str, str], PackedAdapter]
 
 def adapter_reader(model: LoadedModel) -> ReadPacked:
     """Return a reader of adapters for ``model``, or for a rank's shard, with adapter slots."""
-    seats = model.adapters
-    assert seats is not None, "there are no places for adapters"
+    slots = model.adapters
+    assert slots is not None, "there are no places for adapters"
 
     def read(name: str, path: str) -> PackedAdapter:
         adapter = read_adapter(
-            name, path, model.spec, seats.max_rank, seats.dtype, without_experts=seats.without_experts
+            name, path, model.spec, slots.max_rank, slots.dtype, without_experts=slots.without_experts
         )
-        return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
+        return PackedAdapter(name, adapter.digest, slots.pack(adapter.factors))
 
     return read
 
@@ -51,14 +51,14 @@ def open_adapters(
 
     ``share`` makes all ranks read the adapters that one rank reads. Raises the errors of reading an adapter.
     """
-    seats = model.adapters
-    if seats is None:
+    slots = model.adapters
+    if slots is None:
         return NO_ADAPTERS
     adapters = Adapters(share(adapter_reader(model)), settings.max_cpu_loras or settings.max_loras)
     for module in lora_modules(settings.lora_modules):
         adapter = adapters.serve(module.name, module.path)
         logger.info("Adapter %s from %s: %s", module.name, module.path, adapter.digest)
-    logger.info("%d adapter slots of rank %d at most: %.1f MiB", seats.places, seats.max_rank, seats.bytes / 2**20)
+    logger.info("%d adapter slots of rank %d at most: %.1f MiB", slots.count, slots.max_rank, slots.bytes / 2**20)
     return adapters
 
 

@@ -34,7 +34,7 @@ It has the packed matrices of each layer, None if the layer is unchanged.
 """
 
 
-class Seat(NamedTuple):
+class AdapterModule(NamedTuple):
     """A module of the checkpoint that an adapter may change.
 
     ``layer`` is the number of its layer, ``part`` its part there. ``order`` lists the module's rows in the layer's
@@ -51,7 +51,7 @@ class Seat(NamedTuple):
     columns: tuple[int, int] | None = None
 
 
-class AdapterSeats:
+class ModelAdapterSlots:
     """The adapter slots of all layers of a model.
 
     Their limits are ``room``. The loader adds each layer that has slots. ``rows`` hold the adapter slot of each row of
@@ -60,8 +60,8 @@ class AdapterSeats:
 
     def __init__(self, rows: AdapterRows, room: AdapterLimits) -> None:
         self.rows, self.room = rows, room
-        self.places, self.max_rank, self.dtype = room.slots, room.rank, cast(torch.dtype, getattr(torch, room.dtype))
-        self._seats: dict[str, Seat] = {}
+        self.count, self.max_rank, self.dtype = room.slots, room.rank, cast(torch.dtype, getattr(torch, room.dtype))
+        self._modules: dict[str, AdapterModule] = {}
         self._layers: list[AdapterSlots] = []
         self._embedding: Embedding | None = None
         self.without_experts = ""
@@ -78,13 +78,15 @@ class AdapterSeats:
 
         Keys are the names in the checkpoint.
         """
-        return {name: (seat.outputs, seat.inputs) for name, seat in self._seats.items()}
+        return {name: (module.outputs, module.inputs) for name, module in self._modules.items()}
 
     def add_linear(self, spec: LinearSpec, layer: Layer) -> None:
         """Add the slots of ``layer``, the layer of ``spec``."""
         orders, inputs = _orders(spec), spec.stored_inputs or spec.inputs
         for part, (name, size) in enumerate(spec.parts):
-            self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
+            self._modules[name] = AdapterModule(
+                len(self._layers), part, orders[part], inputs, size, columns=spec.columns
+            )
         self._add(layer)
 
     def add_embedding(self, spec: EmbeddingSpec, layer: Embedding, dtype: torch.dtype) -> None:
@@ -93,17 +95,18 @@ class AdapterSeats:
         The table is of ``dtype``.
         """
         scale = 1.0 if spec.scale is None else rounded(spec.scale, dtype)
-        self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
+        self._modules[spec.name] = AdapterModule(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
         self._embedding = layer
         self._add(layer)
 
     def add_experts(self, spec: ExpertsSpec, layer: ExpertsLayer) -> None:
         """Add the slots of the experts of ``spec``."""
         rows = None if spec.kept is None else torch.arange(*spec.kept)
-        gated = Seat(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
-        seats = gated, gated, Seat(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
+        gated = AdapterModule(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
+        down = AdapterModule(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
+        modules = gated, gated, down
         for part, name in enumerate(spec.modules):
-            self._seats[name] = seats[part % len(seats)]._replace(part=part)
+            self._modules[name] = modules[part % len(modules)]._replace(part=part)
         self._add(layer)
 
     def _add(self, layer: Layer | ExpertsLayer | Embedding) -> None:
@@ -124,41 +127,41 @@ class AdapterSeats:
         self._check(factors)
         parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
         for name, each in factors.items():
-            seat = self._seats[name]
-            a = each.a if seat.columns is None else each.a[:, slice(*seat.columns)]
-            b = each.b if seat.order is None else each.b[seat.order]
-            parts[seat.layer][seat.part] = LowRankPair(a, b, each.scale * seat.scale)
+            module = self._modules[name]
+            a = each.a if module.columns is None else each.a[:, slice(*module.columns)]
+            b = each.b if module.order is None else each.b[module.order]
+            parts[module.layer][module.part] = LowRankPair(a, b, each.scale * module.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
-    def load(self, place: int, packed: Packed) -> None:
-        """Put an adapter into slot ``place``; copies are started, not waited for."""
+    def load(self, slot: int, packed: Packed) -> None:
+        """Put an adapter into ``slot``; copies are started, not waited for."""
         for layer, each in zip(self._layers, packed, strict=True):
             if each is None:
-                layer.clear(place)
+                layer.clear(slot)
             else:
-                layer.write(place, each)
+                layer.write(slot, each)
 
     def _check(self, factors: Mapping[str, LowRankPair]) -> None:
         """Raise InvalidRequest unless an adapter fits."""
         for name, each in factors.items():
-            seat = self._seats.get(name)
-            if seat is None:
+            module = self._modules.get(name)
+            if module is None:
                 raise InvalidRequest(f"the model has no module {name!r} that an adapter may change")
             rank = len(each.a)
-            if each.a.shape != (rank, seat.inputs) or each.b.shape != (seat.outputs, rank) or rank > self.max_rank:
+            if each.a.shape != (rank, module.inputs) or each.b.shape != (module.outputs, rank) or rank > self.max_rank:
                 raise InvalidRequest(
                     f"the adapter's matrices of {name} are {list(each.a.shape)} and {list(each.b.shape)}: they must be "
-                    f"[r, {seat.inputs}] and [{seat.outputs}, r] with r at most {self.max_rank}"
+                    f"[r, {module.inputs}] and [{module.outputs}, r] with r at most {self.max_rank}"
                 )
 
-    def clear(self, place: int) -> None:
-        """Empty slot ``place``: nothing is added to its rows."""
+    def clear(self, slot: int) -> None:
+        """Empty ``slot``: nothing is added to its rows."""
         for layer in self._layers:
-            layer.clear(place)
+            layer.clear(slot)
 
-    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+    def describe(self, turn: int, step: AdapterStep, slots: np.ndarray) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
-        self.rows.describe(turn, step, places)
+        self.rows.describe(turn, step, slots)
 
     def use(self, step: AdapterStep | None) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
@@ -199,7 +202,7 @@ def check_tiles(settings: Settings) -> None:
         )
 
 
-def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSeats | None:
+def make_adapter_slots(settings: Settings, backend: Backend, dtype: Dtype) -> ModelAdapterSlots | None:
     """Return empty adapter slots as the settings ask.
 
     The model is of ``dtype``. None if adapters are off. Raises SettingsError where adapters cannot be served.
@@ -213,4 +216,4 @@ def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSea
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
     own = dtype if settings.lora_dtype == "auto" else cast(Dtype, settings.lora_dtype)
     room = AdapterLimits(settings.max_loras, settings.max_lora_rank, own, settings.fully_sharded_loras)
-    return AdapterSeats(backend.adapters.rows(tokens, settings.max_loras), room)
+    return ModelAdapterSlots(backend.adapters.rows(tokens, settings.max_loras), room)

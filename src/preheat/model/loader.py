@@ -30,7 +30,7 @@ from preheat.backends.base import (
 )
 from preheat.backends.names import HOST
 from preheat.errors import ModelError
-from preheat.model.adapters import AdapterSeats, make_seats
+from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
@@ -99,7 +99,7 @@ class LoadedModel:
     weights: Weights
     bytes_per_block: int
     numerics: Mapping[str, object] = field(default_factory=dict)
-    adapters: AdapterSeats | None = None
+    adapters: ModelAdapterSlots | None = None
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
 
 
@@ -129,20 +129,20 @@ def load_model(
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
     check_supported(spec, name, backend.supports)
-    seats = make_seats(settings, backend, name)
+    adapter_slots = make_adapter_slots(settings, backend, name)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
     weights = load_weights(
         whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
         formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
-        seats=seats, stage=(stage, settings.pipeline_parallel_size),
+        adapter_slots=adapter_slots, stage=(stage, settings.pipeline_parallel_size),
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
     sizes = bytes_by_scheme(whole, backend.facts, dtype.itemsize)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
+    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, adapter_slots, quantized.formats)
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
@@ -195,7 +195,7 @@ def load_weights(
     on_host: bool = False,
     scales: list[str] | None = None,
     collective: Collective | None = None,
-    seats: AdapterSeats | None = None,
+    adapter_slots: ModelAdapterSlots | None = None,
     stage: tuple[int, int] = (0, 1),
 ) -> Weights:
     """Return the weights of ``spec`` in ``dtype`` on the backend's device.
@@ -203,8 +203,8 @@ def load_weights(
     They are read from ``directory``, or with ``load_format`` dummy drawn at random from ``seed``. Linear layers may be
     stored in any of the ``formats``. ``on_host``: each layer is read and prepared on the host, and then copied to the
     device in its final form. If the checkpoint has scales, a digest of them is appended to ``scales``. With a
-    ``collective`` only its rank's shard is read and returned. Linear layers get adapter slots from ``seats``. ``stage``
-    is the number of a pipeline's stage and the number of stages.
+    ``collective`` only its rank's shard is read and returned. Linear layers get ``adapter_slots``.
+    ``stage`` is the number of a pipeline's stage and the number of stages.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
@@ -214,7 +214,7 @@ def load_weights(
     if load_format == "dummy":
         source, from_host = DummyTensors(seed), on_host and _plain_copy
         return WeightLoader(
-            source, dtype, backend, formats, from_host=from_host, collective=collective, seats=seats
+            source, dtype, backend, formats, from_host=from_host, collective=collective, adapter_slots=adapter_slots
         ).model(mine)
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
@@ -223,7 +223,13 @@ def load_weights(
         files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
-            files, dtype, backend, formats, from_host=on_host and upload, collective=collective, seats=seats
+            files,
+            dtype,
+            backend,
+            formats,
+            from_host=on_host and upload,
+            collective=collective,
+            adapter_slots=adapter_slots,
         ).model(mine)
         files.check_finite()
         if scales is not None and files.scales_digest is not None:
@@ -270,8 +276,8 @@ class WeightLoader:
     """Maker of the parts of a model from their specs.
 
     The parts are on the backend's device, filled by ``source``. With ``from_host``, a function that copies, tensors are
-    filled on the host and then copied to the backend. With a ``collective`` the specs are a shard's. ``seats`` make
-    adapter slots in linear layers.
+    filled on the host and then copied to the backend. With a ``collective`` the specs are a shard's. ``adapter_slots``
+    make adapter slots in linear layers.
     """
 
     def __init__(
@@ -283,11 +289,11 @@ class WeightLoader:
         *,
         from_host: Copy | Literal[False] = False,
         collective: Collective | None = None,
-        seats: AdapterSeats | None = None,
+        adapter_slots: ModelAdapterSlots | None = None,
     ) -> None:
         self.source, self.dtype, self.backend, self._collective = source, dtype, backend, collective
-        self._seats, self._room = seats, None if seats is None else seats.room
-        self._context = LayerContext(collective, None if seats is None else seats.rows)
+        self._adapter_slots, self._room = adapter_slots, None if adapter_slots is None else adapter_slots.room
+        self._context = LayerContext(collective, None if adapter_slots is None else adapter_slots.rows)
         self._dtype_name = cast(Dtype, str(dtype).removeprefix("torch."))
         self._formats, self._device = formats, backend.device
         self._place: Callable[[Tensor], Tensor] = _as_it_is
@@ -297,20 +303,20 @@ class WeightLoader:
 
     def model(self, spec: ModelSpec) -> Weights:
         embedding = self.empty(0, spec.hidden_size) if "embedding" in spec.elsewhere else self.table(spec.embedding)
-        if self._seats is not None:
-            value = embedding_of(spec.embedding, self._dtype_name, self._seats.room)
+        if self._adapter_slots is not None:
+            value = embedding_of(spec.embedding, self._dtype_name, self._adapter_slots.room)
             layer = self.backend.layer(value, LayerWeights(embedding), self._context)
-            self._seats.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
+            self._adapter_slots.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
         positions = self.table(spec.positions) if spec.positions else None
-        vision = self._without_seats().vision(spec.vision) if spec.vision else None
+        vision = self._without_adapters().vision(spec.vision) if spec.vision else None
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
 
-    def _without_seats(self) -> WeightLoader:
+    def _without_adapters(self) -> WeightLoader:
         """Return a loader for layers without adapter slots."""
         other = copy(self)
-        other._seats = other._room = None
+        other._adapter_slots = other._room = None
         return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
@@ -365,8 +371,8 @@ class WeightLoader:
         if weights.rounding is not None:
             value = replace(value, input="rounded")
         layer = self.backend.layer(value, weights, self._context)
-        if self._seats is not None:
-            self._seats.add_linear(spec, layer)
+        if self._adapter_slots is not None:
+            self._adapter_slots.add_linear(spec, layer)
         return layer
 
     def layer(self, spec: LayerSpec) -> DecoderLayer:
@@ -395,11 +401,11 @@ class WeightLoader:
         They have adapter slots if there are kernels for them.
         """
         value = experts_of(spec, self._dtype_name, self._room)
-        if self._seats is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
-            self._seats.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
+        if self._adapter_slots is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
+            self._adapter_slots.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
         layer = self.backend.experts(value, weights, self._context)
-        if self._seats is not None and value.down.terms:
-            self._seats.add_experts(spec.experts, layer)
+        if self._adapter_slots is not None and value.down.terms:
+            self._adapter_slots.add_experts(spec.experts, layer)
         return layer
 
     def dense(self, spec: DenseSpec) -> DenseMlp:

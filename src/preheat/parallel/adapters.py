@@ -17,7 +17,7 @@ from dataclasses import replace
 from preheat.errors import AdapterError, PreheatError, WireError
 from preheat.lora.boot import PackedAdapter, adapter_reader
 from preheat.lora.random import RandomSource, random_adapter
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.loader import LoadedModel
 from preheat.parallel.channel import wait
 from preheat.parallel.ranks import Ranks
@@ -80,7 +80,7 @@ class RankAdapters:
 
     def __init__(self, model: LoadedModel, report: Callable[[int, object], None]) -> None:
         assert model.adapters is not None, "there are no places for adapters"
-        self._seats: AdapterSeats = model.adapters
+        self._adapter_slots: ModelAdapterSlots = model.adapters
         self._read, self._report = adapter_reader(model), report
         self._threads = ThreadPoolExecutor(1, "adapters")
         self._known: dict[Source, Future[PackedAdapter | PreheatError]] = {}
@@ -94,7 +94,7 @@ class RankAdapters:
     def adapter(self, source: Source) -> Adapter:
         """Return the adapter that the leader loads into an adapter slot."""
         if isinstance(source, RandomSource):
-            return random_adapter(self._seats, source.number)
+            return random_adapter(self._adapter_slots, source.number)
         found = self._known[source].result()
         assert not isinstance(found, PreheatError), "the leader takes what all ranks have read"
         return found

@@ -96,12 +96,12 @@ class ParallelExecutor(SharedExecutor):
         return logits
 
     def load_adapters(self, loads: Loads) -> None:
-        with self._together("load_adapters", [(place, adapter.source) for place, adapter in loads]):
+        with self._together("load_adapters", [(slot, adapter.source) for slot, adapter in loads]):
             super().load_adapters(loads)
 
-    def clear_adapter(self, place: int) -> None:
-        with self._together("clear_adapter", place):
-            super().clear_adapter(place)
+    def clear_adapter(self, slot: int) -> None:
+        with self._together("clear_adapter", slot):
+            super().clear_adapter(slot)
 
     def swap(self, swaps: Swaps) -> None:
         with self._together("swap", swaps):

@@ -122,10 +122,10 @@ class Worker:
         self._read.read(number, name, path, gone)
 
     def load_adapters(self, loads: list[tuple[int, Source]]) -> None:
-        self._run.load_adapters([(place, self._read.adapter(source)) for place, source in loads])
+        self._run.load_adapters([(slot, self._read.adapter(source)) for slot, source in loads])
 
-    def clear_adapter(self, place: int) -> None:
-        self._run.clear_adapter(place)
+    def clear_adapter(self, slot: int) -> None:
+        self._run.clear_adapter(slot)
 
     def swap(self, swaps: Swaps) -> None:
         self._run.swap(swaps)

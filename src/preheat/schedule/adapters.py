@@ -36,7 +36,7 @@ Loads = list[tuple[int, Adapter]]
 """Adapters to load, each with its adapter slot."""
 
 
-class AdapterPlaces:
+class AdapterSlotTable:
     """``count`` adapter slots.
 
     Pending ``loads`` must be copied to the device before the next step.
@@ -45,34 +45,34 @@ class AdapterPlaces:
     def __init__(self, count: int = 0) -> None:
         self.count = count
         self._free = list(range(count))
-        self._placed: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently begun first
+        self._slot_of: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently begun first
         self._users: Counter[str] = Counter()
         self._loads: Loads = []
 
     def has_room_for(self, adapter: Adapter | None) -> bool:
         """Return whether a sequence with ``adapter`` may begin."""
-        return adapter is None or adapter.digest in self._placed or bool(self._free) or self._idle() is not None
+        return adapter is None or adapter.digest in self._slot_of or bool(self._free) or self._idle() is not None
 
     def claimed(self, blocked: Collection[str]) -> str | None:
         """Return the digest of the adapter to wait for.
 
         The digests ``blocked`` are waited for already.
         """
-        return next((digest for digest in self._placed if digest not in blocked), None)
+        return next((digest for digest in self._slot_of if digest not in blocked), None)
 
     def begin(self, adapter: Adapter) -> int:
         """Return the slot of ``adapter``, which one more sequence now holds."""
         digest = adapter.digest
-        if digest not in self._placed:
+        if digest not in self._slot_of:
             if not self._free:
                 idle = self._idle()
                 assert idle is not None, "every place is held"
-                self._free.append(self._placed.pop(idle))
-            self._placed[digest] = self._free.pop(0)
-            self._loads.append((self._placed[digest], adapter))
-        self._placed.move_to_end(digest)
+                self._free.append(self._slot_of.pop(idle))
+            self._slot_of[digest] = self._free.pop(0)
+            self._loads.append((self._slot_of[digest], adapter))
+        self._slot_of.move_to_end(digest)
         self._users[digest] += 1
-        return self._placed[digest]
+        return self._slot_of[digest]
 
     def end(self, adapter: Adapter) -> None:
         """Release the slot for one sequence.
@@ -93,13 +93,13 @@ class AdapterPlaces:
 
         Slots in use are loaded again before the next step; other slots become free.
         """
-        for place, adapter in loads:
-            if self._placed.get(adapter.digest) != place:
+        for slot, adapter in loads:
+            if self._slot_of.get(adapter.digest) != slot:
                 continue
             if adapter.digest in self._users:
-                self._loads.insert(0, (place, adapter))
+                self._loads.insert(0, (slot, adapter))
             else:
-                self._free.append(self._placed.pop(adapter.digest))
+                self._free.append(self._slot_of.pop(adapter.digest))
 
     def forget(self) -> None:
         """Free every slot, as something else was put into it.
@@ -108,7 +108,7 @@ class AdapterPlaces:
         """
         assert not self._users, "a running sequence would lose its adapter"
         self._free, self._loads = list(range(self.count)), []
-        self._placed.clear()
+        self._slot_of.clear()
 
     @property
     def held(self) -> Counter[str]:
@@ -116,4 +116,4 @@ class AdapterPlaces:
         return self._users
 
     def _idle(self) -> str | None:
-        return next((digest for digest in self._placed if digest not in self._users), None)
+        return next((digest for digest in self._slot_of if digest not in self._users), None)

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -26,8 +26,8 @@ class RunningSequences:
     FREE for a free slot. ``changes`` counts arrivals and departures.
     """
 
-    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterPlaces | None = None) -> None:
-        self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterPlaces()
+    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterSlotTable | None = None) -> None:
+        self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterSlotTable()
         self.order = np.zeros(0, np.int64)
         self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots

@@ -28,7 +28,7 @@ from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, 
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
-from preheat.schedule.adapters import Adapter, AdapterPlaces
+from preheat.schedule.adapters import Adapter, AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.grammar import GrammarState
@@ -91,7 +91,7 @@ class Scheduler:
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents)
-        self.adapters = AdapterPlaces(max_loras)
+        self.adapters = AdapterSlotTable(max_loras)
         self.running = RunningSequences(self.slots, self.pool, self.adapters)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()

@@ -27,21 +27,21 @@ class _Beside(NamedTuple):
     """A row of the same step, and its adapter slot."""
 
     row: Row
-    place: int
+    adapter_slot: int
 
 
 class AdapterCheck:
     """Compares the context's logits with the first run of the process, see :meth:`first`."""
 
     def __init__(self, runner: CheckRunner) -> None:
-        seats = runner.executor.adapters
-        assert seats is not None, "there are no adapter slots"
-        self._runner, self._seats, limits = runner, seats, runner.plan.limits
+        adapter_slots = runner.executor.adapters
+        assert adapter_slots is not None, "there are no adapter slots"
+        self._runner, self._adapter_slots, limits = runner, adapter_slots, runner.plan.limits
         length = max(min(LONGEST, limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
         while length > 1 and not runner.bucket_of([Row(0, length)]):
             length //= 2
         self._tokens = np.random.default_rng(2).integers(runner.vocab_size, size=length, dtype=np.int32)
-        self._adapters = [random_adapter(seats, number) for number in range(2)]
+        self._adapters = [random_adapter(adapter_slots, number) for number in range(2)]
         self._expected: list[Tensor] = []
 
     def first(self) -> Tensor:
@@ -74,13 +74,13 @@ class AdapterCheck:
                     raise NotInvariant(f"adapters: a context has other logits {way} than alone, by up to {gap:.3g}")
                 count += 1
         finally:
-            for place in range(self._seats.places):
-                self._runner.executor.clear_adapter(place)
+            for adapter_slot in range(self._adapter_slots.count):
+                self._runner.executor.clear_adapter(adapter_slot)
         return count
 
     def _ways(self, first: Tensor, second: Tensor, base: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each way, its expected logits and its logits."""
-        last = self._seats.places - 1
+        last = self._adapter_slots.count - 1
         self._load(0, 1)
         self._load(last, 0)
         yield "in another adapter slot", first, self._logits(last)
@@ -106,35 +106,35 @@ class AdapterCheck:
         """
         mixes, length = self._runner.plan.policy.mixed_steps, len(self._tokens)
         some = [Row(9, 1), Row(0, 17), Row(0, 3)] if mixes else [Row(0, 17), Row(0, 3)]
-        for places in ([last, 0, NO_ADAPTER], [last] * 3):
-            company = [_Beside(*each) for each in zip(some, places, strict=False)]
+        for adapter_slots in ([last, 0, NO_ADAPTER], [last] * 3):
+            company = [_Beside(*each) for each in zip(some, adapter_slots, strict=False)]
             while company and not self._runner.bucket_of([Row(0, length), *(each.row for each in company)]):
                 company.pop()
             if company:
                 yield company
 
-    def _load(self, place: int, number: int) -> None:
-        self._runner.executor.load_adapters([(place, self._adapters[number])])
+    def _load(self, adapter_slot: int, number: int) -> None:
+        self._runner.executor.load_adapters([(adapter_slot, self._adapters[number])])
 
-    def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
+    def _logits(self, adapter_slot: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
         """Return the logits of the context in one step.
 
-        The adapter is in slot ``place``.
+        The adapter is in ``adapter_slot``.
         """
         runner = self._runner
         with runner.neighbours([each.row for each in company]) as others, runner.sequence(self._tokens) as slot:
-            runner.slots.adapter[slot] = place
-            runner.slots.adapter[others] = [each.place for each in company]
+            runner.slots.adapter[slot] = adapter_slot
+            runner.slots.adapter[others] = [each.adapter_slot for each in company]
             return runner.step(slot, before=others) if before else runner.step(slot, behind=others)
 
-    def _decoded(self, place: int) -> Tensor:
+    def _decoded(self, adapter_slot: int) -> Tensor:
         """Return the logits of the context, computed in two steps.
 
         The last token has a step of its own.
         """
         runner, length = self._runner, len(self._tokens)
         with runner.sequence(self._tokens) as slot:
-            runner.slots.adapter[slot] = place
+            runner.slots.adapter[slot] = adapter_slot
             if length > 1:
                 runner.lengthen(slot, length - 1)
                 runner.step(slot)

@@ -291,12 +291,12 @@ def names_of(engine: Engine) -> list[str]:
 
     If it has none, serve random ones, one more than adapter slots.
     """
-    adapters, seats = engine.loop.adapters, engine.loop.executor.adapters
-    if isinstance(adapters, str) or seats is None:
+    adapters, adapter_slots = engine.loop.adapters, engine.loop.executor.adapters
+    if isinstance(adapters, str) or adapter_slots is None:
         return []
     if not adapters.names:
-        for number in range(seats.places + 1):
-            made = random_adapter(seats, number)
+        for number in range(adapter_slots.count + 1):
+            made = random_adapter(adapter_slots, number)
             adapters.serve(made.name, "", made)
     return adapters.names
 

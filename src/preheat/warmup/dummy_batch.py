@@ -78,11 +78,13 @@ class DummyBatches:
         self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
-    def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY, *, places: int = 0) -> Iterator[Schedule]:
+    def work(
+        self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY, *, adapter_slots: int = 0
+    ) -> Iterator[Schedule]:
         """Yield a step of ``rows`` in borrowed slots, and give the slots back.
 
-        ``rows`` are the decoding ones first, then in order of ``sampled``. They use the adapters of ``places`` adapter
-        slots in turn.
+        ``rows`` are the decoding ones first, then in order of ``sampled``. They use the adapters of
+        ``adapter_slots`` slots in turn.
         """
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
@@ -91,8 +93,8 @@ class DummyBatches:
         requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
         taken = slots.take_alike(requests, known)
         slots.cached_len[taken] = first
-        if places:
-            slots.adapter[taken] = np.arange(len(taken)) % places
+        if adapter_slots:
+            slots.adapter[taken] = np.arange(len(taken)) % adapter_slots
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:

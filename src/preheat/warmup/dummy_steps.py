@@ -46,7 +46,7 @@ class DummySteps:
         ``run`` is, for example, the executor's `execute`.
         """
         rows = rows_of(self.plan.dispatcher.example(program.size), self.plan.limits)
-        with self._batches.work(rows, places=self._places(program)) as schedule:
+        with self._batches.work(rows, adapter_slots=self._adapter_slots(program)) as schedule:
             batch = self.packer.pack(schedule)
             if batch.forward_program != program:
                 raise RuntimeError(f"the dummy step for {program} runs as {batch.forward_program}")
@@ -72,7 +72,7 @@ class DummySteps:
         Returns False if it has no rows.
         """
         rows = self._batches.sampled(program.size, params)
-        with self._batches.work(rows, params, places=self._places(program)) as schedule:
+        with self._batches.work(rows, params, adapter_slots=self._adapter_slots(program)) as schedule:
             if not schedule.rows:
                 return False
             batch = self.packer.pack(schedule)
@@ -102,7 +102,7 @@ class DummySteps:
         """
         self.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
 
-    def _places(self, program: Program[Any]) -> int:
+    def _adapter_slots(self, program: Program[Any]) -> int:
         """Return the number of adapter slots of ``program``'s rows.
 
         The rows use them in turn; 0 without adapters.
@@ -110,7 +110,7 @@ class DummySteps:
         if not program.adapted:
             return 0
         assert self.executor.adapters is not None, "there are no adapter slots"
-        return self.executor.adapters.places
+        return self.executor.adapters.count
 
     def _attended(self, tokens: int) -> Attended:
         """Return random states of ``tokens`` tokens, the same at every call."""
