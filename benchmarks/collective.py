@@ -62,7 +62,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
 
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.collective import RankSums
-    from preheat.backends.meeting import OneNode
+    from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common.report import RESULTS, parser, save
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.parallel.sites import Memory, Network, Site
 from preheat.parallel.wire import Door
 
@@ -51,7 +51,7 @@ class Rank:
         theirs = pipe.recv()
         pairs = [(door.address, other) for door, other in zip(self.doors, theirs, strict=True)]
         networks = [Network(pair if rank == 0 else pair[::-1]) for pair in pairs]
-        peers = [network.meeting(rank, door, nothing) for network, door in zip(networks, self.doors, strict=True)]
+        peers = [network.rendezvous(rank, door, nothing) for network, door in zip(networks, self.doors, strict=True)]
         (folder / "ranks").mkdir(exist_ok=True)
         self._links = {
             "memory": CpuSharing().join(OneNode(folder / "ranks", rank, 2), nothing).gather,

@@ -22,7 +22,7 @@ from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
-from preheat.execution.build import build, settle_linears
+from preheat.execution.build import build, select_linear_kernels
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
@@ -303,7 +303,7 @@ def _drafter(
     plan, speculates = packer.plan.draft, settings.speculation
     if draft is None or plan is None or speculates is None:
         return None
-    settle_linears(backend, draft, plan)
+    select_linear_kernels(backend, draft, plan)
     make = partial(build, settings, backend, draft, plan, packer.slots, mode=mode)
     if isinstance(draft, LoadedHead):
         return make_drafter(draft, target, plan, speculates.tokens, make)

@@ -124,7 +124,7 @@ class LLM(OfflineClient):
         """
         if self._profile is not None or self.settings.profiler_enabled:
             raise InvalidRequest("a trace is written already: call stop_profile first, or unset VLLM_PROFILER_ENABLED")
-        self.loop.settle()
+        self.loop.drain_steps()
         trace = open_trace(True, prefix=profile_prefix or "preheat")
         self._profile, self.loop.call = (trace, self.loop.call), trace.calls(STEP_EVENTS)
 
@@ -132,7 +132,7 @@ class LLM(OfflineClient):
         """End the trace. Raises InvalidRequest if :meth:`start_profile` was not called."""
         if self._profile is None:
             raise InvalidRequest("no trace is written: call start_profile first")
-        self.loop.settle()
+        self.loop.drain_steps()
         (trace, self.loop.call), self._profile = self._profile, None
         trace.close()
 

@@ -31,7 +31,7 @@ from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 
 DEPLOYMENT = "preheat"
 LISTENING = (
@@ -171,7 +171,7 @@ class Replica:
 
     def _heard(self, message: FromEngine) -> None:
         if isinstance(message, Ready) and not self._hot.done():
-            settle()
+            collect_and_freeze()
             if message.blocked_reason:
                 self._hot.set_exception(PreheatError(message.blocked_reason))
             else:

@@ -43,7 +43,7 @@ from preheat.plan.modes import with_defaults
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
-from preheat.utils.gc import keep_imports, settle
+from preheat.utils.gc import collect_and_freeze, keep_imports
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
@@ -295,7 +295,7 @@ def run_engine(settings: Settings, address: str) -> None:
     """
 
     def before_ready() -> None:
-        settle()
+        collect_and_freeze()
         gc.enable()
 
     gc.disable()

@@ -74,7 +74,7 @@ def collective_rpc(
             "worker; weights, sleep and the prefix cache are methods of LLM",
             param="method",
         )
-    worker._loop.settle()
+    worker._loop.drain_steps()
     called = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
     with torch.inference_mode():
         return [called(*args, **(kwargs or {}))]

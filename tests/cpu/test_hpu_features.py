@@ -13,7 +13,7 @@ import torch.distributed as dist
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.sharing import Group
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.calibration import calibrate
 from preheat.errors import RankDied, SettingsError
 from preheat.settings import Settings

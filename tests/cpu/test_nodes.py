@@ -26,7 +26,7 @@ from preheat.backends.base import Link
 from preheat.backends.cpu import collective as exchanges
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import Nodes
+from preheat.backends.rendezvous import Nodes
 from preheat.errors import RankDied
 from preheat.model.files import BUNDLED_PATH
 from preheat.parallel import share
@@ -61,7 +61,7 @@ def on_nodes(world: int, run: Callable[[Nodes], object]) -> list:
 
     def rank(number: int) -> object:
         torch.set_num_threads(1)
-        return run(site.meeting(number, doors[number], nothing))
+        return run(site.rendezvous(number, doors[number], nothing))
 
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(rank, range(world)))
@@ -71,7 +71,7 @@ def on_nodes(world: int, run: Callable[[Nodes], object]) -> list:
 
 
 def joined(run: Callable[[Link], Tensor], check: Callable[[], None] = nothing) -> Callable[[Nodes], Tensor]:
-    return lambda meeting: run(CpuSharing().join(meeting, check))
+    return lambda rendezvous: run(CpuSharing().join(rendezvous, check))
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -135,13 +135,13 @@ def test_a_model_on_nodes_has_the_logits_of_one_rank(wrap, same, tmp_path):
 def test_stages_on_nodes_hand_on_what_they_have():
     settings, sent = Settings(pipeline_parallel_size=2, tensor_parallel_size=2), torch.randn(2, 300, 96)
 
-    def rank(meeting: Nodes) -> Tensor:
-        groups = Groups.join(settings, CpuSharing(), meeting, nothing)
+    def rank(rendezvous: Nodes) -> Tensor:
+        groups = Groups.join(settings, CpuSharing(), rendezvous, nothing)
         assert groups.pipe is not None and groups.collective is not None
-        got = sent + meeting.rank if groups.stage == 0 else torch.zeros_like(sent)
+        got = sent + rendezvous.rank if groups.stage == 0 else torch.zeros_like(sent)
         (groups.pipe.receive if groups.stage else groups.pipe.send)(*got)
         shared = groups.collective.gather(got)
-        return groups.pipe.logits(shared if meeting.rank == 2 else torch.zeros_like(shared))
+        return groups.pipe.logits(shared if rendezvous.rank == 2 else torch.zeros_like(shared))
 
     for logits in on_nodes(4, rank):
         assert torch.equal(logits, torch.stack([sent, sent + 1]))
@@ -153,14 +153,14 @@ def test_a_process_group_begins_at_the_first_ranks_address():
     No test has GPUs on several nodes.
     """
 
-    def meet(meeting: Nodes) -> tuple[bytes, object]:
+    def meet(rendezvous: Nodes) -> tuple[bytes, object]:
         """Return a value from the store, and the store.
 
         The first rank's store serves only while it is referenced.
         """
-        store = meeting.store()
-        store.set(str(meeting.rank), str(meeting.rank))
-        return store.get(str(1 - meeting.rank)), store
+        store = rendezvous.store()
+        store.set(str(rendezvous.rank), str(rendezvous.rank))
+        return store.get(str(1 - rendezvous.rank)), store
 
     assert [found for found, _ in on_nodes(2, meet)] == [b"1", b"0"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import ModelError, RankDied, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import read_config

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from preheat.backends.meeting import OneNode
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import RankDied
 
 PATIENCE_SECONDS = 30

@@ -26,7 +26,7 @@ from preheat.backends.base import Collective, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import RankDied, SettingsError
 from preheat.model import shard as shards
 from preheat.model import sources

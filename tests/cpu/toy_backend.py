@@ -127,7 +127,7 @@ class ToyGraphs(Generic[K, R]):
 class ToyBackend:
     """Backend of float32 on the host."""
 
-    prepare = synchronize = compiling = settle = nothing
+    prepare = synchronize = compiling = select_kernels = nothing
     sharing = None
     adapters = None
     facts = base.Facts(

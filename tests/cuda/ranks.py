@@ -69,7 +69,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     from preheat.backends.base import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
-    from preheat.backends.meeting import OneNode
+    from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
     from tests import layers
 

@@ -160,7 +160,7 @@ def test_a_boot_settles_every_linear_layer_of_its_model():
     found = settle(shared, [(layer.shape, [1, 16, 2048]), (layer.shape, [1, 16]), (head.shape, [1, 16])])
     assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
     assert settle(device_configs(invariant=False), [(head.shape, [1])]) == {}
-    CudaBackend().settle([(layer, [1, 16]), (head, [1])])  # the same, from the layers
+    CudaBackend().select_kernels([(layer, [1, 16]), (head, [1])])  # the same, from the layers
 
 
 def operands(shape, rows):

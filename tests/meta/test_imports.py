@@ -19,9 +19,9 @@ BASE = {"core", "settings", "combinations", "limits", "errors", "metrics", "util
 RULE = {
     "ops": "",
     "backends.cold": "",
-    "backends.meeting": "",
-    "backends.base": "ops backends.cold backends.meeting",
-    "backends": "backends.base backends.cold backends.meeting ops",
+    "backends.rendezvous": "",
+    "backends.base": "ops backends.cold backends.rendezvous",
+    "backends": "backends.base backends.cold backends.rendezvous ops",
     "plan": "backends.base",
     "model": "ops backends.base",
     "schedule": "plan",
@@ -34,7 +34,8 @@ RULE = {
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
     "verify": "plan schedule grammar lora execution model ops backends.base engine frontend warmup transport",
-    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.meeting warmup",
+    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.rendezvous"
+    " warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
     "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
     " verify elastic",

@@ -23,7 +23,7 @@ from preheat.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, P
 from preheat.inputs import parts_of
 from preheat.metrics import Metrics
 from preheat.settings import Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 from preheat.worker import METHODS, Worker, collective_rpc
 
 
@@ -161,7 +161,7 @@ def test_memory_of_what_nothing_refers_to_is_given_back():
     engine, gone = Engine(), []
     engine.own = engine
     weakref.finalize(engine, gone.append, True)
-    settle()
+    collect_and_freeze()
     del engine
     gc.collect()
     assert not gone  # the control: an ordinary collection does not look there

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.cold import Watched
-    from preheat.backends.meeting import Meeting
+    from preheat.backends.rendezvous import Rendezvous
     from preheat.core import Level
     from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
@@ -698,9 +698,9 @@ class Link(Collective, Protocol):
 
 
 class Sharing(Protocol):
-    """Meeting of the ranks that share a model's layers."""
+    """Rendezvous of the ranks that share a model's layers."""
 
-    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
+    def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> Collective:
         """Meet the other ranks; one rank alone needs nobody.
 
         ``check`` is called during the wait for the others, and raises if a rank has died.
@@ -827,7 +827,7 @@ class Backend(Operations, Protocol):
         None: there is nothing to build ahead.
         """
 
-    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """Choose and prove the kernels of linear layers and experts at so many rows, before there is a cache."""
 
     def tune(self, request: TuneRequest) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ A store of a file waits for its file, and the file disappears when a rank dies.
 """
 
 
-def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device: torch.device | None = None) -> None:
-    """Join the group of ranks of a ``kind`` ("nccl", "hccl"); they meet by ``meeting``.
+def join_group(
+    kind: str, rendezvous: Rendezvous, check: Callable[[], None], *, device: torch.device | None = None
+) -> None:
+    """Join the group of ranks of a ``kind`` ("nccl", "hccl"); they meet by ``rendezvous``.
 
     While this rank waits for the others, ``check`` is called; it raises if a rank has died. Raises SettingsError if
     this process is in a group already.
@@ -36,7 +38,7 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
             param="tensor_parallel_size",
         )
     check()
-    store, world = meeting.store(), meeting.world
+    store, world = rendezvous.store(), rendezvous.world
     patience = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(LOOK_TIMEOUT)
     mine = 1
@@ -44,7 +46,7 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
         mine = 0
         time.sleep(LOOK_SECONDS)
     store.set_timeout(patience)
-    dist.init_process_group(kind, store=store, rank=meeting.rank, world_size=world, device_id=device)
+    dist.init_process_group(kind, store=store, rank=rendezvous.rank, world_size=world, device_id=device)
 
 
 def _present(store: Store, mine: int, check: Callable[[], None]) -> int:

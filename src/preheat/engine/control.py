@@ -178,7 +178,7 @@ class Control:
             self._may_sleep(command.level)
         if command.mode == "wait" and not self._loop.idle and not self.paused:
             return False
-        self._loop.settle()
+        self._loop.drain_steps()
         if command.mode == "abort":
             self._loop.abort_all()
         self.paused = True
@@ -199,12 +199,12 @@ class Control:
                     raise InvalidRequest("the engine sleeps: wake it up (/wake_up)")
                 self._resume()
             case "update_weights":
-                self._loop.settle()
+                self._loop.drain_steps()
                 self._operate().update(command)
             case "start_weight_update":
                 self._operate().gather()
             case "finish_weight_update":
-                self._loop.settle()
+                self._loop.drain_steps()
                 self._operate().finish(command)
             case "sleep":
                 self._operate().sleep(command.level)

@@ -311,7 +311,7 @@ class Loop:
                 case LoadAdapter() | UnloadAdapter():
                     self.admission.change(message)
                 case ResetPrefixCache():
-                    self.settle()  # steps in flight publish blocks too
+                    self.drain_steps()  # steps in flight publish blocks too
                     self.scheduler.reset_prefix_cache()
                 case Drain():
                     self.draining = True
@@ -326,7 +326,7 @@ class Loop:
         if messages and self.idle:  # no step will report the end of the last requests
             self.transport.put(Delta(stats=self._stats()))
 
-    def settle(self) -> None:
+    def drain_steps(self) -> None:
         """Process the results of all steps in flight."""
         self._process_results()
 
@@ -335,7 +335,7 @@ class Loop:
 
         Requests that wait for a grammar or an adapter end too.
         """
-        self.settle()
+        self.drain_steps()
         delta = self.scheduler.abort_all()
         delta.finished |= dict.fromkeys(self.admission.cancel_all(), Finish("abort"))
         delta.stats = self._stats()

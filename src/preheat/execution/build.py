@@ -32,14 +32,14 @@ def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
     return rows, [size for size in plan.sampler_sizes if size]
 
 
-def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
+def select_linear_kernels(backend: Backend, model: LoadedModel, plan: Plan) -> None:
     """Choose and prove the kernels of the model's linear layers.
 
     They are proved at the plan's sizes. Proofs need memory for the largest layer, so this comes before the cache.
     """
     rows, head_rows = linear_rows(plan)
     linears = [(linear, head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
-    backend.settle([*linears, *_vision_linears(model, plan)])
+    backend.select_kernels([*linears, *_vision_linears(model, plan)])
 
 
 def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | ExpertsLayer, list[int]]]:

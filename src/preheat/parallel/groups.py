@@ -12,7 +12,7 @@ from typing import cast
 from torch import Tensor
 
 from preheat.backends.base import Collective, Link, Sharing
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 from preheat.model.shard import sums_k_splits
 from preheat.settings import Settings
 
@@ -70,18 +70,18 @@ class Groups:
     pipe: Pipe | None
 
     @classmethod
-    def join(cls, settings: Settings, sharing: Sharing, meeting: Meeting, check: Callable[[], None]) -> Groups:
-        """Join the groups of the rank that ``meeting`` connects with all others.
+    def join(cls, settings: Settings, sharing: Sharing, rendezvous: Rendezvous, check: Callable[[], None]) -> Groups:
+        """Join the groups of the rank that ``rendezvous`` connects with all others.
 
         See :meth:`preheat.backends.base.Sharing.join`.
         """
         stages, size = settings.pipeline_parallel_size, settings.tensor_parallel_size
         if stages == 1:
-            return cls(0, sharing.join(meeting, check), None)
-        stage, place = divmod(meeting.rank, size)
+            return cls(0, sharing.join(rendezvous, check), None)
+        stage, place = divmod(rendezvous.rank, size)
 
         def meet(name: str, members: Sequence[int]) -> Link:
-            return cast(Link, sharing.join(meeting.part(name, members), check))
+            return cast(Link, sharing.join(rendezvous.part(name, members), check))
 
         def link(behind: int) -> Link | None:
             """Return the link from stage ``behind`` to the next one."""

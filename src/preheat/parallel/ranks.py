@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
 
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.groups import world_size
 from preheat.parallel.reports import Heard
@@ -160,12 +160,12 @@ class Ranks:
         except OSError:  # it has exited already, as the watch will see
             return
 
-    def meeting(self) -> Meeting:
-        """Return the meeting of rank 0 with the others. Raises RankDied."""
-        meeting = self._site.meeting(0, self._door, self.check)
+    def rendezvous(self) -> Rendezvous:
+        """Return the rendezvous of rank 0 with the others. Raises RankDied."""
+        rendezvous = self._site.rendezvous(0, self._door, self.check)
         if self._door is not None:
             self._door.close()
-        return meeting
+        return rendezvous
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         """Have ``report`` called, in a thread, when a rank has died."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from preheat.backends.base import Backend, Collective, Facts
 from preheat.backends.cold import Counted
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
 from preheat.lora.boot import ReadPacked
@@ -53,7 +53,7 @@ class Share:
         if world == 1:
             return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
         ranks = Ranks(settings, cache_root(settings), _launcher(settings, backend))
-        groups = Groups.join(settings, backend.sharing, ranks.meeting(), ranks.check)
+        groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         shares_draws = groups.collective if backend.facts.asynchronous else None
         return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))

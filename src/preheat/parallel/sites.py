@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from preheat.backends.meeting import Meeting, Nodes, OneNode
+from preheat.backends.rendezvous import Nodes, OneNode, Rendezvous
 from preheat.parallel.channel import LineReceiver, LineSender, Receiver, RingReceiver, RingSender, Sender
 from preheat.parallel.shared import remove_folder, shared_folder
 from preheat.parallel.wire import Address, Door, call
@@ -33,8 +33,8 @@ class Site(Protocol):
     def receiver(self, rank: int, line: Connection) -> Receiver:
         """Return the receiver of ``rank``; ``line`` is its connection to the leader."""
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Meeting:
-        """Return the meeting of all ranks, seen from ``rank``.
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> Rendezvous:
+        """Return the rendezvous of all ranks, seen from ``rank``.
 
         Every rank calls this once.
         """
@@ -60,7 +60,7 @@ class Memory:
     def receiver(self, rank: int, line: Connection) -> Receiver:
         return RingReceiver(self.folder, self.world, rank)
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> OneNode:
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> OneNode:
         return OneNode(self.folder, rank, self.world)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Network:
     def receiver(self, rank: int, line: Connection) -> Receiver:
         return LineReceiver(line)
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
         """Connect with each other rank; the higher rank calls.
 
         Raises OSError where that fails.

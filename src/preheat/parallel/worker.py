@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from preheat.backends.base import Backend, Mode
-from preheat.backends.meeting import Meeting
 from preheat.backends.registry import pick_backend
+from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Swaps
 from preheat.errors import PreheatError, WireError
-from preheat.execution.build import build, linear_rows, settle_linears
+from preheat.execution.build import build, linear_rows, select_linear_kernels
 from preheat.execution.executor import Executor
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
@@ -53,16 +53,16 @@ class Worker:
     The leader calls the public methods; a result that is not None is answered.
     """
 
-    def __init__(self, orders: Orders, meeting: Meeting, reporter: Reporter) -> None:
+    def __init__(self, orders: Orders, rendezvous: Rendezvous, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
         self._reporter = reporter
         self._backend: Backend = pick_backend(settings.device, orders.device)
         self._backend.prepare(settings, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
-        self._groups = Groups.join(settings, self._backend.sharing, meeting, _nothing)
+        self._groups = Groups.join(settings, self._backend.sharing, rendezvous, _nothing)
         self._draws = self._groups.collective if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
-        self._settled: object = None
+        self._selected_rows: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
 
@@ -80,9 +80,9 @@ class Worker:
         """
         self._executor = None
         self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
-        if (rows := linear_rows(self._plan)) != self._settled:
-            self._settled = rows
-            settle_linears(self._backend, self._model, self._plan)
+        if (rows := linear_rows(self._plan)) != self._selected_rows:
+            self._selected_rows = rows
+            select_linear_kernels(self._backend, self._model, self._plan)
         slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
@@ -180,10 +180,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
     reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
     Heartbeat(reporter.beat, lambda: True)
     try:
-        meeting = orders.site.meeting(rank, door, _nothing)
+        rendezvous = orders.site.rendezvous(rank, door, _nothing)
         if door is not None:
             door.close()
-        worker = Worker(orders, meeting, reporter)
+        worker = Worker(orders, rendezvous, reporter)
         reporter.answer(worker.memory)
         serve(worker, receiver, reporter)
     except PreheatError as error:

@@ -48,7 +48,7 @@ from preheat.server.shutdown import Server, Shutdown
 from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 from preheat.utils.log import exit_after, leave, set_up_logging
 from preheat.utils.memory import give_back_large_blocks
 
@@ -94,7 +94,7 @@ def run_server(
     def on_message(message: FromEngine) -> None:
         bar.show(message)
         if isinstance(message, Ready):
-            settle()
+            collect_and_freeze()
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
             if message.blocked_reason and on_blocked is not None:

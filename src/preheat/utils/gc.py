@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def settle() -> None:
+def collect_and_freeze() -> None:
     """Collect once, and never look at the remaining objects again."""
     gc.collect()
     gc.freeze()
@@ -17,8 +17,8 @@ def settle() -> None:
 
 @functools.cache
 def keep_imports() -> None:
-    """Settle once torch is imported, the first time only: most objects of a process are its modules."""
-    settle()
+    """Collect and freeze once torch is imported, the first time only: most objects of a process are its modules."""
+    collect_and_freeze()
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def give_back_memory(shutdown_ray: bool = False) -> None:
     The counterpart of vLLM's ``cleanup_dist_env_and_memory``. ``shutdown_ray``: leave Ray's cluster too.
     """
     gc.unfreeze()  # an engine was put away when it had booted
-    settle()
+    collect_and_freeze()
     torch, ray = sys.modules.get("torch"), sys.modules.get("ray")
     if torch is not None and torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from preheat.backends.base import Backend, Mode
-from preheat.execution.build import Build, build, linear_rows, settle_linears
+from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
 from preheat.limits import Limits, resolve_limits
 from preheat.model.loader import LoadedModel
 from preheat.plan.budget import MemorySplit
@@ -68,7 +68,7 @@ class Fitting:
         free = self._free()
         split, limits = self._divide(free)
         plan, more, first = self._plan(limits, count), {}, list[Tensor]()
-        settle_linears(self.backend, self.model, plan)
+        select_linear_kernels(self.backend, self.model, plan)
         if self._depends:
             run = partial(profile_run, self.settings, self.backend, self.model, plan, first.append, self.build)
             peak = more["profiling_run"] = steps.peak("Model profiling run", run)
@@ -113,7 +113,7 @@ class Fitting:
     def _plan_again(self, before: Plan, limits: Limits, on_miss: WarnOnce) -> Plan:
         plan = self._plan(limits, on_miss)
         if linear_rows(plan) != linear_rows(before):
-            settle_linears(self.backend, self.model, plan)
+            select_linear_kernels(self.backend, self.model, plan)
         return plan
 
     def _plan(self, limits: Limits, on_miss: WarnOnce) -> Plan:

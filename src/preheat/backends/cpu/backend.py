@@ -164,7 +164,7 @@ class CpuBackend:
     def compiling(self, threads: int) -> None:
         """Do nothing: torch's kernels are compiled already."""
 
-    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """Do nothing: a linear layer proves a size at its first use.
 
         The first use is before ready.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.meeting import Nodes, OneNode
+from preheat.backends.rendezvous import Nodes, OneNode
 
 PLACE_BYTES = 1 << 20
 """Bytes of a rank's place; larger data goes through memory in parts."""
@@ -41,10 +41,10 @@ class SharedMemory:
     read the place.
     """
 
-    def __init__(self, meeting: OneNode, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._check = meeting.rank, meeting.world, check
-        self._epoch, self._fence, world = 0, threading.Lock(), meeting.world
-        data = _mapped(meeting.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
+    def __init__(self, rendezvous: OneNode, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = rendezvous.rank, rendezvous.world, check
+        self._epoch, self._fence, world = 0, threading.Lock(), rendezvous.world
+        data = _mapped(rendezvous.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
         if data is None:
             return
         self._counters = data[: world * _LINE].view(np.int64)[:: _LINE // 8]
@@ -116,9 +116,9 @@ class Sockets:
     order, so the next bytes to arrive are always the next ones to be asked for.
     """
 
-    def __init__(self, meeting: Nodes, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._check = meeting.rank, meeting.world, check
-        self._peers = {rank: peer for rank, peer in enumerate(meeting.peers) if peer is not None}
+    def __init__(self, rendezvous: Nodes, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = rendezvous.rank, rendezvous.world, check
+        self._peers = {rank: peer for rank, peer in enumerate(rendezvous.peers) if peer is not None}
         for peer in self._peers.values():
             os.set_blocking(peer.fileno(), False)
 

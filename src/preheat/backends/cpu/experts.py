@@ -94,7 +94,7 @@ class ExpertsLayer:
         are added to ``shrunk``.
         """
         terms = self.slots
-        groups = [] if terms is None else terms.rows.among(slots // self._routing.top_k)
+        groups = [] if terms is None else terms.rows.groups_of(slots // self._routing.top_k)
         gate_up, down = ([], []) if terms is None else terms.of_expert(number)
         (y,) = _padded(self._gate_up[number], x)
         _add(y, shrink(x, gate_up, groups))

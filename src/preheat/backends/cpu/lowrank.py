@@ -76,7 +76,7 @@ class CpuAdapterRows:
     def use(self, step: AdapterStep | None) -> None:
         self.groups = self._described.get(step, ()) if step else ()
 
-    def among(self, tokens: Tensor) -> list[Group]:
+    def groups_of(self, tokens: Tensor) -> list[Group]:
         """Return the groups among the step's ``tokens`` int64 [n].
 
         Rows are numbered by their place in ``tokens``.

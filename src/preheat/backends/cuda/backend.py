@@ -211,7 +211,7 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
         given = list(layers)
         layers = [

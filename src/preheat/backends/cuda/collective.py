@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import Rendezvous
 
 _BLOCK = 1024
 
@@ -94,7 +94,7 @@ class RankSums:
 class Nccl(RankSums):
     """A rank on ``device``; :func:`preheat.backends.process_group.join_group` tells how it joins."""
 
-    def __init__(self, device: torch.device, meeting: Meeting, check: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, meeting: Rendezvous, check: Callable[[], None]) -> None:
         self.rank, self.world = meeting.rank, meeting.world
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
         join_group("nccl", meeting, check, device=device)

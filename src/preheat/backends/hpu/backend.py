@@ -208,7 +208,7 @@ class HpuBackend:
     def compiling(self, threads: int) -> None:
         """Do nothing: a recipe is compiled when its graph first runs."""
 
-    def settle(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
         """Prove at how many rows the device computes linear layers alike.
 
         The last layer also has the head's sizes.
@@ -218,7 +218,7 @@ class HpuBackend:
         parts = [part for layer, _ in given if isinstance(layer, Layer | ExpertsLayer) for part in layer.parts]
         by_shape = {part.shape: part for part in parts if isinstance(part, SizedProduct)}
         for part in by_shape.values():
-            part.settle(rows)
+            part.select_kernels(rows)
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError("there is nothing to tune on Gaudi: its graph compiler chooses the kernels", param="device")

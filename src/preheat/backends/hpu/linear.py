@@ -60,7 +60,7 @@ class Sizes:
             size = self._found[shape, rows] = self._prove(shape, rows)
         return size
 
-    def settle(self, shape: Shape, rows: Sequence[int]) -> None:
+    def select_kernels(self, shape: Shape, rows: Sequence[int]) -> None:
         """Prove all of ``rows``, then drop the operands of the proofs."""
         for count in rows:
             self.of(shape, count)
@@ -152,8 +152,8 @@ class SizedProduct:
             y = in_parts(x, self._weight, self._bias, size)
         return y if self._end is None else self._end(y.contiguous())
 
-    def settle(self, rows: Sequence[int]) -> None:
-        self._sizes.settle(self.shape, rows)
+    def select_kernels(self, rows: Sequence[int]) -> None:
+        self._sizes.select_kernels(self.shape, rows)
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""

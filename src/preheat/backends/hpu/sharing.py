@@ -1,4 +1,4 @@
-"""Meeting of the ranks that share a model on Gaudi.
+"""Rendezvous of the ranks that share a model on Gaudi.
 
 Each rank has one card and one process. Ranks exchange by torch.distributed's process group of HCCL's name. Its
 gathering is an operation like any other: in lazy mode it accumulates, and graphs hold it, if
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from preheat.backends.base import Collective
 from preheat.backends.hpu.bridge import Bridge
-from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import SettingsError
 
 
@@ -25,8 +25,8 @@ class HpuSharing:
     def __init__(self, bridge: Callable[[], Bridge]) -> None:
         self._bridge = bridge
 
-    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
-        return Group(self._bridge(), meeting, check)
+    def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> Collective:
+        return Group(self._bridge(), rendezvous, check)
 
 
 class Group:
@@ -35,8 +35,8 @@ class Group:
     Raises SettingsError also if collectives are kept out of lazy graphs.
     """
 
-    def __init__(self, bridge: Bridge, meeting: Meeting, check: Callable[[], None]) -> None:
-        self.rank, self.world = meeting.rank, meeting.world
+    def __init__(self, bridge: Bridge, rendezvous: Rendezvous, check: Callable[[], None]) -> None:
+        self.rank, self.world = rendezvous.rank, rendezvous.world
         if self.world == 1:
             return
         if not bridge.collects:
@@ -45,7 +45,7 @@ class Group:
                 "their collectives: leave it out, set it to true, or set PT_HPU_LAZY_MODE=0",
                 param="lazy_collectives",
             )
-        join_group(bridge.process_group, meeting, check)
+        join_group(bridge.process_group, rendezvous, check)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.world == 1:

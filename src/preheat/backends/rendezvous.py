@@ -72,4 +72,4 @@ class Nodes:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
 
 
-Meeting = OneNode | Nodes
+Rendezvous = OneNode | Nodes
