@@ -131,7 +131,10 @@ def told_on(logits: torch.Tensor, told: dict[int, list[int]] | None) -> list[Tok
     """
     n, vocab = logits.shape
     sampler = CudaSampler(n, vocab, backend_of(logits.device.type), n, max_logprobs=min(vocab, 60), cut=DEFAULT)
-    for step in (SamplingInput(n, None, None, None, told={0: [0]}), SamplingInput(n, None, None, None, told=told)):
+    for step in (
+        SamplingInput(n, None, None, None, logprob_ids={0: [0]}),
+        SamplingInput(n, None, None, None, logprob_ids=told),
+    ):
         sampler.describe(0, step, np.arange(n))  # the second says something else
     sampler.sample(Level.GREEDY, logits)
     sampler.report(logits)

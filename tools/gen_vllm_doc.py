@@ -70,7 +70,7 @@ def _by_reason(rows: list[Foreign], form: str = "{}") -> Iterable[tuple[str, str
 
 
 def _shown(row: Foreign) -> str:
-    taken = f" (`{'`, `'.join(row.taken)}`)" if row.taken else ""
+    taken = f" (`{'`, `'.join(row.accepted)}`)" if row.accepted else ""
     return f"`{row.flag}`{taken}"
 
 

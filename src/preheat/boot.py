@@ -169,9 +169,9 @@ def _boot(
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
-    taken = drafter.taken if drafter else None
+    drafted = drafter.take_steps if drafter else None
     share.agree(executor, plan)
-    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
+    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), drafted)
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     _judge(settings, record)
     operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)

@@ -18,7 +18,7 @@ from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.input_processor import naming_prompt
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -231,7 +231,7 @@ class OfflineClient:
             template = template.replaced(chat_template)
         prompts = list[Prompt]()
         for talk in talks:
-            plain, images = take_images(told(talk))
+            plain, images = take_images(chat_messages(talk))
             text = template.render(plain, variables=chat_template_kwargs, **options)
             prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else text)
         return prompts

@@ -26,7 +26,7 @@ class Report:
 
     def __init__(self, state: RequestState, params: SamplingParams | PoolingParams, pooling: Pooling | None) -> None:
         self.state, self._params, self._pooling = state, params, pooling
-        self._told = 0  # tokens of the longest choice
+        self._tokens_returned = 0  # tokens of the longest choice
 
     def take(self) -> Output | None:
         """Return an output if one is due, or if the request has ended.
@@ -47,10 +47,10 @@ class Report:
         state = self.state
         tokens = max((len(choice.token_ids) for choice in state.choices), default=0)
         unknown = params.prompt_logprobs is not None and not state.prompt_logprobs
-        early = self._told and tokens - self._told < (params.stream_interval or 1)
+        early = self._tokens_returned and tokens - self._tokens_returned < (params.stream_interval or 1)
         if params.output_kind is RequestOutputKind.FINAL_ONLY or unknown or not tokens or early:
             return False
-        self._told = tokens
+        self._tokens_returned = tokens
         return True
 
 

@@ -190,14 +190,14 @@ def test_draws_that_are_not_the_contracts_are_seen(check, plant, monkeypatch, lo
         check.run("sampler")
 
 
-def told_upside_down(patch):
-    right = sampling.SamplingInput.told_of
-    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: [each[::-1] for each in right(*args)])
+def logprob_ids_upside_down(patch):
+    right = sampling.SamplingInput.logprob_ids_of
+    patch.setattr(sampling.SamplingInput, "logprob_ids_of", lambda *args: [each[::-1] for each in right(*args)])
 
 
-def told_of_the_first(patch):
-    right = sampling.SamplingInput.told_of
-    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: right(*args)[:1] * len(right(*args)))
+def logprob_ids_of_the_first(patch):
+    right = sampling.SamplingInput.logprob_ids_of
+    patch.setattr(sampling.SamplingInput, "logprob_ids_of", lambda *args: right(*args)[:1] * len(right(*args)))
 
 
 def after_temperature(patch):
@@ -214,8 +214,8 @@ def by_company(patch):
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (told_upside_down, "were asked for, and"),
-        (told_of_the_first, "were asked for, and"),
+        (logprob_ids_upside_down, "were asked for, and"),
+        (logprob_ids_of_the_first, "were asked for, and"),
         (after_temperature, "and the distribution has"),
         (by_company, "have other bits alone"),
     ],

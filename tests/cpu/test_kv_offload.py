@@ -115,7 +115,7 @@ def test_the_least_recently_used_goes():
     tier.store(3, b"3")
     assert (b"1" in tier, b"2" in tier, b"3" in tier) == (True, False, True) and not tier.load(1, b"2")
     assert tier.load(1, b"3") and cache.data[:, 1].eq(3).all()
-    assert tier.taken() == ("load", "store") and tier.taken() == ()
+    assert tier.take_transfers() == ("load", "store") and tier.take_transfers() == ()
     for size, message in ((each - 1, "raise it"), (2**60, "lower it")):
         with pytest.raises(SettingsError, match=message):
             HostTier(CpuBackend(), [cache], size)

@@ -34,7 +34,7 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self.all = ColdSources(CpuBackend())
-        self.taken = self.all.sources[name].taken
+        self.new_events = self.all.sources[name].new_events
 
 
 def compile_something() -> None:
@@ -68,11 +68,11 @@ def test_the_page_shows_the_table():
 def test_a_compiled_frame_is_told_once_with_its_place():
     compile_something()  # before ready: does not count
     source = Named("dynamo")
-    assert source.taken() == ()
+    assert source.new_events() == ()
     compile_something()
-    (said,) = source.taken()
+    (said,) = source.new_events()
     assert re.fullmatch(r"double \(made\.py:1\) was compiled, \d+/\d+", said)
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
 def test_a_recompilation_is_told_and_a_second_call_is_not():
@@ -83,9 +83,9 @@ def test_a_recompilation_is_told_and_a_second_call_is_not():
     compiled(torch.ones(5))
     source = Named("dynamo")
     compiled(torch.ones(5))
-    assert source.taken() == ()
+    assert source.new_events() == ()
     compiled(torch.ones(6))
-    assert len(source.taken()) == 1
+    assert len(source.new_events()) == 1
 
 
 def test_counters_that_someone_cleared_still_tell():
@@ -93,7 +93,7 @@ def test_counters_that_someone_cleared_still_tell():
     source = Named("dynamo")
     torch._dynamo.utils.counters.clear()
     compile_something()
-    assert len(source.taken()) == 1
+    assert len(source.new_events()) == 1
 
 
 def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
@@ -101,10 +101,10 @@ def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
         "import sys, torch; from preheat.backends.cpu.backend import CpuBackend\n"
         "from preheat.warmup.cold_sources import ColdSources\n"
         "found = ColdSources(CpuBackend())\n"
-        "assert not found.taken()\n"
+        "assert not found.new_events()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
-        "told = [name for name, _ in found.taken()]\n"
+        "told = [name for name, _ in found.new_events()]\n"
         "assert told == ['dynamo'], told"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
@@ -130,13 +130,13 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
     import late_mine  # noqa: F401
 
-    assert source.taken() == ()
+    assert source.new_events() == ()
     step["run"](needs)
-    assert source.taken() == ["late_outer.part was imported"]  # and not its own imports
+    assert source.new_events() == ["late_outer.part was imported"]  # and not its own imports
     step["run"](needs)
-    assert source.taken() == ()
+    assert source.new_events() == ()
     step["run"](needs_more)
-    assert source.taken() == ["late_other was imported"]
+    assert source.new_events() == ["late_other was imported"]
 
 
 def test_a_step_is_what_the_loop_calls():
@@ -160,15 +160,15 @@ def test_calls_of_a_method_are_counted_and_still_made():
     end = count_calls(Mine, "capture_begin", tally, "captured")
     assert Mine().capture_begin(pool=7) == 7
     assert Mine().capture_begin(8) == 8
-    assert source.taken() == ["captured", "captured"]
-    assert source.taken() == ()
+    assert source.new_events() == ["captured", "captured"]
+    assert source.new_events() == ()
     Recorder().capture_begin()
-    assert source.taken() == ()
+    assert source.new_events() == ()
     end_again = count_calls(Mine, "capture_begin", Tally(), "captured")
     end()
     assert Mine().capture_begin(9) == 9
     end_again()
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
 def test_hooks_are_removed_with_their_owner():
@@ -188,9 +188,9 @@ def test_a_hook_keeps_the_count_when_words_run_out():
     source = Counted("x", tally.read, tally.last)
     for number in range(cold.MAX_DETAILS + 5):
         tally.add(str(number))
-    assert len(source.taken()) == cold.MAX_DETAILS
+    assert len(source.new_events()) == cold.MAX_DETAILS
     assert tally.count == cold.MAX_DETAILS + 5
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
 def test_costly_counters_are_read_every_nth_step_without_loss():
@@ -200,7 +200,7 @@ def test_costly_counters_are_read_every_nth_step_without_loss():
     for step in range(12):
         if step in (1, 2, 9):
             tally.add(str(step))
-        said.append(list(source.taken()))
+        said.append(list(source.new_events()))
     assert [step for step, words in enumerate(said) if words] == [3, 11]
     assert said[3] + said[11] == ["1", "2", "9"]
     assert len(reads) == 1 + 12 // 4
@@ -212,7 +212,7 @@ def test_what_is_forgotten_is_not_told_later_either():
     tally.add("before")
     source.forget()
     tally.add("after")
-    assert [list(source.taken()) for _ in range(4)] == [[], [], [], ["after"]]
+    assert [list(source.new_events()) for _ in range(4)] == [[], [], [], ["after"]]
 
 
 def triton_event(knobs: Any, **how: Any) -> None:
@@ -236,7 +236,7 @@ def test_the_triton_hook_leaves_others_in_place():
     triton_event(knobs, cache_hit=True)
     loads[0](None, None, "add_kernel", {}, "hash")
     assert heard == [False, True]
-    assert source.taken() == [
+    assert source.new_events() == [
         "add_kernel was compiled",
         "add_kernel was read from the cache",
         "add_kernel was loaded",

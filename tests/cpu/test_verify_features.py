@@ -123,14 +123,14 @@ def far_back(patch):
     patch.setattr(DecodeAttention, "_merge", merge)
 
 
-def told_of_others(patch):
+def logprob_ids_of_others(patch):
     """Plant the given tokens of another row of the step."""
-    right = SamplingInput.told_of
-    patch.setattr(SamplingInput, "told_of", lambda self, rows: right(self, rows)[::-1])
+    right = SamplingInput.logprob_ids_of
+    patch.setattr(SamplingInput, "logprob_ids_of", lambda self, rows: right(self, rows)[::-1])
 
 
 PLANTED = {
-    "logprobs of given tokens": told_of_others,
+    "logprobs of given tokens": logprob_ids_of_others,
     "beam search": another_rows_logprobs,
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same

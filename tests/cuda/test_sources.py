@@ -19,7 +19,7 @@ def new_events(found):
     """Return the events of each source, after enough steps for rarely read counters."""
     told: dict[str, list[str]] = {}
     for _ in range(SELDOM):
-        for name, said in found.taken():
+        for name, said in found.new_events():
             told.setdefault(name, []).append(said)
     return told
 

@@ -19,7 +19,7 @@ from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import ModelError, SettingsError
 from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools.harmony import HarmonyParser, begun
 from preheat.grammar.state import State
@@ -216,10 +216,10 @@ def test_conversations_are_shown_by_the_template_of_the_model(tokenizer: Tokeniz
     template = ChatTemplate(tokenizer, TEMPLATE)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     asked = {"role": "user", "content": "Hi"}
-    prompt = template.render(told([asked, {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}]))
+    prompt = template.render(chat_messages([asked, {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}]))
     assert prompt == (
         "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
         '<|start|>assistant to=functions.f<|channel|>commentary json\n<|message|>{"a": 1}<|call|><|start|>assistant'
     )
     both = {"role": "assistant", "reasoning": "Hm.", "content": "I look.", "tool_calls": [call]}
-    assert "I look." in template.render(told([asked, both]))  # the template takes no thoughts beside a text
+    assert "I look." in template.render(chat_messages([asked, both]))  # the template takes no thoughts beside a text

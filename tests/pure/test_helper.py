@@ -120,7 +120,7 @@ def test_each_of_several_is_used_and_the_last_one_first():
     pids = {int(answer.split()[1]) for answer in helpers.run_on_each(b"who")}
     assert len(pids) == 2
     assert len({helpers.run(b"who") for _ in range(3)}) == 1
-    with helpers.taken() as first, helpers.taken() as second:
+    with helpers.lend() as first, helpers.lend() as second:
         assert {who(first), who(second)} == pids
 
 

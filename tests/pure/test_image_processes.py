@@ -126,16 +126,16 @@ def test_multi_picture_files_are_checked_for_scans(decoder):
 
 def test_processes_decode_the_same(decoder, processes):
     for data in (*samples(), photograph(300, 200), photograph(64, 64, "PNG")):
-        with processes.small.taken() as helper:
+        with processes.small.lend() as helper:
             assert decode(helper, data) == decoder.decode(data)
 
 
 def test_large_images_go_to_the_large_processes(decoder, processes):
     data = photograph(1200, 900)
-    with processes.small.taken() as helper, pytest.raises(TooManyPixels) as large:
+    with processes.small.lend() as helper, pytest.raises(TooManyPixels) as large:
         decode(helper, data)
     assert large.value.pixels == 1200 * 900 > processes.small_pixels
-    with processes.large.taken() as helper:
+    with processes.large.lend() as helper:
         assert decode(helper, data) == decoder.decode(data)
 
 
@@ -169,7 +169,7 @@ BOMBS = {
 def test_a_bomb_is_an_error_or_an_image_in_bounded_time_and_memory(processes, name):
     data = BOMBS[name]()
     before = os.times()
-    with processes.small.taken() as helper:
+    with processes.small.lend() as helper:
         with suppress(InvalidRequest):
             assert decode(helper, data).pixels
         assert decode(helper, samples()[0]).pixels  # the next one

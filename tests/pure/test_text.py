@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.detokenize import WindowDetokenizer
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from tests.tokenizers import TEXT, byte_level, sentencepiece
@@ -330,22 +330,22 @@ def test_defaults_are_variables_of_every_conversation(tokenizers: dict[str, Toke
         ChatTemplate(tokenizers["bytes"], source, defaults={"tools": [], "messages": []})
 
 
-def test_messages_are_told_in_one_way() -> None:
-    """Messages are told in one way: all names of a thought, arguments as objects, nothing empty."""
+def test_messages_take_one_form() -> None:
+    """Messages take one form: all names of a thought, arguments as objects, nothing empty."""
     call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     for name in ("reasoning", "reasoning_content"):
         message = {"role": "assistant", name: "why", "content": None, "tool_calls": [call], "name": []}
         thoughts = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "why")
         expected = {"role": "assistant", **thoughts, "tool_calls": [plain]}
-        assert told([message]) == [expected]
-        assert told(told([message])) == [expected]
-    assert told([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]
+        assert chat_messages([message]) == [expected]
+        assert chat_messages(chat_messages([message])) == [expected]
+    assert chat_messages([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]
     for bad in ("x", {"function": {}}, {"function": {"name": "f", "arguments": "{"}}):
         with pytest.raises(InvalidRequest, match=r"messages\[1\]\.tool_calls\[0\]"):
-            told([{"role": "user"}, {"role": "assistant", "tool_calls": [bad]}])
+            chat_messages([{"role": "user"}, {"role": "assistant", "tool_calls": [bad]}])
     with pytest.raises(InvalidRequest, match=r"messages\[0\] must be an object"):
-        told(["hello"])
+        chat_messages(["hello"])
 
 
 def test_an_empty_message_is_continued_behind_its_header(tokenizers: dict[str, Tokenizer]) -> None:

@@ -82,7 +82,7 @@ def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture
     if row.verdict == "refused":
         with pytest.raises(SettingsError, match=re.escape(row.says)):
             settings("m", row.flag, *given)
-        for taken in row.taken:
+        for taken in row.accepted:
             assert settings("m", row.flag, taken) == settings("m")
         if row.switch:
             assert settings("m", f"--no-{row.flag[2:]}") == settings("m")

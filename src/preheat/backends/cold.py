@@ -44,7 +44,7 @@ class Counted:
         self.name, self._read, self._describe = name, read, describe
         self._seen, self._every, self._asked = read(), every, 0
 
-    def taken(self) -> Sequence[str]:
+    def new_events(self) -> Sequence[str]:
         """Return the events since the last call, in words; empty without events."""
         self._asked += 1
         if self._asked % self._every:

@@ -136,7 +136,7 @@ class Loop:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
         self.grammars, self.adapters, self.draining = grammars, adapters, False
-        self._grammars_told = GrammarStats()
+        self._grammars_reported = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
         self.admission = Admission(scheduler, grammars, adapters, self._reject, transport.put)
         self.control = Control(self, operator)
@@ -274,8 +274,8 @@ class Loop:
 
     def _stats(self) -> Stats:
         stats = self.scheduler.stats()
-        if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_told:
-            self._grammars_told = stats.grammars = copy(self.grammars.stats)
+        if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_reported:
+            self._grammars_reported = stats.grammars = copy(self.grammars.stats)
         return stats
 
     def _compact(self) -> None:

@@ -45,7 +45,7 @@ class DraftModel:
         self._in_flight: deque[tuple[LaunchedStep, Schedule]] = deque()
         self.waits = not executor.backend.facts.asynchronous
 
-    def taken(self) -> list[InputBatch]:
+    def take_steps(self) -> list[InputBatch]:
         """Return the steps since the last call."""
         ran, self._ran = self._ran, []
         return ran

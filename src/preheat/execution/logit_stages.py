@@ -88,7 +88,7 @@ def sampling_input(
     penalties = _penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None
     if penalties is not None and booked is not None:
         penalties.final = _final(slots, rows, booked)[penalised]
-    told = slots.has_logprob_ids[rows].nonzero()[0].tolist()
+    asking = slots.has_logprob_ids[rows].nonzero()[0].tolist()
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
@@ -97,7 +97,7 @@ def sampling_input(
         edits=_edits(slots, rows, position, needs),
         edits_follow=bool(needs),
         masked=masked if len(masked) else None,
-        told={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in told} or None,
+        logprob_ids={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in asking} or None,
     )
 
 

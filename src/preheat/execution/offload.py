@@ -94,7 +94,7 @@ class HostTier:
         self._free += self._place_of.values()
         self._place_of.clear()
 
-    def taken(self) -> tuple[Transfer, ...]:
+    def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the kinds of copies since the last call."""
         found, self._used = tuple(sorted(self._used)), set()
         return found

@@ -10,16 +10,16 @@ from preheat.errors import InvalidRequest
 from preheat.utils.json_size import check_size
 
 
-def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return ``messages`` in OpenAI's form for chats.
 
     Empty fields are left out, and the arguments of calls become objects. An empty list means the same as null, but some
     templates only ask whether the field exists.
     """
-    return [_told(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_chat_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _chat_message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object with role and content", param="messages")
     plain = {name: value for name, value in message.items() if value not in (None, [])}

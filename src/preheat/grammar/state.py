@@ -129,10 +129,12 @@ class State:
         chosen = set(params.stop_token_ids or ())
         stops, own = list(request.stop_ids), [id for id in request.stop_ids if id not in chosen]
         words = backend.words
-        self._stops, self._own = _mask_of(stops, words), _mask_of(own, words)
+        self._stops, self._model_stops = _mask_of(stops, words), _mask_of(own, words)
         # Stop ids that are text to the grammar would end the sequence within the text.
         texts = _mask_of([id for id in own if not backend.is_special(id)], words)
-        self._ban_stops, self._ban_own, self._ban_texts = map(_parts_of, (self._stops, self._own, texts))
+        self._ban_stops, self._ban_model_stops, self._ban_texts = map(
+            _parts_of, (self._stops, self._model_stops, texts)
+        )
         self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
         self.budget = None if request.thinking is None else Budget(request.thinking, self._is_space)
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
@@ -206,7 +208,7 @@ class State:
             rows.append((self, 0, drafts[: begin - 1]))
         for ahead in range(begin, end):
             early = self._accepted + ahead < self._min_tokens
-            banned = self._stops if early else self._own if self._ignore_eos else np.int32(0)
+            banned = self._stops if early else self._model_stops if self._ignore_eos else np.int32(0)
             masks[ahead] = ~(banned | self._unfinished)
         if end < len(masks):
             rows.append((self._behind(drafts[:end]), end, drafts[end:]))
@@ -258,7 +260,7 @@ class State:
             mask |= self._stops
         early = self._accepted + ahead < self._min_tokens
         if early or self._ignore_eos or not ends:
-            words, bits = self._ban_stops if early else self._ban_own if self._ignore_eos else self._ban_texts
+            words, bits = self._ban_stops if early else self._ban_model_stops if self._ignore_eos else self._ban_texts
             banned = mask[words] & bits
             if banned.any():
                 mask[words] &= ~bits

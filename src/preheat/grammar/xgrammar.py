@@ -65,11 +65,11 @@ class XGrammar:
             raise refused(params.kind, f"it cannot be compiled: {plain_message(error)}") from error
         except RecursionError:
             raise refused(params.kind, "it is nested too deeply") from None
-        own, mask = self._matcher(grammar), np.zeros((1, self.words), np.int32)
-        own.fill_next_token_bitmask(mask)
+        inner, mask = self._matcher(grammar), np.zeros((1, self.words), np.int32)
+        inner.fill_next_token_bitmask(mask)
         if not mask.any():
             raise refused(params.kind, "no text satisfies it")
-        return Grammar(self, Matcher(own, self._encode))
+        return Grammar(self, Matcher(inner, self._encode))
 
     def is_special(self, token: int) -> bool:
         """Return whether ``token`` never stands for text."""
@@ -85,40 +85,40 @@ class XGrammar:
         Each of ``rows`` has a state, the place of its mask, and draft tokens. One more mask follows for each draft.
         """
         self._batch.batch_fill_next_token_bitmask(
-            [state.matcher.own for state, _, _ in rows], masks, [place for _, place, _ in rows]
+            [state.matcher.inner for state, _, _ in rows], masks, [place for _, place, _ in rows]
         )
         for state, place, drafts in rows:
             if len(drafts):
-                self._fill_behind(masks[place + 1 : place + 1 + len(drafts)], state.matcher.own, drafts)
+                self._fill_behind(masks[place + 1 : place + 1 + len(drafts)], state.matcher.inner, drafts)
         add_ends(masks, rows, self.end)
 
-    def _fill_behind(self, masks: np.ndarray, own: Any, drafts: Sequence[int]) -> None:
+    def _fill_behind(self, masks: np.ndarray, inner: Any, drafts: Sequence[int]) -> None:
         """Write the ``masks``, int32 [drafts, words], behind each of ``drafts``, up to the first refused draft."""
         masks[:] = -1
         taken = 0
         for draft in drafts:
-            if draft == self.end or not own.accept_token(draft):
+            if draft == self.end or not inner.accept_token(draft):
                 break
-            own.fill_next_token_bitmask(masks, taken)
+            inner.fill_next_token_bitmask(masks, taken)
             taken += 1
         if taken:
-            own.rollback(taken)
+            inner.rollback(taken)
 
 
 class Matcher:
-    """A :class:`preheat.grammar.state.Matcher` around ``own``, the library's matcher.
+    """A :class:`preheat.grammar.state.Matcher` around ``inner``, the library's matcher.
 
     The library returns a forced text without tokens: ``encode`` cuts it into tokens.
     """
 
-    def __init__(self, own: Any, encode: Callable[[str], list[int]]) -> None:
-        self.own, self._encode, self._error = own, encode, ""
+    def __init__(self, inner: Any, encode: Callable[[str], list[int]]) -> None:
+        self.inner, self._encode, self._error = inner, encode, ""
 
     def deep_copy(self) -> Matcher:
-        return Matcher(self.own.fork(), self._encode)
+        return Matcher(self.inner.fork(), self._encode)
 
     def consume_token(self, token: int) -> bool:
-        if not self._error and not self.own.accept_token(token):
+        if not self._error and not self.inner.accept_token(token):
             self._error = "its text does not go on with it"
         return not self._error
 
@@ -129,5 +129,5 @@ class Matcher:
         return self._error
 
     def compute_ff_tokens(self) -> list[int]:
-        text = self.own.find_jump_forward_string()
+        text = self.inner.find_jump_forward_string()
         return self._encode(text) if text else []

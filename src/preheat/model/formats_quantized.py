@@ -44,7 +44,7 @@ def reorder(rows: Tensor, order: tuple[tuple[int, int], ...]) -> None:
         at += end - start
 
 
-def taken(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
+def in_order(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
     """Return the ranges of ``rows`` in this ``order``: a new tensor."""
     import torch
 
@@ -98,7 +98,7 @@ class QuantizedFormat(ABC):
                 loader.source.fill(f"{name}.bias", bias[start : start + outputs])
             start += outputs
         if spec.sharded:
-            weight, bias = weight.cut(spec.order, spec.columns), None if bias is None else taken(bias, spec.order)
+            weight, bias = weight.cut(spec.order, spec.columns), None if bias is None else in_order(bias, spec.order)
         elif spec.order:
             for rows in (*weight.row_tensors, *([] if bias is None else [bias])):
                 reorder(rows, spec.order)

@@ -17,19 +17,19 @@ from preheat.ops.order import best, mend, row_chunks
 
 
 def token_logprobs(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]] = ()
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]] = ()
 ) -> list[TokenLogprobs]:
     """Return one entry per row: token ``tokens[i]`` and alternatives with their log-probabilities.
 
-    The alternatives are the tokens ``told[i]``, if there are any, else the ``alternatives[i]`` most likely tokens (0:
-    none). ``logits`` are float32 [rows, vocab] on the host and stay unchanged; ``tokens`` and ``alternatives`` are
-    integers [rows]. A rank is 1 + the number of tokens before: tokens with a greater logit, or with an equal logit and
-    a lower id. NaN counts as impossible, +inf as the greatest finite number. An impossible token has the
-    log-probability -inf.
+    The alternatives are the tokens ``logprob_ids[i]``, if there are any, else the ``alternatives[i]`` most likely
+    tokens (0: none). ``logits`` are float32 [rows, vocab] on the host and stay unchanged; ``tokens`` and
+    ``alternatives`` are integers [rows]. A rank is 1 + the number of tokens before: tokens with a greater logit, or
+    with an equal logit and a lower id. NaN counts as impossible, +inf as the greatest finite number. An impossible
+    token has the log-probability -inf.
     """
     entries: list[TokenLogprobs] = []
     for part in row_chunks(*logits.shape):
-        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], told[part])
+        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], logprob_ids[part])
     return entries
 
 
@@ -45,7 +45,7 @@ def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[Tok
 
 
 def _entries(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]]
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]]
 ) -> list[TokenLogprobs]:
     values = logits.numpy()
     if not np.isfinite(values.max(axis=-1)).all():
@@ -61,7 +61,7 @@ def _entries(
         TokenLogprobs(token, logprob[0], rank, list(zip(first[:n], likely[:n], strict=True)))
         for token, logprob, rank, first, likely, n in rows
     ]
-    for entry, line, wanted in zip(found, logprobs, told, strict=False):
+    for entry, line, wanted in zip(found, logprobs, logprob_ids, strict=False):
         if wanted:
             entry.top = list(zip(wanted, _possible(line[list(wanted)]).tolist(), strict=True))
     return found

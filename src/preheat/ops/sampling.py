@@ -92,10 +92,10 @@ def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
 class SamplingInput:
     """Sampling input of one step.
 
-    It has ``size`` rows, each with one line of logits. A part that no row needs is None. ``told`` maps a row to tokens.
-    The row's answer has the log-probabilities of these tokens in place of the most likely tokens'. ``edits_follow``:
-    the same rows may have other edits at the next step. ``masked`` are the indices of rows with a grammar. Their masks
-    (:mod:`preheat.grammar.state`) come separately, because they may not be known yet.
+    It has ``size`` rows, each with one line of logits. A part that no row needs is None. ``logprob_ids`` maps a row to
+    tokens. The row's answer has the log-probabilities of these tokens in place of the most likely tokens'.
+    ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the indices of rows with a
+    grammar. Their masks (:mod:`preheat.grammar.state`) come separately, because they may not be known yet.
     """
 
     size: int
@@ -104,7 +104,7 @@ class SamplingInput:
     edits: Edits | None
     edits_follow: bool = False
     masked: np.ndarray | None = None  # int64
-    told: dict[int, list[int]] | None = None
+    logprob_ids: dict[int, list[int]] | None = None
 
     @property
     def level(self) -> Level:
@@ -112,10 +112,10 @@ class SamplingInput:
             return Level.FULL
         return Level.FILTERED if self.random else Level.GREEDY
 
-    def told_of(self, rows: np.ndarray) -> list[list[int]]:
-        """Return the ``told`` tokens of each of ``rows``."""
-        told = self.told or {}
-        return [told.get(row, []) for row in rows.tolist()]
+    def logprob_ids_of(self, rows: np.ndarray) -> list[list[int]]:
+        """Return the ``logprob_ids`` of each of ``rows``."""
+        ids = self.logprob_ids or {}
+        return [ids.get(row, []) for row in rows.tolist()]
 
     def later(self, steps: int) -> Self | None:
         """Return the input for the same rows ``steps`` later.
@@ -128,7 +128,9 @@ class SamplingInput:
             return None
         if self.random is None:
             return self
-        return type(self)(self.size, self.random.later(steps), None, None, masked=self.masked, told=self.told)
+        return type(self)(
+            self.size, self.random.later(steps), None, None, masked=self.masked, logprob_ids=self.logprob_ids
+        )
 
     def continues(self, other: SamplingInput) -> bool:
         """Whether only positions can differ from ``other``."""

@@ -103,7 +103,7 @@ class StepReader:
             turn=message.turn,
             pieces=message.pieces,
             work=self._work,
-            sampling=_Told(message.level, len(sampled_rows)),
+            sampling=_KnownLevel(message.level, len(sampled_rows)),
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=sampling_size,
@@ -114,7 +114,7 @@ class StepReader:
         )
 
 
-class _Told(SamplingInput):
+class _KnownLevel(SamplingInput):
     """Sampling of a ``level``, done by the leader."""
 
     def __init__(self, level: Level, size: int) -> None:

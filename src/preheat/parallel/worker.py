@@ -104,7 +104,7 @@ class Worker:
     def complete(self) -> None:
         self._run.complete(self._begun)
         if self._cold is not None:
-            for source, detail in self._cold.taken():
+            for source, detail in self._cold.new_events():
                 self._reporter.cold(f"{source}: {detail}")
 
     def forward(self, message: StepMessage, eager: bool) -> None:

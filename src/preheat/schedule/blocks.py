@@ -40,7 +40,7 @@ class Tier(Protocol):
     def forget(self) -> None:
         """Drop all contents."""
 
-    def taken(self) -> tuple[Transfer, ...]:
+    def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies made since the last call."""
 
 

@@ -235,7 +235,7 @@ class Scheduler:
         schedule = self._book(step)
         schedule.loads = self.adapters.take_loads()
         if self.pool.tier is not None:
-            schedule.transfers = self.pool.tier.taken()
+            schedule.transfers = self.pool.tier.take_transfers()
         self._in_flight.append(schedule)
         self._totals.steps += 1
         return schedule

@@ -113,7 +113,7 @@ def _most_frequent(node: _Node, most: int, likely: float) -> tuple[list[int], fl
 
 
 @dataclass(slots=True)
-class _Own:
+class _SequenceTree:
     """The tree of a running sequence, with ``length`` of its tokens."""
 
     request: int
@@ -134,7 +134,7 @@ class SuffixProposer:
         self.requests, self.factor, self.likely = requests, factor, likely
         self.past = SuffixTree(depth)
         self._answers: OrderedDict[int, list[int]] = OrderedDict()  # oldest first
-        self._own: dict[int, _Own] = {}
+        self._trees: dict[int, _SequenceTree] = {}
 
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
         """See :class:`preheat.schedule.proposer.Proposer`."""
@@ -154,9 +154,9 @@ class SuffixProposer:
         """Return the tree of the sequence in ``slot``, brought up to its tokens."""
         request, known = slots.request[slot], int(slots.device_len[slot])
         assert request is not None
-        own = self._own.get(slot)
+        own = self._trees.get(slot)
         if own is None or own.request != request.id or own.length > known:
-            own = self._own[slot] = _Own(request.id, SuffixTree(self.depth))
+            own = self._trees[slot] = _SequenceTree(request.id, SuffixTree(self.depth))
             own.tree.add(slots.tokens[slot, max(known - MOST_TOKENS, 0) : known].tolist())
         else:
             fresh = known - own.length
@@ -170,7 +170,7 @@ class SuffixProposer:
         The oldest answers beyond the bounds are forgotten.
         """
         for slot in stopped:
-            self._own.pop(slot, None)
+            self._trees.pop(slot, None)
             request = slots.request[slot]
             if request is None or not self.requests or request.cache_salt or request.id < 0:
                 continue

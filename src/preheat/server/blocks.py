@@ -51,7 +51,7 @@ class BlocksWriter(Writer):
         self.state, self.form = state, form
         self.answer = ParsedAnswer()
         self.parser = form.parser()
-        self.taken = 0  # tokens that were read
+        self.tokens_read = 0  # tokens that were read
 
     @abstractmethod
     def begin(self, block: Block) -> bytes:
@@ -80,7 +80,7 @@ class BlocksWriter(Writer):
     def read(self) -> list[Part]:
         """Return the new parts of the answer."""
         delta = self.choice.take_delta()
-        self.taken += len(delta.token_ids)
+        self.tokens_read += len(delta.token_ids)
         parts = self.parser.push(delta.text)
         if not self.choice.sent_end:
             return parts

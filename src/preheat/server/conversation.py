@@ -17,7 +17,7 @@ from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
@@ -135,7 +135,7 @@ def _last_said(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return ``messages`` in the form of chat templates."""
-    return told(to_builtins(messages))
+    return chat_messages(to_builtins(messages))
 
 
 class _Function(msgspec.Struct):

@@ -66,7 +66,7 @@ class ImageLanes:
         One of ``helpers`` does it.
         """
         gone = asyncio.ensure_future(_disconnected(request))
-        with helpers.taken() as helper:  # never waits: there are as many helpers as shares
+        with helpers.lend() as helper:  # never waits: there are as many helpers as shares
             work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data)
             try:
                 either: set[asyncio.Future[Any]] = {work, gone}

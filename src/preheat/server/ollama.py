@@ -19,7 +19,7 @@ from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.answer_parser import Block
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.messages import call_of, told
+from preheat.frontend.messages import call_of, chat_messages
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, call_arguments
@@ -161,7 +161,7 @@ def _variables(frontend: Frontend, body: OllamaGenerating, tools: object) -> dic
 
 def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Return ``messages`` in the form of chat templates."""
-    return told([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
+    return chat_messages([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
 
 
 def _message(message: OllamaMessage, at: str) -> Mapping[str, Any]:

@@ -284,7 +284,7 @@ class _ResponsesWriter(BlocksWriter):
     ) -> None:
         super().__init__(request, state, form, bool(body.stream))
         self._id, self._messages, self._store = request_id(request), messages, store
-        self._sequence = self._told = 0
+        self._sequence = self._logprobs_sent = 0
         self._response = ResponseObject(
             id=f"resp_{self._id}",
             created_at=int(time.time()),
@@ -408,10 +408,10 @@ class _ResponsesWriter(BlocksWriter):
         """
         if self.choice.logprobs is None:
             return []
-        seen = self.choice.logprobs[: self.taken]
-        begin = self.parser.reasoning_tokens(self.choice.token_ids[: self.taken])
+        seen = self.choice.logprobs[: self.tokens_read]
+        begin = self.parser.reasoning_tokens(self.choice.token_ids[: self.tokens_read])
         if fresh:
-            begin, self._told = max(begin, self._told), self.taken
+            begin, self._logprobs_sent = max(begin, self._logprobs_sent), self.tokens_read
         return chat_logprobs(self._frontend.tokenizer, seen[begin:]).content
 
     def _where(self, block: Block) -> dict[str, Any]:

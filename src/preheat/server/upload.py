@@ -42,7 +42,7 @@ class Form:
         self.filename: str | None = None
         self.size = 0
         self._sink, self._most, self._ended = sink, most, False
-        self._header, self._value, self._told = bytearray(), bytearray(), bytearray()
+        self._header, self._value, self._disposition = bytearray(), bytearray(), bytearray()
         self._name, self._in_file = "", False
         callbacks = {
             "on_part_begin": self._begin, "on_part_data": self._data, "on_part_end": self._end,
@@ -66,7 +66,7 @@ class Form:
             raise InvalidRequest("Missing required parameter: 'file'", param="file")
 
     def _begin(self) -> None:
-        self._told.clear()
+        self._disposition.clear()
         self._value.clear()
         self._name, self._in_file = "", False
 
@@ -78,12 +78,12 @@ class Form:
 
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
-            self._told[:] = self._value
+            self._disposition[:] = self._value
         self._header.clear()
         self._value.clear()
 
     def _headers_end(self) -> None:
-        _, options = parse_options_header(bytes(self._told))
+        _, options = parse_options_header(bytes(self._disposition))
         self._name = _text(options.get(b"name", b""))
         if self._name == "file":
             if self.filename is not None:

@@ -148,7 +148,7 @@ class Helpers:
             self._idle.put(Helper(kind))
 
     @contextmanager
-    def taken(self) -> Iterator[Helper]:
+    def lend(self) -> Iterator[Helper]:
         """Wait for an idle helper, and lend it."""
         helper = self._idle.get()
         try:
@@ -158,7 +158,7 @@ class Helpers:
 
     def run(self, job: bytes) -> bytes:
         """Return the result of ``job`` from the next idle helper. Raises HelperEnded."""
-        with self.taken() as helper:
+        with self.lend() as helper:
             return helper.run(job)
 
     def run_on_each(self, job: bytes) -> list[bytes]:
@@ -167,7 +167,7 @@ class Helpers:
             together = threading.Barrier(self.count)  # so that no helper is taken twice
 
             def run() -> bytes:
-                with self.taken() as helper:
+                with self.lend() as helper:
                     together.wait()
                     return helper.run(job)
 

@@ -126,7 +126,7 @@ class BackgroundStream(io.TextIOBase):
             if self._held + len(data) > self._most:
                 self._dropped += 1
             elif data:
-                self._put(self._told() + data)
+                self._put(self._drop_notice() + data)
         return len(text)
 
     def drain(self, seconds: float) -> bool:
@@ -134,7 +134,7 @@ class BackgroundStream(io.TextIOBase):
         if os.getpid() != self._process:
             return True
         with self._lock:
-            if told := self._told():
+            if told := self._drop_notice():
                 self._put(told)
         end = time.monotonic() + seconds
         while self._held and time.monotonic() < end:
@@ -145,7 +145,7 @@ class BackgroundStream(io.TextIOBase):
         self._held += len(data)
         self._queue.put(data)
 
-    def _told(self) -> bytes:
+    def _drop_notice(self) -> bytes:
         """Return a line about dropped lines, if there were any."""
         count, self._dropped = self._dropped, 0
         return b"WARNING %d lines were dropped here: standard error was not read\n" % count if count else b""

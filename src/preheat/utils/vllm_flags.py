@@ -258,15 +258,15 @@ SHORT: Mapping[str, str] = {
 class Foreign:
     """A flag of vLLM.
 
-    ``says`` is the option that it sets, or the reason why it is taken or refused. ``taken`` are the values of a refused
-    flag that ask for our usual behavior; a switch has none.
+    ``says`` is the option that it sets, or the reason why it is taken or refused. ``accepted`` are the values of a
+    refused flag that ask for our usual behavior; a switch has none.
     """
 
     flag: str
     verdict: Verdict
     says: str
     switch: bool
-    taken: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -282,7 +282,7 @@ class Foreign:
         """Return whether ``value``, parsed or as text, asks only for our usual behavior."""
         if self.verdict != "refused" or value is None:
             return True
-        return _same(value, "false") if self.switch else any(_same(value, each) for each in self.taken)
+        return _same(value, "false") if self.switch else any(_same(value, each) for each in self.accepted)
 
 
 def _same(value: object, text: str) -> bool:
@@ -331,12 +331,12 @@ def add_flags_of_vllm(parser: argparse.ArgumentParser) -> None:
         keywords: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS, "help": row.help}
         if row.switch:
             keywords["action"] = argparse.BooleanOptionalAction
-        elif row.verdict == "refused" and not row.taken:
+        elif row.verdict == "refused" and not row.accepted:
             keywords["nargs"] = "*"
         group.add_argument(row.flag, **keywords)
 
 
 def refuse(row: Foreign, value: object) -> SettingsError:
     """Return the error for a ``value`` that the flag of ``row`` does not take."""
-    shown = "" if row.switch or not row.taken else f" {value} is not {' or '.join(row.taken)}"
+    shown = "" if row.switch or not row.accepted else f" {value} is not {' or '.join(row.accepted)}"
     return SettingsError(f"{row.flag}{shown}: {row.says}", param=row.name)

@@ -129,7 +129,7 @@ def check_drafted_draws(runner: CheckRunner) -> None:
 
 def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int], line: torch.Tensor) -> list[int]:
     """Return the sampler's tokens of one sequence at several positions."""
-    (slot,) = taken = taken_slots(runner, [row], ids, len(ROWS) + ROWS.index(row))
+    (slot,) = taken = take_slots(runner, [row], ids, len(ROWS) + ROWS.index(row))
     try:
         slots = np.full(len(positions), slot)
         at = np.array(positions, np.int32) + runner.slots.prompt_len[slot]
@@ -141,7 +141,7 @@ def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int
             runner.slots.give_back(each)
 
 
-def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
+def take_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
     """Return a slot for each of ``rows``.
 
     The caller gives it back, and none is left taken after an error. Requests count from ``number``: the sampler would
@@ -161,7 +161,7 @@ def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number
 
 def _drawn(runner: CheckRunner, rows: list[DrawRow], ids: list[int], line: torch.Tensor) -> list[int]:
     """Return the sampler's tokens, all rows in one step."""
-    taken = taken_slots(runner, rows, ids, ROWS.index(rows[0]))
+    taken = take_slots(runner, rows, ids, ROWS.index(rows[0]))
     try:
         slots = np.array(taken, np.int64)
         logits = line.expand(len(rows), -1).contiguous()

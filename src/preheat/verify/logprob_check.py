@@ -14,7 +14,7 @@ from preheat.core import SamplingParams, TokenLogprobs
 from preheat.errors import CheckFailed
 from preheat.execution.logit_stages import sampling_input
 from preheat.verify.check_runner import CheckRunner
-from preheat.verify.draws import IMPOSSIBLE, LOGITS, ROWS, DrawRow, known_logits, taken_slots
+from preheat.verify.draws import IMPOSSIBLE, LOGITS, ROWS, DrawRow, known_logits, take_slots
 
 TOLD: tuple[tuple[int, ...], ...] = ((3, 0, 7), (), (5,), (7, 6, 5, 4, 3, 2, 1, 0))
 """The tokens that each row asks for.
@@ -66,7 +66,7 @@ def _compare(ids: list[int], told: list[int], entry: TokenLogprobs) -> None:
 def _reported(runner: CheckRunner, ids: list[int], line: torch.Tensor, asked: list[list[int]]) -> list[TokenLogprobs]:
     """Return the sampler's log-probabilities, all rows in one step."""
     rows = [DrawRow(SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=told)) for told in asked]
-    taken = taken_slots(runner, rows, ids, 2 * len(ROWS))
+    taken = take_slots(runner, rows, ids, 2 * len(ROWS))
     try:
         slots, logits = np.array(taken, np.int64), line.expand(len(rows), -1).contiguous()
         sampling = sampling_input(runner.slots, slots)

@@ -232,7 +232,7 @@ def min_tokens(trial: Trial) -> PathResult:
     return compare(trial.name, trial.prompts.first[-LEAST:], [again]).with_wrong(wrong)
 
 
-def told_logprobs(trial: Trial) -> PathResult:
+def asked_logprobs(trial: Trial) -> PathResult:
     """Compare the log-probabilities of ``logprob_token_ids``: each request alone, then all, one without any."""
     engine, outputs = trial.engine, trial.size.outputs
     params = [
@@ -313,7 +313,7 @@ PATHS: tuple[Path, ...] = (
     Path("long answers as prompts", "asked", "long texts", answered),
     Path("cache salts", "asked", "", salts),
     Path("min_tokens", "asked", "short texts", min_tokens),
-    Path("logprobs of given tokens", "asked", "", told_logprobs),
+    Path("logprobs of given tokens", "asked", "", asked_logprobs),
     Path("beam search", "asked", "", lambda trial: beam_search(trial.engine, min(CHUNKED, trial.longest))),
     Path("grammars", "asked", "grammars", grammars),
     Path("{kind}, together", "asked", "images", together),

@@ -87,7 +87,7 @@ class ColdMonitor:
         if self._drafted is not None:
             programs = (*programs, *_of_drafts(self._drafted()))
         hits = self._hits.get(programs)
-        events = self._sources.taken()
+        events = self._sources.new_events()
         if hits is not None:
             hits.steps += 1
         else:

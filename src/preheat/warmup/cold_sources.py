@@ -44,9 +44,9 @@ class ColdSources:
         self.sources = {name: watch.make(undo) for name in ORIGINS if (watch := watched[name]).make} | dict(others)
         self.close = weakref.finalize(self, undo.close)
 
-    def taken(self) -> list[tuple[str, str]]:
+    def new_events(self) -> list[tuple[str, str]]:
         """Return the events since the last call as (source, detail) pairs."""
-        return [(name, detail) for name, source in self.sources.items() for detail in source.taken()]
+        return [(name, detail) for name, source in self.sources.items() for detail in source.new_events()]
 
     def forget(self) -> None:
         """Discard the events until now."""

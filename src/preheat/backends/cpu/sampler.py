@@ -50,7 +50,7 @@ class CpuSampler:
             self._raw[torch.from_numpy(reporting)],
             unmarked(tokens[reporting]),
             alternatives,
-            self._step.told_of(reporting),
+            self._step.logprob_ids_of(reporting),
         )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:

@@ -236,10 +236,10 @@ class CudaSampler:
         if step.masked is not None and self._masks is not None:
             rows = slice(int(step.masked[0]), int(step.masked[-1]) + 1)
             self._masks[rows].copy_(self._host_masks[turn][rows], non_blocking=True)
-        self._told[turn] = step.told
-        if step.told is not self._telling:
-            self._send_told(turn, step.told or {})
-            self._telling = step.told
+        self._told[turn] = step.logprob_ids
+        if step.logprob_ids is not self._telling:
+            self._send_told(turn, step.logprob_ids or {})
+            self._telling = step.logprob_ids
 
     def _send_told(self, turn: int, told: dict[int, list[int]]) -> None:
         """Send the tokens with wanted log-probabilities, by row."""

@@ -75,7 +75,8 @@ class HpuSampler:
         if not len(reporting):
             return tokens, []
         raw = self._raw[: self._step.size].cpu()[torch.from_numpy(reporting)]
-        return tokens, token_logprobs(raw, unmarked(tokens[reporting]), alternatives, self._step.told_of(reporting))
+        ids = self._step.logprob_ids_of(reporting)
+        return tokens, token_logprobs(raw, unmarked(tokens[reporting]), alternatives, ids)
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         self._bridge.synchronize()

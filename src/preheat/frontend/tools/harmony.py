@@ -61,7 +61,7 @@ class HarmonyParser(ToolParser):
         self._may_call, self._constrained = calls, held
         self.kind: Kind | None = None
         """Kind of the message that is being read; None while a header is read."""
-        self._told = set[Kind]()  # the kinds of the messages so far
+        self._kinds = set[Kind]()  # the kinds of the messages so far
         self._start, self._channel, self._constrain, self._message = (
             stands.get(mark, mark) for mark in (START, CHANNEL, CONSTRAIN, MESSAGE)
         )
@@ -157,8 +157,8 @@ class HarmonyParser(ToolParser):
 
     def _say(self, kind: Kind, text: str, first: bool) -> None:
         """Add ``text`` of a message; ``first``: it begins the message. Messages of one kind become lines."""
-        text = f"\n{text}" if first and kind in self._told else text
-        self._told.add(kind)
+        text = f"\n{text}" if first and kind in self._kinds else text
+        self._kinds.add(kind)
         self.add(Reasoning(text) if kind == "reasoning" else Content(text))
 
 
