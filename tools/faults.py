@@ -50,8 +50,8 @@ _FEATURES = "tests/cpu/test_verify_features.py::test_all_is_well_and_was_really_
 _SAMPLING = "tests/cpu/test_sampler.py"
 _RESULTS, _SLOTS = "schedule/results.py", "schedule/slots.py"
 _FRONTEND = "frontend/input_processor.py"
-_CACHED = "tests/cpu/test_verify_cache.py::test_what_is_planted_is_found_by_its_path"
-_SERVED = "tests/cpu/test_verify_cache.py::test_what_is_not_the_contract_is_found_through_the_frontend"
+_CACHED = "tests/cpu/test_verify_cache.py::test_each_planted_fault_is_found_by_its_path"
+_SERVED = "tests/cpu/test_verify_cache.py::test_broken_contracts_are_found_through_the_frontend"
 _WINDOWS = "tests/cpu/test_verify_windows.py"
 _LORA, _ADAPTER_SLOTS = "backends/cpu/lowrank.py", "schedule/adapters.py"
 _ADAPTED = "tests/cpu/test_lora.py"
@@ -220,7 +220,7 @@ FAULTS = (
     Fault(
         "rows have the adapter of the row before",
         (Edit(_BATCH, "slots.adapter[schedule.slots]\n", "np.roll(slots.adapter[schedule.slots], 1)\n"),),
-        f"{_ADAPTED}::test_rows_of_several_adapters_and_of_none_are_what_they_are_alone", engine="adapters",
+        f"{_ADAPTED}::test_rows_of_several_adapters_and_of_none_have_the_bits_they_have_alone", engine="adapters",
     ),
     Fault(
         "rows without an adapter get zeros added",
@@ -370,7 +370,7 @@ FAULTS = (
          Edit("grammar/state.py", "        self.matcher, self.error = matcher, \"\"\n",
               "        self.matcher, self.error = matcher, \"\"\n"
               "        self.first = matcher and matcher.deep_copy()\n")),
-        "tests/cpu/test_verify_features.py::test_what_is_planted_is_found_by_its_path",
+        "tests/cpu/test_verify_features.py::test_each_planted_fault_is_found_by_its_path",
     ),
     Fault(
         "a draft is kept although another token was sampled",

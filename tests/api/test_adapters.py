@@ -137,7 +137,7 @@ def test_refusals(adapted: Server, root: Path) -> None:
     assert "sql" in cards(adapted)
 
 
-def test_unloading_waits_for_what_runs(adapted: Server) -> None:
+def test_unloading_waits_for_running_requests(adapted: Server) -> None:
     """While an unload waits, neither new requests nor another adapter of that name are taken."""
     load(adapted, "long", "more")
     body = json.dumps({"prompt": "abc", "max_tokens": 4000, "model": "long", "stream": True}).encode()

@@ -135,7 +135,7 @@ def test_an_input_that_is_wrong_is_said(client: openai.OpenAI, data: bytes, code
     assert batch.output_file_id is None and batch.error_file_id is None
 
 
-def test_what_a_batch_cannot_be(client: openai.OpenAI, kept: Server) -> None:
+def test_invalid_batches_are_refused(client: openai.OpenAI, kept: Server) -> None:
     file = client.files.create(file=lines(1), purpose="batch")
     for more, param in (({"endpoint": "/v1/audio"}, "endpoint"), ({"completion_window": "soon"}, "completion_window")):
         body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **more}

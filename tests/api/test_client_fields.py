@@ -90,7 +90,7 @@ def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Cal
         complete("xyz", repetition_detection={"max_pattern_size": 3})
 
 
-def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
+def test_an_answer_may_be_sent_back_unchanged(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
     """An answer may be sent back unchanged: ``model_dump`` has null in fields of OpenAI and of other clients."""
     answer = chat().choices[0].message
     plain = prompt_of(chat([USER, {"role": "assistant", "content": answer.content}, USER]))
@@ -228,7 +228,7 @@ def test_prompts_are_truncated_from_the_left(
     assert len(chat(truncate_prompt_tokens=5).prompt_token_ids) == 5
 
 
-def test_minus_one_truncates_to_what_fits_beside_the_answer(
+def test_minus_one_truncates_to_leave_room_for_the_answer(
     complete: Callable[..., Any], chat: Callable[..., Any]
 ) -> None:
     ids = [5 + at % 200 for at in range(MAX_MODEL_LEN + 10)]
@@ -273,7 +273,7 @@ def test_ping(server: Server) -> None:
         assert (answer.status, answer.json) == (200, server.get("/health").json)
 
 
-def test_load_counts_what_is_being_answered(folder: Path, complete: Callable[..., Any], server: Server) -> None:
+def test_load_counts_running_requests(folder: Path, complete: Callable[..., Any], server: Server) -> None:
     assert server.get("/load").json == {"server_load": 0}
     stream = complete(stream=True, max_tokens=3000)
     next(iter(stream))
@@ -389,7 +389,7 @@ def test_several_conversations_are_answered_together(server: Server) -> None:
         ({"messages": [[USER], [{"role": "user", "content": "x " * 5000}]]}, None),
     ],
 )  # fmt: skip
-def test_what_a_batch_of_conversations_cannot_have(server: Server, more: dict[str, Any], param: str | None) -> None:
+def test_invalid_batches_of_conversations_are_refused(server: Server, more: dict[str, Any], param: str | None) -> None:
     answer = server.post("/v1/chat/completions/batch", {"messages": [[USER]], "max_tokens": 2} | more)
     assert answer.status == 400 and (param is None or answer.error["param"] == param)
 
@@ -415,7 +415,7 @@ def test_a_chat_brings_its_own_template_where_that_is_trusted(server: Server, fo
         assert tokenizer.decode(usual["token_ids"]).startswith("user: hi")
 
 
-def test_verbosity_is_for_templates_that_look_at_it(server: Server, folder: Path) -> None:
+def test_verbosity_reaches_templates_that_read_it(server: Server, folder: Path) -> None:
     low = {"messages": [USER], "max_tokens": 2, "verbosity": "low"}
     assert server.post("/v1/chat/completions", low).headers["x-ignored-fields"] == "verbosity"
     assert "x-ignored-fields" not in server.post("/v1/chat/completions", low | {"verbosity": "medium"}).headers

@@ -136,7 +136,7 @@ def test_exhausted_descriptors_are_logged_once(folder: Path, tmp_path: Path) -> 
         assert log.read_text().count("file descriptors") == 1, log.read_text()
 
 
-def test_it_is_logged_again_when_it_happens_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_server_is_logged_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     limits = ConnectionLimits(100, 1, 10)
     with caplog.at_level(logging.ERROR):
         assert [limits.admit(count) for count in (10, 11, 12, 9, 11)] == [True, False, False, True, False]
@@ -159,7 +159,7 @@ class Parsing(LimitedProtocol):
 
 
 @given(sizes=st.lists(st.integers(1, 4 * SLICE_BYTES), min_size=1, max_size=6), late=st.data())
-def test_what_arrives_is_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
+def test_received_bytes_are_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
     """Bytes are parsed in order, one slice for each turn of the loop, whenever more arrive."""
     protocol, sent = Parsing(), [bytes([place]) * size for place, size in enumerate(sizes)]
     for data in sent:

@@ -379,7 +379,7 @@ def test_truncation_makes_no_room_that_there_is_not(played: Played, asked: int, 
         played.frontend.prepare([5] * 80, params)
 
 
-def test_a_truncated_text_is_what_was_kept(tokenizer: Tokenizer) -> None:
+def test_the_prompt_of_a_truncated_text_is_its_kept_part(tokenizer: Tokenizer) -> None:
     played = Played(tokenizer)
     played.frontend.handle(msgspec.structs.replace(READY, max_prompt_len=3))
     text = "def add(a, b):"
@@ -451,7 +451,7 @@ def booted(folder: Path, **options: object) -> Frontend:
     return boot_front(Settings(model=str(folder), **options), print)  # type: ignore[arg-type]
 
 
-def test_whose_recommendations_count(tmp_path: Path) -> None:
+def test_the_generation_config_setting_chooses_the_recommendations(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (other := tmp_path / "other").mkdir()
     write_model(model)
@@ -493,7 +493,7 @@ def test_a_broken_template_is_found_at_the_start(tmp_path: Path, template: str) 
         booted(tmp_path, chat_template=template)
 
 
-def test_variables_of_every_conversation_are_those_of_the_settings(tmp_path: Path) -> None:
+def test_settings_give_template_variables_of_every_conversation(tmp_path: Path) -> None:
     write_model(tmp_path)
     frontend = booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"mood": "calm"})
     assert frontend.template.render([]) == "calm"
@@ -518,7 +518,7 @@ def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
     assert frontend.template.render(plain_messages(body)) == "why7"
 
 
-def test_what_a_generation_config_asks_for_in_vain_is_refused(tmp_path: Path) -> None:
+def test_unsupported_fields_of_a_generation_config_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "temperature": 0.5}')
     with pytest.raises(ModelError, match=r"generation_config\.json: num_beams 4 .*--generation-config vllm"):
@@ -604,7 +604,7 @@ def test_the_bytes_of_a_request_are_counted_for_each_choice(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_what_has_ended_is_forgotten_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
+def test_ended_requests_are_freed_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
     """Control: without the cleanup, choices and their state refer to each other and stay in memory."""
 
     def choices() -> int:

@@ -77,7 +77,7 @@ def test_ids_and_seeds_of_the_real_frontend_are_untouched() -> None:
     assert made[0] == made[1] and made[0][0].id == 1
 
 
-def test_without_a_tokenizer_what_needs_text_is_left_out() -> None:
+def test_without_a_tokenizer_requests_with_text_are_left_out() -> None:
     _, app = warmed(skip_tokenizer_init=True)
     assert app.statuses.count(200) == FRONTEND_ROUNDS * sum(not request.text for request in FRONTEND_REQUESTS)
 

@@ -138,7 +138,7 @@ def test_a_client_is_its_address_and_its_key():
     assert client_of(Request({"type": "http", "headers": []})) == ("", "")
 
 
-def test_images_are_those_of_the_decoder_in_order(images):
+def test_images_equal_the_decoders_in_order(images):
     async def scenario() -> None:
         found = await ImageLanes(images).load(Client("a").request(), [SMALL, LARGE, SMALL])
         assert found == [images.decoder.decode(images.reader.read(each)) for each in (SMALL, LARGE, SMALL)]

@@ -144,7 +144,7 @@ def test_a_model_without_a_tower_refuses_images(scripted):
     assert answer.error["message"].startswith("The model sees no images")
 
 
-def test_the_dummy_image_is_one(tmp_path):
+def test_the_dummy_image_can_be_decoded(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": SIZE, "crop_size": SIZE}))
     config = PixelConfig.read(tmp_path)
     assert config is not None

@@ -70,7 +70,7 @@ def test_a_path_in_front(folder: Path) -> None:
         assert server.get("/llm/llm/health").status == 401
 
 
-def test_without_max_tokens_the_answer_is_cut_to_what_fits(scripted: Server) -> None:
+def test_without_max_tokens_the_context_bounds_the_answer(scripted: Server) -> None:
     length = scripted.get("/v1/models").json["data"][0]["max_model_len"]
 
     def ask(path: str, **body: Any) -> Any:
@@ -81,7 +81,7 @@ def test_without_max_tokens_the_answer_is_cut_to_what_fits(scripted: Server) -> 
     assert ask(COMPLETIONS, prompt=prompt, max_tokens=4).error["param"] == "max_tokens"
 
 
-def test_a_recommended_length_is_cut_to_what_fits(folder: Path, tmp_path: Path) -> None:
+def test_the_context_bounds_a_recommended_length(folder: Path, tmp_path: Path) -> None:
     options = {"override_generation_config": {"max_new_tokens": 10**6}}
     with serving(str(folder), **options) as server:
         answer = server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]})

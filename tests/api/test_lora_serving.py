@@ -99,7 +99,7 @@ def test_a_name_that_changes_its_adapter_answers_anew(adapted: Server, offline: 
     assert adapted.post(UNLOAD, {"lora_name": "turning"}).status == 200
 
 
-def test_what_cannot_be_served_is_refused(adapted: Server) -> None:
+def test_adapters_that_cannot_be_served_are_refused(adapted: Server) -> None:
     for path, why in (("wide", "--max-lora-rank"), ("dora", "use_dora"), ("none", "cannot be read")):
         answer = adapted.post(LOAD, {"lora_name": "refused", "lora_path": path})
         assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_adapter", "lora_path")

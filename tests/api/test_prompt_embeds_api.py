@@ -47,7 +47,7 @@ def texts(client: openai.OpenAI, prompt: Any, **more: Any) -> list[str]:
     return [choice.text for choice in done.choices]
 
 
-def test_rows_of_the_table_say_what_their_tokens_say(server: Server, client: openai.OpenAI) -> None:
+def test_rows_of_the_table_get_the_answers_of_their_tokens(server: Server, client: openai.OpenAI) -> None:
     """Rows of the embedding table give the answer of their tokens: one, several, beside texts, in each dtype."""
     right = texts(client, LINES)
     first, second = (embedded(server, line) for line in LINES)

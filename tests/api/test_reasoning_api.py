@@ -76,7 +76,7 @@ def said(server: Server, path: str, body: dict[str, Any], stream: bool) -> tuple
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("asked", ASKED)
-def test_what_must_be_said_is_no_reasoning(server: Server, start: int, path: str, asked: str, stream: bool) -> None:
+def test_a_forced_answer_has_no_reasoning(server: Server, start: int, path: str, asked: str, stream: bool) -> None:
     """A forced answer has no reasoning.
 
     That holds even if the start token is by far the best token of the model.

@@ -241,7 +241,7 @@ def test_an_answer_in_the_background_fails(slow: OpenAI, tools_folder: Path) -> 
         slow.responses.create(model="m", input="abc " * 9000, background=True)
 
 
-def test_nothing_is_made_in_the_background_unless_it_is_kept(scripted: Server) -> None:
+def test_background_responses_need_a_store(scripted: Server) -> None:
     refused = scripted.post("/v1/responses", {"input": "x", "background": True})
     assert refused.error["param"] == "background" and "--enable-responses-store" in refused.error["message"]
 

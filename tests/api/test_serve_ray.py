@@ -163,7 +163,7 @@ def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
         ),
     ],
 )
-def test_what_replicas_cannot_be_is_refused(args: dict[str, Any], said: str) -> None:
+def test_options_that_replicas_lack_are_refused(args: dict[str, Any], said: str) -> None:
     from preheat.serve_ray import app
 
     with pytest.raises(SettingsError, match=said):

@@ -211,7 +211,7 @@ def test_each_has_its_options_and_its_share() -> None:
         ({"model_options": {"a": {}}}, "model_options needs models"),
     ],
 )
-def test_what_several_models_cannot_be(given: dict[str, Any], message: str) -> None:
+def test_options_that_several_models_lack_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         each_model(Settings.load(given, env={}))
 

@@ -68,7 +68,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 @pytest.mark.parametrize("message", BROKEN)
-def test_what_is_broken_fails_the_start_in_one_line(command: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_model_fails_the_start_in_one_line(command: str, message: str, tmp_path: Path) -> None:
     model = str(variant(tmp_path, **BROKEN[message]))
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     done = preheat(command, "--model", model, *words, "--log-level", "warning")

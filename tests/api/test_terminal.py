@@ -42,7 +42,7 @@ def test_complete(scripted: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "abc\n"
 
 
-def test_what_a_server_refuses_is_said(scripted: Server) -> None:
+def test_the_client_reports_a_servers_refusal(scripted: Server) -> None:
     with pytest.raises(PreheatError, match=r"404.*not served here"):
         list(client.Client(f"{scripted.url}/v1", "other").complete("x", 1))
     with pytest.raises(PreheatError, match="cannot be reached"):

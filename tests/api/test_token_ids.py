@@ -61,7 +61,7 @@ def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingPara
         (SamplingParams(stop_token_ids=[*range(1025)]), "at most 1,024 can end a request"),
     ],
 )
-def test_what_a_device_has_no_room_for_is_refused(llm: LLM, params: SamplingParams, message: str) -> None:
+def test_requests_beyond_the_devices_limits_are_refused(llm: LLM, params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate([PROMPT], params, use_tqdm=False)
 

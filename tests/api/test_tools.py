@@ -99,7 +99,7 @@ def test_none_means_text(client: OpenAI) -> None:
     assert "weather" in choice.message.content
 
 
-def test_a_cut_call_has_what_there_is_of_its_arguments(client: OpenAI) -> None:
+def test_a_cut_call_has_the_written_part_of_its_arguments(client: OpenAI) -> None:
     for budget in range(20, 60, 8):
         choice = ask(client, CALL, max_tokens=budget).choices[0]
         assert choice.finish_reason == "length"
@@ -210,7 +210,7 @@ def test_tools_that_are_no_functions_are_refused_with_a_reason(
     assert refused.value.param == f"tools[1].{param}"
 
 
-def test_a_server_without_parsers_says_what_it_needs(scripted: Server) -> None:
+def test_a_server_without_parsers_names_the_missing_option(scripted: Server) -> None:
     tool = {"messages": user("Hi"), "tools": [TOOL]}
     error = scripted.post("/v1/chat/completions", tool).error
     assert error["param"] == "tool_choice" and "--enable-auto-tool-choice" in error["message"]

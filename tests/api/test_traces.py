@@ -204,7 +204,7 @@ def test_detailed_traces_are_refused() -> None:
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:4317"])
-def test_nothing_is_imported_when_it_is_off(endpoint: str | None) -> None:
+def test_opentelemetry_is_imported_only_when_asked_for(endpoint: str | None) -> None:
     code = (
         "import sys\nfrom preheat.settings import Settings\nfrom preheat.startup import boot_front\n"
         f"boot_front(Settings.load({{'otlp_traces_endpoint': {endpoint!r}}}), print)\n"

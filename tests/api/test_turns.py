@@ -48,7 +48,7 @@ class Work:
         return "done"
 
 
-def test_few_at_once_and_long_ones_apart() -> None:
+def test_few_texts_run_at_once_and_long_texts_apart() -> None:
     async def scenario() -> None:
         turns, long, medium = Turns(), Work(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), LONG_CHARS, long)) for _ in range(5)]
@@ -63,7 +63,7 @@ def test_few_at_once_and_long_ones_apart() -> None:
     asyncio.run(scenario())
 
 
-def test_short_ones_do_not_wait() -> None:
+def test_short_texts_do_not_wait() -> None:
     async def scenario() -> None:
         turns, busy = Turns(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, busy)) for _ in range(5)]

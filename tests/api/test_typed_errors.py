@@ -140,7 +140,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([REFUSED], "no coffee"), ([BREAKS], "empty")])
-def test_offline_it_is_raised(tokenizer: Tokenizer, prompt: list[int], message: str) -> None:
+def test_offline_the_typed_error_is_raised(tokenizer: Tokenizer, prompt: list[int], message: str) -> None:
     with pytest.raises(Teapot, match=message) as raised:
         client(tokenizer).generate([prompt], SamplingParams(**PLAIN), use_tqdm=False)
     assert raised.value.status == 418
@@ -158,7 +158,7 @@ def test_an_error_is_restored_as_it_was(error: PreheatError) -> None:
     assert (restored.message, restored.param, restored.status) == (error.message, error.param, error.status)
 
 
-def test_what_is_not_ours_is_an_internal_error() -> None:
+def test_foreign_errors_become_internal_errors() -> None:
     restored = WireError.of(ZeroDivisionError("division by zero")).restore()
     assert type(restored) is PreheatError and restored.message == "ZeroDivisionError: division by zero"
     assert type(WireError("NeverHeardOf", "x").restore()) is PreheatError
@@ -203,7 +203,7 @@ def slipped_through(harness: Harness, *requests: Request) -> PreheatError:
     ],
     ids=["empty", "no-room", "too-long", "beyond-the-budget", "twice"],
 )
-def test_what_slips_through_to_the_scheduler_is_still_a_400(requests: list[Request]) -> None:
+def test_requests_that_the_scheduler_refuses_get_status_400(requests: list[Request]) -> None:
     error = slipped_through(Harness(limits(), enable_chunked_prefill=False), *requests)
     assert isinstance(error, InvalidRequest) and error.status == 400
 
@@ -215,9 +215,7 @@ def padded(rows: int, tokens: int, longest: int) -> int:
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("budget", [12, 32, 128])
-def test_the_frontend_refuses_exactly_what_the_scheduler_would(
-    tokenizer: Tokenizer, chunked: bool, budget: int
-) -> None:
+def test_frontend_and_scheduler_refuse_the_same_requests(tokenizer: Tokenizer, chunked: bool, budget: int) -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=budget), enable_chunked_prefill=chunked, padded=padded)
     frontend = Frontend(tokenizer, lambda message: None)
     frontend.handle(Ready(64, 65, 4, 0.0, b"", "", scheduler.max_prompt_len))

@@ -116,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_what_peft_saved(case, tmp_path):
+def test_an_adapter_equals_the_one_peft_saved(case, tmp_path):
     name, fields = CASES[case]
     model, spec = model_of(name)
     layers = write(tmp_path, model, **fields)
@@ -145,7 +145,7 @@ FIELDS = st.fixed_dictionaries(
 
 @given(FIELDS)
 @settings(max_examples=150, deadline=None)
-def test_configs_say_what_peft_says(fields):
+def test_configs_mean_the_same_as_in_peft(fields):
     if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
         fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
     theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
@@ -209,7 +209,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 
 
-def test_the_digest_is_that_of_what_is_computed(edit, saved):
+def test_the_digest_depends_only_on_computed_numbers(edit, saved):
     own = edit().digest
     tensor = load_file(saved[0] / "adapter_model.safetensors")[B]
     nudged = tensor.clone()
@@ -268,7 +268,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused(case, edit):
+def test_adapters_that_do_not_fit_are_refused(case, edit):
     fields, tensors, message = WRONG[case]
     with pytest.raises(AdapterError, match=f"adapter 'tuned' in .*{message}") as error:
         edit(fields, tensors)
@@ -344,7 +344,7 @@ def test_more_names_than_a_model_has_are_not_listed(llama, saved, tmp_path, monk
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
-def test_what_is_no_file_is_not_opened(name, kind, llama, saved, tmp_path):
+def test_pipes_devices_and_folders_are_not_opened(name, kind, llama, saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     (folder / name).unlink()
     {"a pipe": os.mkfifo, "a device": partial(os.symlink, "/dev/zero"), "a folder": os.mkdir}[kind](folder / name)
@@ -405,7 +405,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("case", STACKS)
-def test_a_stack_of_experts_is_what_peft_adds(case, tmp_path):
+def test_a_stack_of_experts_adds_the_deltas_of_peft(case, tmp_path):
     spec, deltas = stacked(tmp_path, **STACKS[case])
     factors, checked = read(tmp_path, spec).factors, 0
     for (parameter, layer), expected in deltas.items():
@@ -442,7 +442,7 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
         read(tmp_path, spec)
 
 
-def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
+def test_modules_are_found_by_names_of_code_and_checkpoint(tmp_path):
     save_llava(tmp_path / "base")
     model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
@@ -455,7 +455,7 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
         read(tmp_path / "both", spec)
 
 
-def test_a_tied_head_and_the_table_that_it_is(tmp_path):
+def test_a_tied_head_and_its_table_have_separate_factors(tmp_path):
     """A tied head and the table have factors of their own.
 
     PEFT saves the base model's table beside them.

@@ -118,7 +118,7 @@ def test_close_to_float64(dim: int, window: int | None, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "window"), [(24, None), (64, None), (64, 200), (128, None), (256, 200)])
-def test_same_bits_however_it_is_cut(threads: int, dtype: torch.dtype, dim: int, window: int | None) -> None:
+def test_bits_do_not_depend_on_chunks(threads: int, dtype: torch.dtype, dim: int, window: int | None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -237,7 +237,7 @@ def test_work_of_rows_that_decode_holds_for_as_long_as_it_says(
     assert broke, "the comparison can fail: work that is kept for too long is wrong"
 
 
-def test_what_is_read_in_place_is_the_block_itself() -> None:
+def test_in_place_attention_reads_the_block_itself() -> None:
     """Control: blocks that swap contents while the table stays the same give other bits."""
     pages = Pages([830, 700], 64, 256, torch.bfloat16)
     work = [(0, 829), (1, 699)]

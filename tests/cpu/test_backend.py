@@ -66,7 +66,7 @@ def test_cuda_is_rejected_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path
     assert caplog.text == ""
 
 
-def test_the_fingerprint_names_what_bits_and_code_depend_on(gpu, tmp_path):
+def test_the_fingerprint_names_device_and_versions(gpu, tmp_path):
     size = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30)
     gpu.setattr(torch.cuda, "get_device_properties", lambda *_: size)
     version = tmp_path / "version"
@@ -147,7 +147,7 @@ def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
     ("option", "message"),
     [("contiguous_pa", "reads blocks in place"), ("defrag_with_graphs", "swapped operation by operation")],
 )
-def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
+def test_options_without_use_on_a_gpu_are_rejected(option, message):
     with pytest.raises(SettingsError, match=message) as error:
         check(Settings(block_size=256, **{option: True}), FACTS["cuda"])
     assert error.value.param == option
@@ -155,7 +155,7 @@ def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
+def test_a_backend_accepts_the_defaults_of_rejected_options(name):
     """A backend accepts the default of each rejected option, and each value that means the same."""
     facts = FACTS[name]
     check(Settings(), facts)

@@ -96,7 +96,7 @@ def test_a_search_of_width_one_is_greedy(llm: LLM) -> None:
     assert output.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
 
 
-def test_what_cannot_be_searched_is_refused(llm: LLM) -> None:
+def test_impossible_searches_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"beam_width is 9: .*at most 16 are allowed \(--max-logprobs\)"):
         llm.beam_search(PROMPTS, BeamSearchParams(9, 4))
     with pytest.raises(InvalidRequest, match=r"prompt\[1\]"):
@@ -125,7 +125,7 @@ def test_a_failing_step_ends_the_search_with_its_error(llm: LLM, monkeypatch) ->
     assert llm.beam_search(PROMPTS[0], BeamSearchParams(2, 2))
 
 
-def test_what_a_search_finds_of_itself_is_not_cached_for_it(llm: LLM) -> None:
+def test_hits_on_its_own_blocks_do_not_count_for_a_search(llm: LLM) -> None:
     llm.reset_prefix_cache()
     state = llm.frontend.prepare(PROMPTS[0], SamplingParams(n=2, temperature=0.0, max_tokens=20, ignore_eos=True))
     hits = llm.loop.scheduler.stats().prefix_hits

@@ -126,7 +126,7 @@ def test_off_checks_nothing():
     "options",
     [{"max_num_seqs": 1}, {"max_num_batched_tokens": 8}, {"max_model_len": 16}, {"num_gpu_blocks_override": 7}],
 )
-def test_tight_limits_leave_out_what_cannot_run(options):
+def test_tight_limits_leave_out_impossible_checks(options):
     ready, record, loop = boot(**options)
     assert not ready.blocked_reason
     assert set(checks(record)) >= {"later run"}
@@ -154,7 +154,7 @@ def test_no_request_is_taken(monkeypatch):
         boot(require_invariance=True)
 
 
-def test_what_cannot_be_kept_is_refused():
+def test_require_invariance_needs_a_boot_check():
     with pytest.raises(SettingsError, match=r"--boot-check off .*--skip-warmup true") as refused:
         boot(require_invariance=True, skip_warmup=True, boot_check="off")
     assert refused.value.param == "require_invariance"

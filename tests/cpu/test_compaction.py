@@ -130,7 +130,7 @@ def test_reading_in_place_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bits(LLM(**IN_PLACE, contiguous_pa=True), 8, 280) == right
 
 
-def test_a_swap_that_fails_ends_what_runs_and_leaves_nothing_to_find(
+def test_a_failed_swap_ends_running_requests_and_empties_the_cache(
     expected: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(**TIGHT, defrag_threshold=0)
@@ -212,7 +212,7 @@ def test_debug_lines_are_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
         ({"defrag_threshold": -1}, "at least 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_compaction_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         LLM(**options)
     LLM(**TIGHT, defrag_with_graphs=False)

@@ -187,7 +187,7 @@ def test_the_cache_on_disk_is_used(tmp_path: Path, cache: Path) -> None:
     assert any(cache.rglob("*"))
 
 
-def test_without_a_compiler_it_is_refused() -> None:
+def test_compile_mode_without_a_compiler_is_refused() -> None:
     check_compiler()
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.raises(SettingsError, match="C\\+\\+ compiler") as error:

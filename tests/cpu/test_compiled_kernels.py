@@ -129,7 +129,7 @@ def test_k_splits_use_the_instructions_of_whole_layers(code):
     assert widths(whole) == widths(leaves)
 
 
-def test_parts_of_rows_are_quantized_by_what_ranks_say():
+def test_parts_of_rows_are_quantized_by_maxima_of_all_ranks():
     types = {"maxima": "*fp32", "places": "*i32"}
     for places in ({}, {"places": None}):
         sizes = {"SIZE": 1024, "WIDTH": 1024, **places}
@@ -169,7 +169,7 @@ def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
+def test_expanded_terms_are_added_behind_the_matrix_unit(tiles):
     """The matrix unit begins with zero, even for one product.
 
     The layer's output is added behind it.

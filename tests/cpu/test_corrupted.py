@@ -103,7 +103,7 @@ def test_numbers_of_a_draft_model_that_are_not_finite_cost_only_its_drafts() -> 
     assert llm.loop.scheduler.stats().corrupted_requests == 0
 
 
-def test_a_token_that_overflows_leaves_what_is_before_it_alone() -> None:
+def test_an_overflowing_token_leaves_earlier_blocks_alone() -> None:
     """A token that overflows leaves the blocks before it.
 
     Another prompt finds its first block in the prefix cache.
@@ -135,7 +135,7 @@ def test_attention_that_multiplies_by_zero_is_found(loud: LoRARequest, monkeypat
     for module in (decode_attention, paged_attention):
         monkeypatch.setattr(module, "attend", multiplied)
     with pytest.raises(NotFinite):
-        test_a_token_that_overflows_leaves_what_is_before_it_alone()
+        test_an_overflowing_token_leaves_earlier_blocks_alone()
     llm = engine(dtype="float32")
     answers(llm, temperature=0)
     overflow(llm, loud, temperature=0)

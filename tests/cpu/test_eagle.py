@@ -90,7 +90,7 @@ def agreeing(reference: Reference, found: list[tuple[list[int], int, Tensor]]) -
     return right / len(found)
 
 
-def test_the_head_says_what_plain_torch_says(saved):
+def test_the_heads_logits_equal_plain_torch(saved):
     """The head's logits equal plain torch's at every draft: first and later, behind chunks and cached prefixes."""
     llm = speculating(saved)
     found = heard(llm)
@@ -269,7 +269,7 @@ def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
     ("options", "message"),
     [({"execution_mode": "compile"}, "mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
 )
-def test_what_it_does_not_work_with_is_named(saved, options, message):
+def test_options_that_exclude_eagle_are_named(saved, options, message):
     with pytest.raises(SettingsError, match=message):
         speculating(saved, **options)
 

@@ -205,7 +205,7 @@ def test_the_beginning_of_a_matryoshka_embedding(checkpoint):
         llm.encode([[1]], PoolingParams(dimensions=9))
 
 
-def test_what_the_files_and_the_options_say(tmp_path):
+def test_pooling_follows_files_and_options(tmp_path):
     def found(**options) -> Pooling | None:
         return pooling_of(Settings.load(options), tmp_path, {})
 
@@ -285,7 +285,7 @@ def test_the_plan_is_printed(checkpoint):
     assert "sampler" not in kinds
 
 
-def test_what_cannot_pool_is_refused(checkpoint):
+def test_options_that_exclude_pooling_are_refused(checkpoint):
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     for name, more in {"speculative_config": drafts, "enable_lora": {"enable_lora": True}}.items():
         with pytest.raises(SettingsError, match=rf"pooling \(runner\) and .*{name}.* do not work together"):

@@ -96,7 +96,7 @@ def test_nothing_is_cold(tmp_path, plain):
     assert not any(Record.from_json(llm.loop.listener.report()).cold.values())
 
 
-def test_with_llguidance_what_is_forced_is_always_accepted(tmp_path, plain):
+def test_with_llguidance_forced_tokens_are_always_accepted(tmp_path, plain):
     llm = engine(tmp_path, "grammar")
     before = llm.loop.scheduler.stats()
     said(llm)
@@ -105,7 +105,7 @@ def test_with_llguidance_what_is_forced_is_always_accepted(tmp_path, plain):
     assert drafted == accepted > 50
 
 
-def test_wrong_ones_change_nothing(tmp_path, plain, monkeypatch):
+def test_wrong_forced_tokens_change_nothing(tmp_path, plain, monkeypatch):
     llm = engine(tmp_path, "grammar")
     right = State.forced
     monkeypatch.setattr(State, "forced", lambda self: [*right(self)[:1], 7, 8][:3])
@@ -156,7 +156,7 @@ def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(tmp_path
     assert (result.first is None) == (not planted)
 
 
-def test_what_forces_nothing_drafts_nothing(tmp_path):
+def test_requests_without_a_grammar_draft_nothing(tmp_path):
     llm = engine(tmp_path, "grammar")
     before = llm.loop.scheduler.stats().draft_tokens
     llm.generate(["x", "y"], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2, use_tqdm=False)

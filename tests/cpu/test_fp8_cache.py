@@ -43,7 +43,7 @@ def test_rounding_is_to_the_nearest_ties_to_even(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_attention_is_close_to_float64_over_what_is_stored(dtype, stored):
+def test_attention_is_close_to_float64_over_stored_values(dtype, stored):
     """Prompts, and decoding from gathered blocks or in place, are right and have the same bits."""
     for block_size, in_place in ((64, False), (256, True)):
         pages = EightBits(block_size, dtype, stored)

@@ -124,7 +124,7 @@ def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
 
 
 @pytest.mark.parametrize("booted", [True, False])
-def test_what_another_engine_builds_before_it_is_ready_is_not_this_ones(llm, booted):
+def test_compilations_of_another_booting_engine_do_not_count(llm, booted):
     guard = watch(llm, "count")
     compile_something()
     if booted:
@@ -154,7 +154,7 @@ def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_offline_a_cold_step_is_an_error_that_says_what_was_cold(llm):
+def test_an_offline_cold_step_raises_an_error_that_names_its_cause(llm):
     watch(llm, "raise")
     compile_something()
     with pytest.raises(PreheatError, match="dynamo: triple"):
@@ -174,7 +174,7 @@ def test_without_warm_up_each_program_is_cold_once(llm):
     assert all(entry.outcome == "ready" and "first run" in entry.reason for entry in ran)
 
 
-def test_only_what_was_not_warmed_up_is_called_so(llm, caplog):
+def test_only_cold_steps_are_logged_as_cold(llm, caplog):
     """A cold step is told as on vLLM for Gaudi.
 
     A step beyond the bucket sizes is not, since its fallback is warm.

@@ -45,7 +45,7 @@ def spoil_behind(pages: Pages, seed: int | None, window: int | None = None) -> N
 @pytest.mark.parametrize(("block_size", "in_place"), [(16, False), (64, False), (256, False), (256, True)])
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("alibi", [None, ALIBI])
-def test_what_decodes_sees_nothing_behind_its_end(
+def test_decoding_sees_nothing_behind_its_end(
     dtype: torch.dtype, block_size: int, in_place: bool, window: int | None, alibi: torch.Tensor | None
 ) -> None:
     pages = Pages(LENGTHS, 32, block_size, dtype)

@@ -116,7 +116,7 @@ def test_without_warm_up_the_same_requests_compile(small, caplog, tmp_path, monk
     assert list(tmp_path.glob("preheat_trace_*.json"))
 
 
-def test_everything_says_that_it_is_simulated(warm):
+def test_all_reports_say_that_the_card_is_simulated(warm):
     llm, _ = warm
     record = record_of(llm)
     assert record.simulated
@@ -222,7 +222,7 @@ def test_graphs_that_do_not_fit_are_skipped_and_named(small):
         assert card.counts["graph_compilation"] == compiled
 
 
-def test_a_graph_costs_what_its_bucket_reports(warm):
+def test_a_graph_multiplies_as_much_as_its_bucket_reports(warm):
     """A captured program multiplies as much as its bucket reports.
 
     A decoding program multiplies its rows and its blocks, no more. A prompt program multiplies its tokens, each with
@@ -246,7 +246,7 @@ def test_a_graph_costs_what_its_bucket_reports(warm):
     assert padded_work(dear) - padded_work(cheap) == 16
 
 
-def test_padding_is_what_the_plan_reports(warm):
+def test_padding_equals_the_plans_report(warm):
     """The plan reports the padding of both phases, counted in rows and blocks that captured programs multiply."""
     llm, _ = warm
     executor, plan = llm.loop.executor, llm.loop.packer.plan
@@ -297,7 +297,7 @@ def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:
         (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3])), "shape"),
     ],
 )
-def test_a_graph_refuses_what_a_gaudi_refuses(card, refused, what):
+def test_a_graph_refuses_the_operations_that_a_gaudi_refuses(card, refused, what):
     from habana_frameworks.simulator import GraphRefused
     from habana_frameworks.torch import hpu
 
@@ -311,7 +311,7 @@ def test_a_graph_refuses_what_a_gaudi_refuses(card, refused, what):
     assert card.counts["graph_capture"] == 0
 
 
-def test_a_replay_computes_what_was_recorded(card):
+def test_a_replay_computes_the_recorded_operations(card):
     """A replay uses its static tensors' current values and writes its first results.
 
     A new shape is a new graph.

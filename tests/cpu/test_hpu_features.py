@@ -95,7 +95,7 @@ def test_drafts_are_checked_and_change_nothing(tmp_path):
             boot(options | {"bucketing_policy": None}, speculative_config=drafts)
 
 
-def test_awq_is_dequantized_and_has_the_bits_of_what_it_stands_for(tmp_path):
+def test_awq_has_the_bits_of_its_dequantized_model(tmp_path):
     save_checkpoint(("Llama", {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}), tmp_path / "plain")
     quantized.quantize_checkpoint(tmp_path / "plain", quantized.awq(), tmp_path / "quantized")
     options = {name: value for name, value in OPTIONS.items() if name != "load_format"} | {

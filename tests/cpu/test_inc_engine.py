@@ -48,7 +48,7 @@ def answer(**options):
     return llm, llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].logprobs
 
 
-def test_what_is_measured_is_what_goes_through_the_model(measured):
+def test_measured_ranges_hold_the_models_numbers(measured):
     """The measured ranges hold the numbers of the model, run by hand.
 
     The numbers are the first layer's inputs, and the first keys and values.
@@ -115,7 +115,7 @@ def test_measured_ranges_are_served(measured, monkeypatch):
     assert answer(quantization="inc", kv_cache_dtype="fp8_inc", weights_load_device="cpu")[1] == rounded
 
 
-def test_codes_are_what_is_simulated(measured):
+def test_multiplied_codes_equal_the_simulation(measured):
     """A backend that multiplies codes gives the simulation's numbers, and its layers are of W8A8."""
     folder, _ = measured
     options = {"quantization": "inc", "quant_config": str(folder / "maxabs_quant.json"), "kv_cache_dtype": "fp8_inc"}

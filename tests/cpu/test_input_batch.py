@@ -220,7 +220,7 @@ def test_rows_that_only_decode_are_one_persistent_batch() -> None:
 
 
 @pytest.mark.parametrize("later", [SamplingInput.later, attention.steady_steps])
-def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
+def test_stale_positions_and_splits_are_noticed(later, monkeypatch) -> None:
     """Control: positions that do not move, or KV splits that never begin, break the comparison."""
     if later is SamplingInput.later:
         monkeypatch.setattr(SamplingInput, "later", lambda self, steps: self)

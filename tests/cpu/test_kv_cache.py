@@ -84,7 +84,7 @@ def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("broken", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
-def test_whatever_fails_the_cache_is_as_it_was(llm: LLM, broken: list[int]) -> None:
+def test_failed_swaps_leave_the_cache_unchanged(llm: LLM, broken: list[int]) -> None:
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
     warm = warm_up(runner)

@@ -99,7 +99,7 @@ def published() -> Iterator[tuple[LLM, str, str]]:
     llm.loop.kv_publisher.close()
 
 
-def test_a_subscriber_knows_what_is_cached(published):
+def test_a_subscriber_knows_the_cached_blocks(published):
     llm, endpoint, replay = published
     subscriber = Subscriber(endpoint)
     while not subscriber.numbers:  # a subscription takes its time to arrive
@@ -181,7 +181,7 @@ def test_blocks_of_an_adapter_have_its_name(tmp_path):
     assert (plain["lora_name"], plain["extra_keys"]) == (None, [None, None])
 
 
-def test_what_is_refused(published):
+def test_wrong_event_configs_are_refused(published):
     for config, message in (
         ({"publisher": "kafka"}, "publisher"),
         ({"port": 5557}, "port"),

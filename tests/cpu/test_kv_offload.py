@@ -63,7 +63,7 @@ def empty(llm: LLM) -> LLM:
     return llm
 
 
-def test_what_comes_back_is_not_computed_again(empty, expected):
+def test_loaded_blocks_are_not_computed_again(empty, expected):
     scheduler = empty.loop.scheduler
     assert answers(empty) == expected
     assert scheduler.stats().external_hits == 0 and len(scheduler.pool.tier) > 12
@@ -84,7 +84,7 @@ def test_a_reset_forgets_the_host_too(empty):
     assert len(empty.loop.scheduler.pool.tier) == 0
 
 
-def test_what_cannot_be_copied_is_computed_again(empty, expected, monkeypatch):
+def test_blocks_that_cannot_be_copied_are_computed_again(empty, expected, monkeypatch):
     right = HostTier.copy
 
     def torn(self: HostTier, transfer: str, block: int, place: int) -> None:
@@ -182,6 +182,6 @@ def replace_params(tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"tensor_parallel_size": 2}])
-def test_what_is_refused(options):
+def test_options_that_exclude_offloading_are_refused(options):
     with pytest.raises(SettingsError, match="kv_offloading_size"):
         replace(Settings(), kv_offloading_size=1.0, **options)

@@ -280,7 +280,7 @@ MODES = ("RGB", "L", "RGBA", "LA", "P", "1", "CMYK", "I;16")
 
 
 @pytest.mark.parametrize("edge", [SIZE, 20, 37])
-def test_pixels_are_those_of_transformers(edge, tmp_path):
+def test_pixels_equal_transformers(edge, tmp_path):
     """Pixels equal transformers', for wide, high and small images, and in every mode."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -372,13 +372,13 @@ PLANTED = {
 }
 
 
-def test_every_path_of_verify_is_one(folder):
+def test_all_paths_of_verify_agree(folder):
     assert paths(folder) == dict.fromkeys(
         ("images, together", "images, prefix cache", "images, chunks, few blocks"), True
     )
 
 
 @pytest.mark.parametrize("path", PLANTED)
-def test_what_is_planted_is_found_by_its_path(folder, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(folder, path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert not paths(folder)[path]

@@ -106,7 +106,7 @@ def shared(folder) -> Engine:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize("merged", [False, True], ids=["peft", "merged"])
-def test_logits_are_those_of_peft(shared, folder, name, merged):
+def test_logits_equal_peft(shared, folder, name, merged):
     (prompt,) = prompts(name)
     with shared.keeping_logits() as kept:
         shared.run([prompt])
@@ -133,7 +133,7 @@ def alone(engine: Engine, asked: list[Prompt]) -> list[Any]:
     return seen
 
 
-def test_rows_of_several_adapters_and_of_none_are_what_they_are_alone(shared):
+def test_rows_of_several_adapters_and_of_none_have_the_bits_they_have_alone(shared):
     asked = prompts(*NAMES)
     seen = alone(shared, asked)
     assert shared.run(asked) == seen
@@ -292,7 +292,7 @@ def test_adapters_are_packed_by_the_thread_that_reads_them(folder, monkeypatch):
     assert not threads
 
 
-def test_prompt_logprobs_are_those_of_the_adapter(shared):
+def test_prompt_logprobs_are_computed_with_the_adapter(shared):
     params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0, max_tokens=1)
     asked = [replace(prompt, params=params) for prompt in prompts("head", "", "all", length=30)]
     alone(shared, [])
@@ -313,7 +313,7 @@ def test_prompt_logprobs_are_those_of_the_adapter(shared):
         ({"execution_mode": "compile"}, "execution_mode"),
     ],
 )
-def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
+def test_options_that_exclude_adapters_are_refused(folder, changes, param):
     with pytest.raises(SettingsError) as error:
         engine(folder, [], **changes)
     assert error.value.param == param
@@ -383,7 +383,7 @@ def test_adapters_of_experts_have_the_logits_of_peft(case, tmp_path):
     as_peft_says(of_experts(case, tmp_path), tmp_path)
 
 
-def test_rows_of_adapted_experts_are_what_they_are_alone_and_others_those_of_an_engine_without(tmp_path):
+def test_adapted_experts_change_only_their_own_rows(tmp_path):
     own = of_experts("qwen3", tmp_path)
     asked = prompts("own", "", "qv", "own", "", "own")
     seen = alone(own, asked)
@@ -419,7 +419,7 @@ def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
     assert engine(tmp_path, ["each"]).run(prompts("each")) == own.run(prompts("own"))
 
 
-def test_rows_of_adapted_experts_in_float8_are_what_they_are_alone(tmp_path):
+def test_adapted_float8_experts_change_only_their_own_rows(tmp_path):
     """With float8 weights, a row has the bits that it has alone.
 
     A row without adapter has the bits of an engine without any.
@@ -445,7 +445,7 @@ def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tm
     assert found == right
 
 
-def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
+def test_rows_beside_float8_weights_have_the_bits_they_have_alone(folder):
     asked, online = prompts(*NAMES), engine(folder, quantization="fp8")
     seen = alone(online, asked)
     assert online.run(asked) == seen

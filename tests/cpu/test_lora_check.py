@@ -199,7 +199,7 @@ def down_by_company(patch):
     patch.setattr(cpu_experts, "expand", expand)
 
 
-def test_the_check_adapts_experts_and_sees_what_they_get_wrong(experts, monkeypatch):
+def test_the_check_adapts_experts_and_finds_their_faults(experts, monkeypatch):
     checked = {name: value for name, value in experts.items() if name != "boot_check"}
     loop = boot_engine(Settings.load(checked, {}), InlineTransport())
     modules = loop.executor.adapters.modules

@@ -152,7 +152,7 @@ def right() -> Tensor:
     return out
 
 
-def test_what_is_added_is_the_references_and_rows_without_an_adapter_are_left_alone(tmp_path):
+def test_expert_terms_equal_the_reference_and_spare_rows_without_an_adapter(tmp_path):
     found = on_worlds(tmp_path)
     assert same(found)
     torch.testing.assert_close(found[0], right(), atol=1e-5, rtol=1e-5)

@@ -79,7 +79,7 @@ def test_more_adapters_than_slots_take_turns(llm, folder):
     assert texts(llm, [*requests, None], PROMPTS[:1] * 4)[:3] == alone and len({*alone}) == 3
 
 
-def test_a_name_means_one_adapter_until_it_is_read_again(llm, folder, tmp_path):
+def test_a_name_means_one_adapter_until_its_reload(llm, folder, tmp_path):
     copy = shutil.copytree(folder / "two", tmp_path / "copy")
     before = texts(llm, LoRARequest("changing", 1, str(copy)))
     with pytest.raises(InvalidRequest, match=r"give the adapter in .* another name, or set load_inplace"):

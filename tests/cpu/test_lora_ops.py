@@ -47,7 +47,7 @@ def run(made, rows, x: torch.Tensor, slots: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 16, 23, 40])
-def test_what_is_added_is_the_references(rank, dtype):
+def test_the_added_term_equals_the_reference(rank, dtype):
     made, rows = layer(dtype=dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, seed=10 * part) for part in range(2)]
@@ -95,7 +95,7 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
     assert all(torch.equal(each, results[0]) for each in results)
 
 
-def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
+def test_the_proof_sees_a_product_that_depends_on_its_rows(monkeypatch):
     """Control: the proof chooses another number of rows.
 
     With the wrong number the test above fails.

@@ -136,7 +136,7 @@ def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
         assert all(mine < all_of_it for mine, all_of_it in zip(part, whole, strict=True))
 
 
-def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
+def test_logits_of_two_ranks_equal_peft(saved, tmp_path):
     whose = np.zeros(TOKENS, np.int32)
     found = on_ranks(2, tmp_path / "ranks", lambda c: logits_on(c, saved / "base", [saved / "1"], whose))
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def on_worlds(folder: Path) -> list[Tensor]:
     return [on_ranks(world, folder / str(world), added)[0] for world in (1, 2, 4)]
 
 
-def test_what_is_added_is_the_references(tmp_path):
+def test_the_added_term_equals_the_reference(tmp_path):
     found = on_worlds(tmp_path)
     assert same(found)
     x, weight = noise(ROWS, INPUTS, seed=5), noise(OUTPUTS, INPUTS) / 60

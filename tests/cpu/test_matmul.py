@@ -218,7 +218,7 @@ def combined_without_weights(patch):
         (skipped_term, compare_experts),
     ],
 )
-def test_what_is_planted_is_seen(plant, compare, monkeypatch):
+def test_comparisons_see_planted_faults(plant, compare, monkeypatch):
     compare(None, 2, [0, -1, 1])
     plant(monkeypatch)
     with pytest.raises(AssertionError):

@@ -82,7 +82,7 @@ def random_tokens(count: int = TOKENS) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_equal_transformers(name, tmp_path):
     reference = save_checkpoint(MODELS[name], tmp_path)
     tokens = random_tokens()
     got, right = logits_of(open_decoder(tmp_path), tokens), reference(tokens)

@@ -111,7 +111,7 @@ def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") ->
         return model.spec, model.weights.head(x) - x @ model.weights.embedding.T
 
 
-def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path):
+def test_a_stored_head_is_used_even_if_the_config_ties_it(tmp_path):
     """A head that differs in a single number, even in the last row, is used.
 
     An equal head is the table itself.

@@ -112,7 +112,7 @@ def test_the_control_of_moved_bits():
     assert not torch.equal(plain, converted)
 
 
-def test_what_is_gathered_is_in_the_order_of_ranks_whoever_comes_first():
+def test_gathered_tensors_are_in_the_order_of_ranks():
     def late(link: Link) -> Tensor:
         time.sleep(0.05 * (2 - link.rank))
         return link.gather(torch.full((3,), link.rank))
@@ -132,7 +132,7 @@ def test_a_model_on_nodes_has_the_logits_of_one_rank(wrap, same, tmp_path):
         assert torch.equal(logits, alone) is same
 
 
-def test_stages_on_nodes_hand_on_what_they_have():
+def test_stages_on_nodes_pass_on_their_tensors():
     settings, sent = Settings(pipeline_parallel_size=2, tensor_parallel_size=2), torch.randn(2, 300, 96)
 
     def rank(rendezvous: Nodes) -> Tensor:
@@ -222,7 +222,7 @@ def test_a_peer_that_has_gone_ends_the_exchange(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["silent", "closed"])
-def test_who_waits_for_a_peer_is_told_why_it_is_dead(how):
+def test_a_waiting_rank_learns_why_its_peer_died(how):
     """A rank that waits for a silent or closed connection is told the leader's reason for the death.
 
     A silent connection alone would never tell of it.

@@ -86,7 +86,7 @@ class RoundsOnTheWire(Pipe):
 
 
 @pytest.mark.parametrize(("kind", "same"), [(Pipe, True), (RoundsOnTheWire, False)])
-def test_what_travels_keeps_its_bits(kind, same, tmp_path):
+def test_hidden_states_keep_their_bits_between_stages(kind, same, tmp_path):
     """Data keeps its bits between stages.
 
     The control rounds hidden states on the way.
@@ -108,7 +108,7 @@ def test_what_travels_keeps_its_bits(kind, same, tmp_path):
     assert torch.equal(given, got) is same
 
 
-def test_what_stages_do_not_do_is_refused_by_name(tmp_path):
+def test_options_that_exclude_stages_are_refused_by_name(tmp_path):
     refused = {"enable_lora": True, "kv_offloading_size": 1.0, "execution_mode": "compile"}
     for name, value in refused.items():
         with pytest.raises(SettingsError, match=f"{name}.* do not work together yet: .*leave pipeline_parallel_size"):

@@ -39,7 +39,7 @@ def paper(monkeypatch):
     monkeypatch.setattr(PaperGraph, "made", [])
 
 
-def test_a_program_runs_as_a_graph_once_it_is_captured():
+def test_a_captured_program_runs_as_a_graph():
     ran: list[int] = []
     programs = CudaGraphs[int, int](lambda key: ran.append(key) or len(ran), pool="pool")
     assert programs.run(7) == 1

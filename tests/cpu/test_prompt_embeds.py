@@ -193,7 +193,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_tensor_is_refused(name):
+def test_wrong_tensors_are_refused(name):
     text, message = REFUSED[name]
     with pytest.raises(InvalidRequest, match=message) as refused:
         PromptEmbeds(HIDDEN, lambda: 256).decode(text)
@@ -227,7 +227,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_needs_tokens_is_refused(llm, name):
+def test_parameters_that_need_tokens_are_refused(llm, name):
     params, message = ASKED[name]
     with pytest.raises(InvalidRequest, match=message) as refused:
         llm.generate({"prompt_embeds": rows(llm, [1, 2, 3, 4])}, params, use_tqdm=False)
@@ -249,7 +249,7 @@ def test_what_needs_tokens_is_refused(llm, name):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_does_not_go_together_is_refused(options):
+def test_options_that_exclude_prompt_embeds_are_refused(options):
     with pytest.raises(SettingsError, match="enable_prompt_embeds"):
         LLM(**OPTIONS | options)
 
@@ -366,11 +366,11 @@ PLANTED = {
 }
 
 
-def test_every_path_of_verify_is_one():
+def test_all_paths_of_verify_agree():
     assert paths() == dict.fromkeys(PLANTED, True)
 
 
 @pytest.mark.parametrize("path", [path for path, plant in PLANTED.items() if plant])
-def test_what_is_planted_is_found_by_its_path(path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert not paths()[path]

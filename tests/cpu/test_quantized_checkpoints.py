@@ -62,7 +62,7 @@ def made(folder: Path, kind: Kind, model: Any = MODEL, config: dict[str, Any] | 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_what_the_checkpoint_stands_for(name: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_reference(name: str, tmp_path: Path) -> None:
     kind, tokens, modules = KINDS[name], random_tokens(40), made(tmp_path, KINDS[name])
     assert len(modules) == 2 * 7
     right = quantized.reference_logits(tmp_path / "plain", tokens, kind, modules)
@@ -96,7 +96,7 @@ def test_experts_of_every_format(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8, block", "fp8, static", "compressed-tensors, channel"])
-def test_experts_in_float8_are_close_to_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_float8_experts_are_close_to_their_unquantized_model(name: str, tmp_path: Path) -> None:
     made(tmp_path, KINDS[name], MOE)
     tokens = random_tokens(40)
     models = [open_decoder(tmp_path / folder) for folder in ("quantized", "plain")]
@@ -124,7 +124,7 @@ NAMES = [
 
 
 @given(st.lists(st.sampled_from(NAMES), max_size=3), st.sampled_from(NAMES))
-def test_names_mean_what_the_library_takes_them_for(ignored: list[str], target: str) -> None:
+def test_patterns_of_names_match_as_in_the_library(ignored: list[str], target: str) -> None:
     linear = torch.nn.Linear(1, 1)
     others = ["re:.*(q|k|v|gate|up)_proj", "lm_head"]
     config = ct(ignore=[*ignored, *others], targets=[target])

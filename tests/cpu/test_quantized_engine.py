@@ -61,7 +61,7 @@ def test_a_scale_of_the_batch_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert {result.path for result in results if result.first} >= {"shuffled arrivals", "chunks, few blocks"}
 
 
-def test_what_tells_formats_and_scales_apart(tmp_path: Path) -> None:
+def test_the_key_tells_formats_and_scales_apart(tmp_path: Path) -> None:
     """One checkpoint's formats are told, and a single changed scale changes its digest."""
     from safetensors.torch import load_file, save_file
 

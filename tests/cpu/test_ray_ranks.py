@@ -108,7 +108,7 @@ def answers_until(llm: LLM, end: float) -> None:
 
 
 @pytest.mark.usefixtures("_crowded")
-def test_actors_on_two_nodes_have_them_too_and_a_dead_one_ends_all(alone: LLM) -> None:
+def test_actors_on_two_nodes_give_the_same_bits_and_a_dead_actor_ends_all(alone: LLM) -> None:
     llm = LLM(**ON_RAY)
     (actor,) = actors()
     assert not shares_memory(actor) and llm.loop.executor.ranks.on_a_node == 1

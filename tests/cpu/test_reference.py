@@ -157,7 +157,7 @@ def test_other_orders_of_addition_are_seen(where, name, plain, monkeypatch: pyte
     torch.testing.assert_close(other["float32"], right["float32"], rtol=1e-4, atol=1e-4)
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_unsupported_options_of_the_reference_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="runs on a CPU, not on cuda"):
         reference.load(device="cuda")
     with pytest.raises(SettingsError, match="max_model_len 10000000 is not within"):

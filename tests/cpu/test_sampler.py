@@ -114,7 +114,7 @@ def test_equals_the_reference_over_a_large_vocabulary(params: dict[str, float], 
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
-def test_top_p_is_of_what_min_p_leaves(top_p: float) -> None:
+def test_top_p_is_a_share_of_the_tokens_that_min_p_leaves(top_p: float) -> None:
     """top_p is a share of the tokens that min_p leaves.
 
     They may be more tokens than are sorted at first. The total is then summed apart.
@@ -224,7 +224,7 @@ def test_min_tokens_ends() -> None:
     assert sample(rows) == [1, 1, 2]
 
 
-def test_refuses_what_it_cannot_read() -> None:
+def test_wrong_logits_are_refused() -> None:
     batch = sampling_input(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(1))
     for logits in (torch.zeros(1, 3, dtype=torch.bfloat16), torch.zeros(2, 3)):
         with pytest.raises(ValueError, match="float32 logits of 1 rows"):

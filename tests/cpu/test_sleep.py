@@ -50,7 +50,7 @@ def test_level_1_gives_back_the_cache(engine):
     pool.check(pool.refs * 0)
 
 
-def test_level_2_gives_back_the_weights_and_needs_new_ones(engine, changed, fresh):
+def test_level_2_frees_the_weights_and_needs_new_weights(engine, changed, fresh):
     weights = list(tensors_of(engine.loop.executor.decoder.weights))
     size = sum(each.numel() * each.element_size() for each in weights)
     engine.loop.executor.cache.data.fill_(0)
@@ -94,7 +94,7 @@ def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch
     engine.wake_up()
 
 
-def test_what_runs_is_kept_through_a_sleep(engine):
+def test_running_requests_survive_a_sleep(engine):
     expected = tokens(engine)
     for level in (0, 1):
         state = engine._prepare(0, PROMPT, GREEDY, False, 0)
@@ -151,7 +151,7 @@ def test_bits_that_changed_are_found(engine, monkeypatch):
     assert engine.state.digest == digest and tokens(engine)
 
 
-def test_what_is_refused(engine):
+def test_wrong_sleeps_and_wake_ups_are_refused(engine):
     for wrong in (lambda: engine.sleep(3), engine.wake_up):
         with pytest.raises(InvalidRequest, match=r"level must be|does not sleep"):
             wrong()

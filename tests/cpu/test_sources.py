@@ -44,7 +44,7 @@ def compile_something() -> None:
     torch.compile(made["double"], backend="eager", dynamic=False)(torch.ones(3))
 
 
-def test_every_origin_says_on_every_platform_how_it_is_watched():
+def test_every_platform_watches_every_origin():
     on_cpu = CpuBackend().cold_sources()
     for on in (on_cpu, COLD_SOURCES):
         assert set(on) == set(ORIGINS)
@@ -65,7 +65,7 @@ def test_the_page_shows_the_table():
     assert shown == rows
 
 
-def test_a_compiled_frame_is_told_once_with_its_place():
+def test_a_compiled_frame_is_reported_once_with_its_location():
     compile_something()  # before ready: does not count
     source = Named("dynamo")
     assert source.new_events() == ()
@@ -75,7 +75,7 @@ def test_a_compiled_frame_is_told_once_with_its_place():
     assert source.new_events() == ()
 
 
-def test_a_recompilation_is_told_and_a_second_call_is_not():
+def test_a_recompilation_is_reported_and_a_second_call_is_not():
     def add(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
@@ -96,7 +96,7 @@ def test_counters_that_someone_cleared_still_tell():
     assert len(source.new_events()) == 1
 
 
-def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
+def test_watching_imports_no_compiler_and_reports_a_first_compilation():
     code = (
         "import sys, torch; from preheat.backends.cpu.backend import CpuBackend\n"
         "from preheat.warmup.cold_sources import ColdSources\n"
@@ -111,7 +111,7 @@ def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
     assert done.returncode == 0, done.stderr
 
 
-def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkeypatch):
+def test_only_imports_of_a_step_are_reported(tmp_path, monkeypatch):
     for name in ("late_inner", "late_other", "late_mine"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "late_outer").mkdir()
@@ -139,7 +139,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
     assert source.new_events() == ["late_other was imported"]
 
 
-def test_a_step_is_what_the_loop_calls():
+def test_the_loop_calls_functions_of_a_step():
     called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.process_results)
     assert [function.__module__.startswith(cold.STEP) for function in called] == [True] * 4
 
@@ -206,7 +206,7 @@ def test_costly_counters_are_read_every_nth_step_without_loss():
     assert len(reads) == 1 + 12 // 4
 
 
-def test_what_is_forgotten_is_not_told_later_either():
+def test_forgotten_events_are_not_reported_later():
     tally = Tally()
     source = Counted("x", tally.read, tally.last, every=4)
     tally.add("before")

@@ -259,7 +259,7 @@ def test_control_noise_by_rank_would_change_the_draw_with_the_last_bit():
     assert changed(by_rank=True) > rows // 2
 
 
-def test_a_draft_with_the_targets_noise_is_kept_and_one_with_its_own_is_not(models, plain, monkeypatch):
+def test_a_draft_needs_the_targets_noise_to_be_kept(models, plain, monkeypatch):
     """A draft with the target's noise is kept, a draft with its own noise often not.
 
     Neither changes an answer. The target as its own draft gives its own answers at every temperature.

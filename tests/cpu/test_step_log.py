@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("option", "name", "event"), CASES)
-def test_steps_in_which_something_happened(option, name, event, caplog, monkeypatch):
+def test_steps_with_a_logged_event_are_named(option, name, event, caplog, monkeypatch):
     llm = LLM(**SMALL, **{option: True})
     with caplog.at_level(logging.INFO):
         steps(llm)

@@ -36,7 +36,7 @@ def grammars(llm) -> Grammars:
     return llm.loop.grammars
 
 
-def test_answers_are_what_their_schema_asks_for(llm):
+def test_answers_fit_their_schemas(llm):
     """Answers at temperature 1.5 fit their schemas: all 200, of each keyword and drawn.
 
     `python -m tools.schema_corpus 50` takes more answers.
@@ -52,7 +52,7 @@ def test_the_validation_can_fail():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(llm, name):
+def test_unsupported_keywords_are_refused_by_name(llm, name):
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: ") as error:
         texts(llm, [held(json=REFUSED[name])])
     assert error.value.param == "structured_outputs.json" and error.value.status == 400

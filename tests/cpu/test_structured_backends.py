@@ -77,7 +77,7 @@ def test_every_form_with_both(llm):
         assert len({text for text, _ in answers}) > 1 or name in ("compact", "tag: older"), name
 
 
-def test_what_its_free_text_triggers_is_held(llm):
+def test_a_tag_triggered_by_free_text_is_held(llm):
     """A tag that free text triggers is held to its grammar.
 
     A bias makes the random model begin the tag.
@@ -137,7 +137,7 @@ ALSO = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *ALSO])
-def test_xgrammar_refuses_by_name_what_it_would_not_keep_to(other, name):
+def test_xgrammar_refuses_unsupported_keywords_by_name(other, name):
     with pytest.raises(InvalidRequest, match=PART) as error:
         texts(other, [held(json=(REFUSED | ALSO)[name])])
     assert error.value.status == 400
@@ -157,7 +157,7 @@ def test_the_keyword_is_said_with_its_place(other):
             texts(other, [held(**asked)])
 
 
-def test_validation_would_notice_what_is_ignored(other, monkeypatch):
+def test_validation_would_notice_an_ignored_keyword(other, monkeypatch):
     """Control: a keyword that the library ignores is not kept to."""
     monkeypatch.setattr("preheat.grammar.document.UNSUPPORTED", frozenset())
     schema = {"type": "array", "items": {"const": 2}, "contains": {"const": 1}, "minItems": 1, "maxItems": 2}
@@ -206,7 +206,7 @@ def test_one_that_is_not_installed_is_said_at_boot(tmp_path, monkeypatch):
         random_llm(tmp_path, structured_outputs_config={"backend": "xgrammar"})
 
 
-def test_it_is_told_apart_and_chosen_at_boot(tmp_path):
+def test_the_library_is_chosen_at_boot_and_named_in_the_key(tmp_path):
     one, two = (Settings(structured_outputs_config={"backend": name}) for name in ("auto", "xgrammar"))
     assert library_version(one).startswith("llguidance 1.") and library_version(two).startswith("xgrammar 0.")
     write_model(tmp_path)

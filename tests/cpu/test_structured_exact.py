@@ -145,7 +145,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_they_allow_what_was_asked_for_and_nothing_else(backend, bytes_of, name):
+def test_grammars_allow_exactly_the_texts_asked_for(backend, bytes_of, name):
     asked, fit, unfit = FORMS[name]
     grammar = backend.compile(StructuredOutputsParams(**asked))
     assert [text for text in fit if not takes(backend, bytes_of, grammar, text)] == []
@@ -155,7 +155,7 @@ def test_they_allow_what_was_asked_for_and_nothing_else(backend, bytes_of, name)
 @pytest.mark.parametrize(
     "pattern", [r"\s", r"\S", r"\w", r"\W", r"\d", r"\D", ".", "[^a]", r"[^\w]", r"[\s\d]", r"[^\n]"]
 )
-def test_classes_are_those_of_python(backend, bytes_of, pattern):
+def test_character_classes_match_as_in_python(backend, bytes_of, pattern):
     grammar = backend.compile(StructuredOutputsParams(regex=pattern))
     texts = ["a", "Z", "_", "0", "\u0663", " ", "\t", "\n", "\r", "\v", "\u00a0", "\u2028", "é", "-", "😀", "文"]
     assert [takes(backend, bytes_of, grammar, text) for text in texts] == [
@@ -213,7 +213,7 @@ ENDLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_no_finite_text_satisfies_is_refused(backend, name):
+def test_grammars_without_a_finite_text_are_refused(backend, name):
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.\w+: ") as error:
         backend.compile(StructuredOutputsParams(**ENDLESS[name]))
     assert error.value.status == 400

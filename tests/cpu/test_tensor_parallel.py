@@ -140,7 +140,7 @@ def test_controls(name, tmp_path, monkeypatch):
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 
-def test_a_rank_reads_what_it_keeps(tmp_path, monkeypatch):
+def test_a_rank_reads_only_the_rows_that_it_keeps(tmp_path, monkeypatch):
     save_checkpoint(MODELS["qwen3 moe"], tmp_path / "model")
     read = threading.local()
 
@@ -162,7 +162,7 @@ def test_a_rank_reads_what_it_keeps(tmp_path, monkeypatch):
     assert all(row[1] < 0.55 * spec.num_params for row in found)  # of a model that is half embeddings
 
 
-def test_dummy_weights_are_those_of_the_whole(tmp_path):
+def test_dummy_weights_of_ranks_are_parts_of_the_whole(tmp_path):
     save_checkpoint(MODELS["phi3"], tmp_path / "model")
     spec = read_spec(read_config(tmp_path / "model"))
 
@@ -184,7 +184,7 @@ def test_dummy_weights_are_those_of_the_whole(tmp_path):
         {"execution_mode": "compile"},
     ],
 )
-def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
+def test_options_that_exclude_ranks_are_refused_by_name(options):
     name = next(iter(options))
     for ranks in ({"tp_invariant": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(SettingsError, match=f"{name}.* do not work together yet.*tensor_parallel_size"):
@@ -195,7 +195,7 @@ def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
     ("lacks", "options"),
     [(("tensor_parallel",), {}), (("tensor_parallel", "w8a8"), {"quantization": "fp8"})],
 )
-def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, monkeypatch):
+def test_traits_that_a_device_lacks_are_refused_before_weights_are_read(lacks, options, monkeypatch):
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
     with pytest.raises(SettingsError, match="cannot be used on cpu: nobody has built it: leave tensor_parallel_size"):
         LLM(tp_invariant=True, **OPTIONS, **options)
@@ -210,7 +210,7 @@ def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
     assert [taken[0], taken[1].weight.device, taken[1].bias, taken[2]] == ["value", device, None, "context"]
 
 
-def test_ranks_have_the_same_threads_whatever_their_number():
+def test_threads_of_a_rank_do_not_depend_on_the_number_of_ranks():
     found = {
         for_ranks(Settings(tensor_parallel_size=size, tp_invariant=True), CpuBackend.facts).num_threads
         for size in (1, 2, 4)

@@ -93,7 +93,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("path", PLANTED)
-def test_what_is_planted_is_found_by_its_path(engines, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(engines, path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert WAYS[path](*engines).first is not None
 
@@ -137,14 +137,14 @@ def bans_end_early(patch):
 
 
 @pytest.mark.parametrize("plant", [short_seeds, another_choice, parameters_stay, one_short, bans_end_early])
-def test_what_is_not_the_contract_is_found_through_the_frontend(engines, plant, monkeypatch):
+def test_broken_contracts_are_found_through_the_frontend(engines, plant, monkeypatch):
     plant(monkeypatch)
     result = served(engines[1], OUTPUTS)
     assert result.first is not None
     assert result.identical < result.prompts
 
 
-def test_what_decodes_otherwise_than_it_reads_is_found(engines, monkeypatch):
+def test_a_difference_between_decoding_and_reading_is_found(engines, monkeypatch):
     engine = engines[1]
     prompts = make_prompts(Size(4, 1, OUTPUTS, 300), engine.vocab_size, 600)
     first = engine.run(prompts)

@@ -77,7 +77,7 @@ def grammar_begins_again(patch):
     ("plant", "path"),
     [(first_token_is_prompt, "penalties, interrupted"), (grammar_begins_again, "grammars, interrupted")],
 )
-def test_what_is_planted_is_found_by_its_path_alone(engine, plant, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path_alone(engine, plant, path, monkeypatch):
     plant(monkeypatch)
     found = results(engine)
     assert [name for name, result in found.items() if result.first] == [path]

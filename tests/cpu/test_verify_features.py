@@ -144,7 +144,7 @@ PLANTED = {
 }
 
 
-def test_what_is_planted_is_found_by_its_path(monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(monkeypatch):
     """Each planted fault is found by its path, all at once: none reaches the path of another."""
     for plant in PLANTED.values():
         plant(monkeypatch)

@@ -125,7 +125,7 @@ def test_nothing_stays_behind():
     assert (np.random.get_state()[1] == chance[1]).all()
 
 
-def test_tokens_are_those_of_an_engine_that_was_not_warmed(llm):
+def test_warm_up_changes_no_token(llm):
     cold = warm(skip_warmup=True, on_cold="off")
     params = [GREEDY, EVERYTHING, SamplingParams(seed=3, max_tokens=9)]
     texts = [[r.outputs[0].token_ids for r in each.generate(["import os"] * 3, params)] for each in (llm, cold)]
@@ -151,7 +151,7 @@ def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
     assert "(decode, 4) failed" in caplog.text
 
 
-def test_the_log_tells_what_the_seed_tells(caplog):
+def test_the_log_has_the_lines_of_vllm_for_gaudi(caplog):
     with caplog.at_level(logging.INFO):
         llm = warm(
             bucketing_policy="split",

@@ -137,7 +137,7 @@ def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fre
     llm.loop.scheduler.check()
 
 
-def test_tensors_whose_bits_are_others_are_seen(llm, trainer, fresh):
+def test_tensors_with_other_bits_are_seen(llm, trainer, fresh):
     """Control: one tensor less gives another digest."""
     trainer.join(llm)
     trainer.send(llm, [name for name in trainer.tensors if name != NORM])
@@ -163,7 +163,7 @@ SENT_WRONG: dict[str, tuple[Callable[[Trainer], dict[str, Any]], float, type[Pre
 }
 
 
-def test_what_does_not_fit_changes_nothing(llm, trainer, fresh):
+def test_tensors_that_do_not_fit_change_nothing(llm, trainer, fresh):
     """Wrong tensors change nothing.
 
     They are received as announced, so that trainer and engine go on together.

@@ -104,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_changes_nothing(what, pair):
+def test_a_refused_update_changes_nothing(what, pair):
     change, message = REFUSED[what]
     model = load(pair[0])
     before = numbers(model)
@@ -161,7 +161,7 @@ def test_an_engine_with_new_weights_is_as_a_fresh_one(llm, changed, fresh):
     llm.loop.scheduler.check()
 
 
-def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
+def test_weights_with_logits_that_are_not_finite_are_taken_back(llm, changed):
     before, said = llm.state, tokens(llm)
     huge = {"model.norm.weight": torch.full_like(load_file(changed / "model.safetensors")["model.norm.weight"], 3e38)}
     with pytest.raises(InvalidRequest, match=r"the old weights stay, .* are not finite"):
@@ -170,7 +170,7 @@ def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "planted: keys are not changed"])
-def test_what_runs_goes_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
+def test_running_requests_go_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
     """A running request goes on with the new weights.
 
     Its keys and values are computed again. The control plants a cache that keeps its keys, and so would answer from the

@@ -59,7 +59,7 @@ def test_the_weights_are_five_to_nine_million_bfloat16_numbers(weights):
     assert 5_000_000 <= total <= 9_000_000
 
 
-def test_the_weights_are_those_of_the_configured_llama(weights):
+def test_the_weights_match_the_configured_llama(weights):
     config = read_json("config.json")
     expected = {"model.embed_tokens.weight", "model.norm.weight"} | {
         f"model.layers.{layer}.{name}.weight" for layer in range(config["num_hidden_layers"]) for name in LAYER_WEIGHTS

@@ -69,7 +69,7 @@ def test_a_deployment_probes_drains_and_is_not_root(which):
     assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_several_nodes_are_one_group_whose_leader_serves():
+def test_several_nodes_are_one_group_with_a_serving_leader():
     """Several nodes are one group, with a CPU of Ray's on each pod.
 
     Its leader serves. Probes and drain equal the Deployment's.
@@ -119,7 +119,7 @@ def check_flags(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_copies_what_an_installation_needs(kind, tmp_path):
+def test_an_image_copies_all_files_of_an_installation(kind, tmp_path):
     text = (ROOT / "docker" / f"Dockerfile.{kind}").read_text()
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):

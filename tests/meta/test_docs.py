@@ -58,7 +58,7 @@ def test_the_options_of_warm_up_are_documented_as_they_are():
     assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in options] == []
 
 
-def test_quantization_is_documented_as_it_is():
+def test_the_quantization_page_is_current():
     text = gen_quantization_doc.DOC.read_text()
     assert text == gen_quantization_doc.with_tables(text), "run: python -m tools.gen_quantization_doc"
     assert {method for method, *_ in gen_quantization_doc.FORMATS} == METHODS.keys()
@@ -118,7 +118,7 @@ def test_stations_of_a_request_exist():
     assert [station for station in stations if not (PACKAGE / station).is_file()] == []
 
 
-def test_what_is_added_where_exists():
+def test_files_named_in_the_guide_to_additions_exist():
     text = ADDING.read_text()
     files = re.findall(r"`((?:src|tests|docs)/[\w./]+)`", text)
     assert len(files) >= 40
@@ -148,7 +148,7 @@ def test_every_decision_is_a_dated_record():
     )
 
 
-def test_figures_of_the_readme_are_those_of_the_page():
+def test_figures_of_the_readme_equal_the_performance_page():
     """The README's figures equal the page's.
 
     tests/meta/test_performance_doc.py compares the page with its files.

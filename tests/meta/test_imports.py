@@ -96,7 +96,7 @@ def forbidden(module: str, source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_import_only_what_the_rule_allows(path):
+def test_modules_import_only_allowed_modules(path):
     assert forbidden(name_of(path), path.read_text()) == set()
 
 

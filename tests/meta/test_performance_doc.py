@@ -10,7 +10,7 @@ from benchmarks.performance_doc import BLOCK, DOCUMENT, DOCUMENTS, RESULTS, fill
 MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"}, "commit": "abc"}
 
 
-def test_the_tables_are_those_of_the_files():
+def test_tables_match_the_result_files():
     measured = {("beside_vllm", shape) for shape in SHAPES if (RESULTS / f"{shape}.json").exists()}
     assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(DOCUMENT.read_text())} >= measured
     assert len(measured) >= 2

@@ -57,11 +57,11 @@ def test_no_platform_is_named_outside_of_backends(path):
         "from preheat.backends.cuda.graph import capture", 'device = torch.device("cpu")',
     ],
 )  # fmt: skip
-def test_the_walk_finds_a_planted_one(line):
+def test_the_walk_finds_a_planted_platform(line):
     assert platform_facts(ast.parse(line))
 
 
-def test_the_walk_takes_nothing_else_for_one():
+def test_the_walk_ignores_prose_and_other_words():
     """Control: prose and other words are no platform's name, nor is every type."""
     source = (
         '"""On cuda, as on a cpu."""\nraise E("use --device cpu")\nx.type; torch.mm\nfrom preheat.backends import base'

@@ -72,7 +72,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     assert names >= {"preheat/py.typed", "preheat/bundled/LICENSE-PYTHON.txt", "preheat/backends/cuda/tables/h200.json"}
 
 
-def test_its_metadata_say_what_the_project_says(wheel: Path) -> None:
+def test_the_wheels_metadata_match_the_project(wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         lines = archive.read(f"{INFO}/METADATA").decode().partition("\n\n")[0].splitlines()
@@ -95,7 +95,7 @@ def test_the_sdist_has_the_sources(dist: Path) -> None:
     assert [name for name in names if name.startswith((".venv", "dist/")) or "__pycache__" in name] == []
 
 
-def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
     """An installed wheel runs in a folder of its own.
 
     The folder comes before the repository's, beside the packages that the wheel needs.
@@ -113,7 +113,7 @@ def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
     assert len(answer["token_ids"]) == 4
 
 
-def test_the_bill_of_materials_names_what_is_installed() -> None:
+def test_the_bill_of_materials_names_installed_packages() -> None:
     bill = sbom.bill()
     assert bill == sbom.bill()
     found = {each["name"]: each["version"] for each in bill["components"]}

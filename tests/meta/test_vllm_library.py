@@ -100,7 +100,7 @@ def refused() -> list[Refused]:
     return [value for value in found if isinstance(value, Refused)]
 
 
-def test_what_is_refused_says_why_when_it_is_used():
+def test_refused_names_raise_their_reason_when_used():
     assert len(refused()) > 5
     for each in refused():
         for use in (each, lambda each=each: each.anything):

@@ -295,7 +295,7 @@ def test_no_grammar_waits_for_a_mark_that_is_text(tokenizers: dict[str, Tokenize
     assert form_of(tokenizers["plain"], None, "olmo3", "<think>\n", asked=JSON).phase is Phase.WITHIN  # it is a token
 
 
-def test_what_is_around_reasoning_and_content_is_dropped(tokenizers: dict[str, Tokenizer]) -> None:
+def test_marks_around_reasoning_and_content_are_dropped(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["plain"]
     for text, thought in (("thought\na b", "a b"), ("thoughts", "thoughts"), ("though", "though"),
                           ("\nthought\n", "")):  # fmt: skip
@@ -333,7 +333,7 @@ class Anything:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_grammar_and_parser_agree_on_what_is_content(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+def test_grammar_and_parser_agree_on_the_content(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     """At every token, the grammar has seen exactly the tokens of the content."""
     tokenizer = tokenizers["plain"]
     prompt = data.draw(st.sampled_from(["", "<think>", "</think>"]))
@@ -416,7 +416,7 @@ TAGS = StructuredOutputsParams(structural_tag={"type": "structural_tag", "struct
         (None, "", CHOICE, Phase.UNKNOWN),
     ],
 )
-def test_a_grammar_leaves_room_for_reasoning_where_something_speaks_of_it(
+def test_a_grammar_leaves_room_for_reasoning_if_the_template_may_begin_it(
     tokenizers: dict[str, Tokenizer],
     template: str | None,
     prompt: str,

@@ -40,7 +40,7 @@ def test_a_form_is_the_same_however_it_arrives(data, fields, choice):
 
 
 @given(st.binary(max_size=200), st.data())
-def test_what_is_no_form_is_refused(data, choice):
+def test_broken_forms_are_refused(data, choice):
     """A form cut off anywhere is refused.
 
     With one changed byte it is another form, or an error of ours.
@@ -63,7 +63,7 @@ def whole(body: bytes, kind: str, most: int = 1000) -> Form:
     return form
 
 
-def test_what_a_form_may_not_be():
+def test_forms_beyond_the_limits_are_refused():
     body, kind = encoded(b"x" * 11, {"purpose": "batch"})
     with pytest.raises(TooLarge, match="--max-batch-file-bytes"):
         whole(body, kind, most=10)

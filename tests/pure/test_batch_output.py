@@ -119,7 +119,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers.kept == {"0"}
 
 
-def test_a_device_is_written_to_and_stays_one() -> None:
+def test_a_device_stays_a_device_when_written() -> None:
     with pytest.raises(PreheatError, match="No space left"), answers_to("/dev/full", IDS) as answers:
         write(answers, "0")
     assert answers.report == "0 of 5 requests were answered"

@@ -43,7 +43,7 @@ def test_the_cost_of_invariance_is_the_time_that_it_adds():
     assert [row["cost_percent"] for row in rows] == [10.0, 25.0]
 
 
-def test_arrivals_are_those_of_the_anchors(monkeypatch):
+def test_arrivals_equal_the_anchors(monkeypatch):
     """The client sends as many requests at each rate as were sent to vLLM, without waiting for answers."""
     client = Client(0, 128256)
 
@@ -178,7 +178,7 @@ def test_a_single_benchmark_gets_its_arguments(monkeypatch):
     assert given == ["--turns", "1"]
 
 
-def test_without_a_checkout_the_error_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_without_a_checkout_the_error_names_the_remedy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "preheat" / "cli.py"))
     assert main(["bench", "latency"]) == 1
     assert "clone its repository" in capsys.readouterr().err

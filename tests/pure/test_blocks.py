@@ -105,13 +105,13 @@ def cached_pool() -> BlockPool:
     return pool
 
 
-def test_blank_blocks_go_first_then_the_tail_of_what_was_left_longest() -> None:
+def test_blank_blocks_go_first_then_tails_of_the_oldest_prefixes() -> None:
     pool = cached_pool()
     assert pool.allocate(4) == [4, 3, 2, 1]
     assert pool.find(bytes([1])) is None
 
 
-def test_the_first_block_of_a_digest_stays_it() -> None:
+def test_the_first_block_of_a_digest_stays_published() -> None:
     pool = BlockPool(4, 4)
     first, second, _ = pool.allocate(3)
     pool.publish(first, b"same")

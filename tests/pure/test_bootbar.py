@@ -94,6 +94,6 @@ LLM(num_threads=1, max_num_seqs=2, max_num_batched_tokens=32, skip_warmup=False)
 """
 
 
-def test_a_boot_of_the_library_tells_where_it_is():
+def test_a_boot_of_the_library_shows_its_progress():
     done = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
     assert "preheat is loading the model (" in done.stderr and "preheat is warming up: " in done.stderr

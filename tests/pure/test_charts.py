@@ -58,7 +58,7 @@ def test_labels_never_overlap(record):
         assert all(right < left for (_, right), (left, _) in itertools.pairwise(ends))
 
 
-def test_the_timeline_has_what_ran_and_when(record):
+def test_the_timeline_has_every_run_item(record):
     drawn = timeline(record)
     ran = [entry for entry in record.entries if entry.touch_seconds]
     assert sum(bar.style == "touch" for lane in drawn.lanes for bar in lane.bars) == len(ran)

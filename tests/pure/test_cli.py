@@ -72,7 +72,7 @@ def test_text_may_begin_with_a_brace():
 @pytest.mark.parametrize(
     ("text", "message"), [("", "no prompt"), ('ok\n{"text": "x"}', "f, line 2"), ("\n\n", "no prompt")]
 )
-def test_bad_prompt_files_say_what_is_wrong(text, message):
+def test_errors_of_prompt_files_name_the_mistake(text, message):
     with pytest.raises(SettingsError, match=message):
         list(_read_prompts(io.StringIO(text), "f"))
 

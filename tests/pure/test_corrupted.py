@@ -119,7 +119,7 @@ def test_a_hidden_state_that_is_not_finite_ends_its_request(bad: float) -> None:
     scheduler.check()
 
 
-def test_what_a_corrupted_row_computed_is_not_published() -> None:
+def test_blocks_of_a_corrupted_row_are_not_published() -> None:
     """The blocks of a corrupted row are not published.
 
     They go back at once.

@@ -107,7 +107,7 @@ def test_the_environment_counts_when_no_number_is_given(monkeypatch):
     assert step.calls == 2 + 3
 
 
-def test_the_getter_gives_what_the_environment_says(monkeypatch):
+def test_the_getter_reads_the_environment(monkeypatch):
     monkeypatch.setenv(ITERATIONS, "7")
     assert get_determinism_warmup_iterations() == 7
 

@@ -53,7 +53,7 @@ def test_a_good_gpu_is_ok(smi):
         ("Default", "Prohibited", "GPU 0 compute mode", "fail"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_named_with_advice(smi, old, new, what, verdict):
+def test_faults_of_a_gpu_are_named_with_advice(smi, old, new, what, verdict):
     finding = smi(H200.replace(old, new))[what]
     assert finding.verdict == verdict
     assert finding.advice
@@ -92,7 +92,7 @@ def test_doctors_exit_status_follows_its_verdicts(capsys):
     ]
 
 
-def test_a_report_names_what_is_set_and_masks_secrets(capsys, monkeypatch):
+def test_a_report_names_settings_and_masks_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("VLLM_API_KEY", "sk-abc")
     monkeypatch.setenv("VLLM_DEFRAG_THRESHOLD", "7")

@@ -84,7 +84,7 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_k": "auto"}, "needs a method of drafting"),
     ({"num_scheduler_steps": 4, "async_scheduling": False}, "drop one of them"),
 ])  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(options, said):
+def test_unsupported_speculation_is_refused_by_name(options, said):
     with pytest.raises(SettingsError, match=said):
         asked(**options)
 
@@ -140,7 +140,7 @@ def test_a_suffix_tree_counts_all_stretches_whole_or_in_parts_and_forgets(texts,
         assert node.count == count
 
 
-def test_suffix_drafts_are_what_followed_most_often_also_in_past_answers():
+def test_suffix_drafts_follow_the_most_frequent_continuation():
     proposer = SuffixProposer(4, depth=8, requests=2, factor=8.0, likely=0.5)
     assert drafts_of(proposer, [1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert drafts_of(proposer, [7, 8], 3) == []
@@ -153,7 +153,7 @@ def test_suffix_drafts_are_what_followed_most_often_also_in_past_answers():
     assert len(proposer._answers) == 2
 
 
-def test_what_drafts_is_bounded_for_each_matched_token():
+def test_suffix_drafts_are_bounded_for_each_matched_token():
     proposer = SuffixProposer(8, depth=8, requests=0, factor=1.0, likely=0.0)
     assert drafts_of(proposer, [1, 2, 3, 4, 5, 6, 1, 2], 8) == [3, 4]
 
@@ -342,6 +342,6 @@ def test_lookups_that_find_nothing_are_given_up_where_asking_waits(waits, least,
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.1, 2000, 2000), (9.0, 1, 80)])
-def test_what_drafting_takes_the_host_counts(seconds, least, most) -> None:
+def test_the_hosts_time_for_drafting_counts(seconds, least, most) -> None:
     length = MeasuredLength((2, 3, 5), lambda rows, drafts: 1 + 0.1 * (drafts > 0))
     assert least <= asked_of(length, 4, seconds) <= most

@@ -76,7 +76,7 @@ def test_the_largest_prompt_batch_bounds_prompts_and_not_decoding_rows(said):
     assert split.padded(5, 500, 100) > split.limits.max_num_batched_tokens
 
 
-def test_what_asks_for_the_unified_policy_wins(said):
+def test_options_of_the_unified_policy_win(said):
     env = {"VLLM_PROMPT_BS_BUCKET_MAX": "4", "VLLM_DECODE_BLOCK_BUCKET_MAX": "64"}
     settings = Settings.load({"max_num_mixed_tokens": 64, "max_num_prefill_seqs": 3}, env)
     assert (settings.bucketing_policy, settings.max_num_prefill_seqs, settings.prompt_bs_bucket_max) == (
@@ -111,7 +111,7 @@ def test_a_file_alone_is_enough(tmp_path, said):
         {"VLLM_DEFRAG_WITH_GRAPHS": "true"},
     ],
 )
-def test_what_is_not_here_is_named_once_and_does_not_stop_a_boot(env, said):
+def test_unsupported_variables_are_named_once_and_stop_no_boot(env, said):
     (name,) = env
     assert boots(env).policy.name == "unified"
     boots(env)
@@ -152,7 +152,7 @@ def test_the_later_names_of_strategies(env, strategy):
     assert Settings.load(env=env).bucketing_strategy == strategy
 
 
-def test_the_older_switch_says_that_it_is_old(said):
+def test_the_older_switch_warns_of_its_deprecation(said):
     Settings.load(env={"VLLM_EXPONENTIAL_BUCKETING": "true", "VLLM_BUCKETING_STRATEGY": "lin"})
     assert said.messages == [
         "VLLM_EXPONENTIAL_BUCKETING is deprecated: bucketing strategy exponential instead of linear"

@@ -69,7 +69,7 @@ def test_anything_else_is_refused_at_once(name: str, top: Path) -> None:
     assert time.process_time() - begun < 1
 
 
-def test_an_error_tells_nothing_about_what_lies_elsewhere(top: Path) -> None:
+def test_an_error_tells_nothing_about_files_outside(top: Path) -> None:
     """An error is the same whether or not a file outside exists."""
     told = set()
     for name in ("../outside", "../nothing", "up/outside", "up/nothing"):
@@ -156,7 +156,7 @@ PLACES.remove(("a tokenizer's model", "inner"))  # transformers opens no folder
 
 
 @pytest.mark.parametrize(("what", "kind"), PLACES)
-def test_whatever_a_folder_holds_reading_it_ends(what: str, kind: str, top: Path) -> None:
+def test_reading_any_entry_of_a_folder_ends(what: str, kind: str, top: Path) -> None:
     """Reading any entry of a folder ends at once, with an error that names the file."""
     name, read = READERS[what]
     place = top / kind
@@ -216,7 +216,7 @@ def test_an_adapter_below_a_folder(name: str, target: str, top: Path) -> None:
         path_below(str(top), "adapter")
 
 
-def test_what_the_readers_do_with_files_as_they_should_be(top: Path) -> None:
+def test_readers_take_proper_files(top: Path) -> None:
     """Control: proper files cause none of the errors above."""
     path = top / "grammars"
     path.write_text('\ufeff{"regex": "a|b", "name": "x"}\n\n{"regex": "\u2028"}\n')

@@ -174,7 +174,7 @@ def test_the_file_of_inc_is_served_with_inc_and_warned_about_without(said):
     assert said.messages == ["QUANT_CONFIG has no effect: quantization is not inc"]
 
 
-def test_its_defaults_are_those_of_the_documentation():
+def test_defaults_equal_the_documentation_of_gaudi():
     settings = with_defaults(Settings(), HPU)
     assert (settings.bucketing_policy, settings.block_size, settings.config_hidden_layers) == ("split", 128, 1)
     assert (settings.graph_reserved_mem, settings.graph_prompt_ratio) == (0.1, 0.3)
@@ -227,7 +227,7 @@ def test_a_card_is_detected_by_software_and_device(monkeypatch, tmp_path):
     assert SIMULATED.simulated and not HPU.simulated
 
 
-def test_the_doctor_names_the_stack_and_what_to_do(monkeypatch, tmp_path):
+def test_the_doctor_names_the_stack_and_the_remedy(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.startswith(detect.FRAMEWORKS)]:  # another test's fake
         monkeypatch.delitem(sys.modules, name)
     (nothing,) = hpu_environment.findings()

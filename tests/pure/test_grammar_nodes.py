@@ -79,7 +79,7 @@ TEXTS = st.text("ab1 \n\r\té.-]A_\u2028", max_size=4)
 
 
 @given(PATTERNS, TEXTS)
-def test_expressions_mean_what_they_mean_in_python(pattern, value):
+def test_expressions_match_as_in_python(pattern, value):
     assert fits(parsed(pattern, WHOLE), value) == bool(re.fullmatch(pattern, value))
 
 
@@ -104,7 +104,7 @@ def test_a_dot_that_takes_a_newline_is_noticed():
         (r"\p{Lu}|\P{L}", "É1", "é"),
     ],
 )
-def test_classes_of_schemas_are_those_of_ecma(pattern, fit, others):
+def test_classes_of_schemas_match_as_in_ecmascript(pattern, fit, others):
     node = parsed(f"^(?:{pattern})$", ECMA)
     assert all(fits(node, each) for each in fit) and not any(fits(node, each) for each in others)
 
@@ -136,7 +136,7 @@ def test_a_pattern_of_a_schema_may_be_anywhere():
         ("a++", "position 2"),
     ],
 )
-def test_what_is_no_expression_says_where(pattern, why):
+def test_wrong_expressions_name_the_position(pattern, why):
     with pytest.raises(PatternError, match=why):
         parsed(pattern, ECMA)
 
@@ -154,7 +154,7 @@ def test_emptiness_agrees_with_the_automaton(one, other):
     assert all(nullable(state) or edges for state, edges in automaton(node).items())
 
 
-def test_what_no_text_fits():
+def test_expressions_without_a_text_are_empty():
     for pattern in (r"[^\s\S]", r"a[^\s\S]+", "[]"):
         assert is_empty(parsed(pattern, ECMA))
     assert not is_empty(parsed(r"[^\s\S]*", WHOLE))
@@ -212,7 +212,7 @@ def test_every_spelling_of_a_string(value, data):
 
 
 @pytest.mark.parametrize("wrong", ['"\\x"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\n"', '"\\u12g4"', '"', '"\\"', '"a"b"'])
-def test_what_is_no_json_string(wrong):
+def test_wrong_json_strings_do_not_fit(wrong):
     assert not fits(quoted(EVERYTHING), wrong)
 
 
@@ -236,7 +236,7 @@ RULES = st.fixed_dictionaries(
 
 
 @given(RULES)
-def test_rules_that_end_are_those_that_can_be_written_out(rules):
+def test_rules_that_end_can_be_written_out(rules):
     """Rules that end are rules that can be written out.
 
     A shortest text uses none of three rules within itself.
@@ -294,7 +294,7 @@ def test_grammars_that_end_are_not(grammar):
     check_lark(grammar)
 
 
-def test_what_xgrammar_counts_is_bounded():
+def test_repetition_counts_for_xgrammar_are_bounded():
     check_ebnf('root ::= (("a" x{2, 5}) | ([^a]{1, 900}))\nx ::= (("b"))\n')
     for grammar in (
         'root ::= ((x{1, 30}){1, 30})\nx ::= (("a"))',

@@ -93,7 +93,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"),
 
 @settings(max_examples=100, deadline=None)
 @given(thoughts=st.lists(TEXT, max_size=2), said=st.none() | TEXT, called=st.none() | ARGUMENTS, data=st.data())
-def test_what_was_written_is_read(
+def test_written_messages_are_parsed_back(
     tokenizer: Tokenizer, thoughts: list[str], said: str | None, called: dict[str, Any] | None, data: st.DataObject
 ) -> None:
     """At any cut, nothing is lost.
@@ -152,7 +152,7 @@ BEFORE = [
     final=st.sampled_from(["", FINAL, "<|channel|>final json<|message|>", "<|channel|> final<|message|>"]),
     text=TEXT,
 )
-def test_grammar_and_parser_agree_on_what_is_content(
+def test_grammar_and_parser_agree_on_the_content(
     tokenizer: Tokenizer, before: list[str], final: str, text: str
 ) -> None:
     form = form_of(tokenizer, asked=JSON)
@@ -194,7 +194,7 @@ def test_a_prompt_may_have_begun_the_message(tokenizer: Tokenizer, prompt: str, 
     assert (form_of(tokenizer, "openai", None, prompt, asked=JSON).constraint is JSON) == (phase is Phase.ENDED)
 
 
-def test_what_the_parsers_need(tmp_path: Path) -> None:
+def test_parsers_need_channel_tokens_and_each_other(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError, match=r"needs the tokens <\|channel\|> and <\|message\|>"):
         form_of(Tokenizer(tmp_path))

@@ -76,7 +76,7 @@ def test_scans_are_counted_as_the_file_has_them():
     assert scans_of(with_scans(30, 30, 20)) == scans_of(with_scans(30, 30, 0)) + 20
 
 
-def test_what_is_no_scan_is_not_counted():
+def test_scan_marks_outside_the_image_do_not_count():
     """Scans outside of the image do not count: a preview in the metadata, or data behind the image.
 
     Some photographs have a film behind the image.

@@ -112,7 +112,7 @@ def evicts_what_is_needed(patch):
 
 
 @pytest.mark.parametrize("plant", [never_loses, loses_too_little, no_pixels, evicts_what_is_needed])
-def test_what_is_planted_is_noticed(plant, monkeypatch):
+def test_planted_faults_are_noticed(plant, monkeypatch):
     plant(monkeypatch)
     noticed = 0
     for seed in range(400):

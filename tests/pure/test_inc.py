@@ -68,7 +68,7 @@ def test_a_file_is_read_and_scales_follow_gaudi_3(tmp_path):
     assert cache == [(0.125, 2.0**-5)] * 2
 
 
-def test_what_the_scales_are_for(tmp_path):
+def test_scales_apply_to_layers_outside_the_blocklist(tmp_path):
     _, linear, _ = scales_of(write(tmp_path, blocklist={"names": ["lm_head", r"mlp\.down_proj\b"], "types": []}))
     spec = with_inc(SPEC, linear, coded=False)
     formats = {path: each.format for path, each in spec.linears()}
@@ -146,12 +146,12 @@ def test_types_are_vllms_classes(tmp_path):
      ({"blocklist": {"names": ["k_proj"]}}, "name only some parts of .*qkv_proj"),
      ({"blocklist": {"names": ["self_attn"]}}, "leave out .*k_cache")],
 )  # fmt: skip
-def test_what_cannot_be_done_is_named(tmp_path, changes, message):
+def test_unsupported_inc_configs_are_named(tmp_path, changes, message):
     with pytest.raises(SettingsError, match=message):
         scales_of(write(tmp_path, **changes))
 
 
-def test_a_module_without_ranges_is_named_or_left_as_it_is(tmp_path):
+def test_a_module_without_ranges_is_named_or_left_unquantized(tmp_path):
     config = read_config(write(tmp_path))
     ranges = read_ranges(config)
     del ranges["model.layers.1.mlp.down_proj"]

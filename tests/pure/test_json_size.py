@@ -47,7 +47,7 @@ def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
     assert values <= found.values <= values + containers
 
 
-def test_what_a_text_holds_does_not_count() -> None:
+def test_characters_within_strings_do_not_count() -> None:
     text = json.dumps("[{,\\" * 100 + '"[' * 100).encode()
     assert json_size(text) == (1, 0, 0)
     assert text.count(b"[") == 200  # a plain count would find these

@@ -29,7 +29,7 @@ def resolved(stored, asked="fp8"):
     return resolve_scales(with_kv_dtype(SPEC, asked, "bfloat16"), stored, stored.__getitem__)
 
 
-def test_the_option_and_what_is_known_of_it_agree():
+def test_the_option_has_the_choices_of_the_table():
     assert set(OPTIONS["kv_cache_dtype"].choices) == set(CHOICES)
 
 
@@ -78,7 +78,7 @@ def test_the_old_single_scale_is_for_both():
     assert {layer.kv.scales for layer in resolved(stored).layers} == {(2.0, 2.0)}
 
 
-def test_without_scales_they_are_one_with_a_single_warning(caplog):
+def test_without_scales_all_are_1_with_a_single_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert {layer.kv.scales for layer in resolved({}).layers} == {(1.0, 1.0)}
     (message,) = caplog.messages
@@ -110,7 +110,7 @@ def test_inc_scales_need_inc():
         Settings.load({"quant_config": "x.json"}, {})
 
 
-def test_what_a_block_holds_is_part_of_its_hash():
+def test_dtype_and_scales_are_part_of_a_blocks_hash():
     """A block's hash depends on the cache's type and scales, since other ones mean other contents."""
     small = with_kv_dtype(SPEC, "fp8", "bfloat16")
     scaled = resolved({f"{ATTENTION.format(number)}.kv_scale": 2.0 for number in range(2)})

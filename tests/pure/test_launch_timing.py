@@ -46,7 +46,7 @@ def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
         last[shape] = took
 
 
-def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
+def test_spare_time_is_the_shapes_time_less_the_preparation() -> None:
     clock = Clock()
     launch_timer = LaunchTimer(clock)
     for _ in range(2):

@@ -115,7 +115,7 @@ def test_all_that_may_serve_a_layer_is_proven():
     assert many(adapted=True) == [Library(), WIDEST]
 
 
-def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
+def test_a_rejected_kernel_is_replaced_by_the_plain_kernel():
     found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
     found.reject(SHAPE, 64)
@@ -128,7 +128,7 @@ SHAPES += [shape._replace(gated=True) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256, 8192])
-def test_the_rule_keeps_to_what_the_kernel_can_do(rows):
+def test_the_rule_keeps_to_the_kernels_limits(rows):
     for shape in SHAPES:
         tile = tile_rule(shape, rows)
         used = (tile.outputs * (2 if shape.gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
@@ -202,7 +202,7 @@ def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
         assert not isinstance(rule(shape, rows), Wide)
 
 
-def test_few_rows_of_codes_have_one_too():
+def test_few_rows_of_codes_have_a_bulk_kernel():
     dealt = INT4._replace(dealt=True)
     for shape, rows in product((FP8, dealt, dealt._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
         choice = rule(shape, rows, hopper=True)
@@ -224,7 +224,7 @@ def test_a_row_has_enough_of_the_weights_on_its_way(size):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-def test_the_tuner_tries_what_has_that_instruction(rows, monkeypatch):
+def test_the_tuner_tries_kernels_of_the_same_instruction(rows, monkeypatch):
     pytest.importorskip("triton")
     from preheat.backends.cuda import tuner
 
@@ -280,7 +280,7 @@ def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
     assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
 
 
-def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
+def test_local_tables_come_before_shipped_tables(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (known,) = shipped()
     shape = known.entries[0].shape

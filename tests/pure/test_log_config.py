@@ -38,7 +38,7 @@ def logged(file: Path, config: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_what_a_file_says_of_vllm_counts_for_ours(tmp_path: Path) -> None:
+def test_settings_for_vllms_loggers_apply_to_ours(tmp_path: Path) -> None:
     """A file for vLLM's loggers applies to ours: each event once, on one line.
 
     Other loggers stay as they are.

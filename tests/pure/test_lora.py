@@ -82,7 +82,7 @@ def test_a_waiting_adapter_claims_the_least_recently_begun_slot():
     assert all(4 not in each for each in ids[: ids.index(begun[0])])
 
 
-def test_loads_name_what_is_new_and_are_done_again_after_a_failure():
+def test_loads_name_new_adapters_and_are_repeated_after_a_failure():
     made = scheduler(max_loras=1)
     ask(made, 0, "a")
     schedule = made.schedule()

@@ -88,7 +88,7 @@ def to(target: str) -> str:
     return f"to/{base64.urlsafe_b64encode(target.encode()).decode()}"
 
 
-def test_what_is_allowed_is_read(web):
+def test_allowed_addresses_are_read(web):
     assert reader(web).read(f"http://{web}/ok") == BODY
     assert reader(web).read(f"http://{web}/{to('/ok/more?a=b')}") == BODY
     assert reader(web).read(f"HTTP://{web.upper()}/ok") == BODY
@@ -289,7 +289,7 @@ def test_a_turned_photograph_is_turned_back(images):
     assert images.decode(file.getvalue()).hash == images.decode(upright).hash != images.decode(picture).hash
 
 
-def test_what_a_sender_says_of_an_image_does_not_count(images):
+def test_an_id_in_the_metadata_of_an_image_is_ignored(images):
     """An id in the EXIF data is ignored.
 
     vLLM takes it for the image, so that a sender could claim another's.

@@ -159,7 +159,7 @@ OTHER_VALUES = {
 
 
 @pytest.mark.parametrize("change", OTHER_VALUES.values(), ids=OTHER_VALUES)
-def test_layers_whose_kernels_may_differ_are_of_different_kinds(change):
+def test_layers_with_other_kernels_are_of_different_kinds(change):
     layer = spec_of().layers[0]
     assert layer_kind(change(layer)) != layer_kind(layer)
     assert hash(layer_kind(change(layer))) is not None
@@ -172,7 +172,7 @@ def test_names_and_the_scales_of_a_cache_make_no_kind():
     assert {layer_kind(layer) for layer in (first, scaled, *others)} == {layer_kind(first)}
 
 
-def test_what_differs_between_layers_is_not_taken_for_one_value():
+def test_values_that_differ_between_layers_stay_separate():
     spec = spec_of()
     other = replace(spec.layers[1], attention=replace(spec.layers[1].attention, kv=KVSpec(4, 16)))
     mixed = replace(spec, layers=(spec.layers[0], other))
@@ -222,7 +222,7 @@ def test_rejected_by_name(message):
     assert message in str(error.value)
 
 
-def test_what_an_architecture_needs_is_told_of_none_that_is_supported():
+def test_missing_needs_are_listed_only_for_unsupported_architectures():
     assert not any(name.removesuffix("Model") in NEEDS or name in NEEDS for name in FAMILIES)
     assert all(need and not need.endswith(".") for need in NEEDS.values())
     assert need_of("DeepseekForCausalLM") != need_of("DeepseekV2ForCausalLM") == NEEDS["Deepseek"]
@@ -262,7 +262,7 @@ REJECTED_BY_FAMILY = {
 
 
 @pytest.mark.parametrize("message", REJECTED_BY_FAMILY)
-def test_a_family_rejects_by_name_what_it_does_not_compute(message):
+def test_a_family_rejects_unsupported_fields_by_name(message):
     family, changes = REJECTED_BY_FAMILY[message]
     config = config_of(f"{family}ForCausalLM", head_dim=16)
     read_spec(config)
@@ -343,7 +343,7 @@ WRONG = st.recursive(
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), WRONG, min_size=1, max_size=2))
-def test_whatever_a_config_holds_it_makes_a_spec_or_an_error_of_ours(architecture, changes):
+def test_any_config_makes_a_spec_or_a_model_error(architecture, changes):
     made, refused = None, ""
     try:
         made = read_spec(config_of(architecture) | changes)
@@ -543,12 +543,12 @@ def test_broken_json_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/models/q.gguf", "q.GGUF", "org/Qwen3-0.6B-GGUF:Q4_K_M"])
-def test_a_gguf_file_says_what_to_give_instead(name):
+def test_the_error_of_a_gguf_file_names_the_remedy(name):
     with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made from"):
         find_checkpoint(name)
 
 
-def test_a_folder_of_such_files_does_too(tmp_path):
+def test_the_error_of_a_folder_of_gguf_files_names_them(tmp_path):
     with pytest.raises(ModelError, match=r"holds no config\.json$"):
         find_checkpoint(str(tmp_path))
     (tmp_path / "q.gguf").touch()

@@ -53,7 +53,7 @@ def test_qwen3_moe_has_dense_layers_where_it_says():
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "head_dim", "norm_topk_prob", "num_key_value_heads"])
-def test_fields_whose_class_default_no_model_has_must_be_written(name):
+def test_fields_with_a_useless_class_default_must_be_written(name):
     with pytest.raises(ModelError, match=name):
         spec_of(QWEN, {name: None})
 

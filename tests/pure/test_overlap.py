@@ -190,7 +190,7 @@ def compact_at_once(self) -> None:
         self.executor.swap(swaps)
 
 
-def test_scattered_tells_what_compact_would_do() -> None:
+def test_scattered_predicts_compact() -> None:
     harness = Harness(limits(max_num_batched_tokens=64), enable_prefix_caching=False, defrag_threshold=5)
     assert not harness.scheduler.scattered
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
@@ -256,7 +256,7 @@ def test_a_step_that_fails_with_another_in_flight(at) -> None:
     assert harness.scheduler.stats().generation_tokens == len(told)
 
 
-def test_a_swap_that_fails_ends_what_runs(monkeypatch) -> None:
+def test_a_failed_swap_ends_running_requests(monkeypatch) -> None:
     harness = Harness(limits(max_num_batched_tokens=64), overlap=True, defrag_threshold=0)
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
     monkeypatch.setattr(harness.parts, "swap", lambda swaps: 1 / 0)
@@ -301,7 +301,7 @@ class Visitor:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("now", [True, False])
-def test_the_loop_drains_what_is_in_flight(overlap, now) -> None:
+def test_the_loop_drains_requests_in_flight(overlap, now) -> None:
     harness = Harness(limits(), overlap=overlap)
     harness.loop.transport = Visitor(harness, now)
     harness.loop.launch_timer = LaunchTimer(lambda: 0.0)  # steps take no time, so the loop waits for no arrivals

@@ -128,12 +128,12 @@ def test_the_first_estimate_is_the_plans():
     assert len(done["prompt"].skipped) == 24
 
 
-def test_what_fits_exactly_is_captured():
+def test_a_graph_that_fits_exactly_is_captured():
     done, _ = run(100, cost=lambda *_: 30, expected=dict.fromkeys((*PROMPTS, *DECODES), 30), prompt_ratio=0.3)
     assert len(done["prompt"].captured) == 1
 
 
-def test_a_share_that_is_exceeded_is_told():
+def test_an_exceeded_share_is_reported():
     done, order = run(1000, cost=lambda *_: 400, expected=dict.fromkeys((*PROMPTS, *DECODES), 1))
     assert done["prompt"].notes == ["(prompt, 1, 128) took 400 bytes where 1 were expected: 100 over the share"]
     assert [phase for phase, _, _ in order].count("prompt") == 1

@@ -69,7 +69,7 @@ def test_exponential_may_cut_each_doubling_into_equal_parts(span, parts, values)
         ((0, 8, 64), 0, 50, (0, 1, 2, 4, 8, 16, 32, 64)),
     ],
 )
-def test_padding_aware_leaves_out_what_pads_little(span, pad_max, pad_percent, values):
+def test_padding_aware_leaves_out_sizes_that_save_little_padding(span, pad_max, pad_percent, values):
     assert bucket_sizes("padding_aware", *span, pad_max=pad_max, pad_percent=pad_percent) == values
 
 

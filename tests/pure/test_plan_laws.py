@@ -118,7 +118,7 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
 
 @settings(max_examples=100, deadline=None)
 @given(limits, options(), st.data())
-def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how, data):
+def test_closed_fit_chooses_the_cheapest_of_the_plan_and_reports_misses(at, how, data):
     misses = []
     plan = plan_of(at, how, on_miss=lambda need, shape: misses.append((need, shape)))
     before = plan.dispatcher.buckets
@@ -184,7 +184,7 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
 
 @settings(max_examples=60, deadline=None)
 @given(limits, options(), st.data())
-def test_what_is_shadowed_is_never_missed(at, how, data):
+def test_shadowed_shapes_are_never_missed(at, how, data):
     """No need gets another shape if the shadowed shapes are put back."""
     plan_of(at, how)
     for phase in candidates(at, how):

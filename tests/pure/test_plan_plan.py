@@ -59,7 +59,7 @@ def test_the_default_plan_of_an_8b_model_pads_little():
     assert plan.items[0].bucket == Bucket.mixed(8192, 256)
 
 
-def test_padding_is_what_it_says():
+def test_reported_padding_equals_its_definition():
     """The reported padding equals its definition, computed on every need in turn."""
     plan = make_plan(LIMITS, PlanOptions())
     extra = [plan.fit(StepSize("decode", rows, rows)).rows / rows - 1 for rows in range(1, 257)]

@@ -126,7 +126,7 @@ def test_exponential_sizes_have_the_number_of_points_of_the_original():
     assert decode.axes[1].values == bucket_sizes("exponential", 128, 128, 16384, count=15)
 
 
-def test_no_bucket_is_above_what_a_step_can_need():
+def test_no_bucket_is_above_the_largest_step():
     small = Limits(
         max_model_len=300,
         max_num_seqs=8,
@@ -254,7 +254,7 @@ def test_a_range_alone_is_linear_and_the_others_stay_as_they_are():
     assert decode.axes[0].strategy == "padding_aware"
 
 
-def test_equal_rows_are_one_program_where_contexts_are_no_part_of_it():
+def test_buckets_of_equal_rows_are_one_program_without_contexts():
     """Buckets of equal rows are one program if contexts are no part of it.
 
     Once each bucket was a program, with padding of contexts for nothing.
@@ -312,7 +312,7 @@ def test_a_file_replaces_both_ladders(tmp_path, caplog):
     assert plan.fit(StepSize("mixed", 3, 600)) == Bucket.mixed(8192, 4)
 
 
-def test_entries_of_a_file_are_cut_to_what_a_step_can_need(tmp_path):
+def test_entries_of_a_file_are_cut_to_the_largest_step(tmp_path):
     path = tmp_path / "buckets.txt"
     path.write_text("([2, 4], 1, range(8, 32, 8))\n(4, 1, 64)\n(9, 1, 8)\n(2, 9000)\n(1, 9000)\n")
     limits = replace(LIMITS, max_model_len=1024, max_num_batched_tokens=2048)  # 8 blocks a row

@@ -143,7 +143,9 @@ def test_a_long_text_is_measured_before_it_is_encoded(tokenizer: Counting) -> No
 
 
 @pytest.mark.parametrize("cut", [-1, 3])
-def test_what_is_cut_off_is_bounded_too(processor: InputProcessor, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_to_be_truncated_is_bounded_too(
+    processor: InputProcessor, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = processor.tokenizer
     assert isinstance(tokenizer, Counting)
     params = SamplingParams(truncate_prompt_tokens=cut, max_tokens=1)

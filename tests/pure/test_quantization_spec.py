@@ -118,7 +118,7 @@ def test_a_module_around_linear_layers_is_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
-def test_names_may_be_those_of_another_layout(prefix: str) -> None:
+def test_names_of_another_layout_are_understood(prefix: str) -> None:
     """Names may be of another layout of models that see images: the Hub's, or transformers 5's."""
     llava = {
         "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA | {"model_type": "llama"},
@@ -222,7 +222,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_supported_is_named(message: str) -> None:
+def test_unsupported_quantization_is_named(message: str) -> None:
     with pytest.raises(ModelError) as error:
         spec_of(REFUSED[message])
     assert message in error.value.message
@@ -255,7 +255,7 @@ def test_a_method_that_the_checkpoint_has_not_is_an_error(config: Any, asked: st
     assert error.value.param == "quantization"
 
 
-def test_a_backend_refuses_what_it_has_no_kernels_for() -> None:
+def test_a_backend_refuses_schemes_without_kernels() -> None:
     awq = {
         "quant_method": "awq",
         "bits": 4,
@@ -269,7 +269,7 @@ def test_a_backend_refuses_what_it_has_no_kernels_for() -> None:
         check_supported(spec_of(ct()), "bfloat16", partial(supports, HPU))
 
 
-def test_bytes_are_those_of_codes_and_scales() -> None:
+def test_bytes_count_codes_and_scales() -> None:
     plain = spec_of(None)
     linear = sum(leaf.weights for path, leaf in plain.linears() if path != "head")
     outputs = sum(leaf.outputs for path, leaf in plain.linears() if path != "head")
@@ -302,9 +302,7 @@ ANY = st.recursive(
 @given(
     st.sampled_from(sorted(SAID)), st.dictionaries(st.sampled_from(NAMES), ANY, min_size=1, max_size=3), st.booleans()
 )
-def test_whatever_a_config_holds_it_makes_a_spec_or_an_error_of_ours(
-    name: str, changes: dict[str, Any], deep: bool
-) -> None:
+def test_any_config_makes_a_spec_or_a_model_error(name: str, changes: dict[str, Any], deep: bool) -> None:
     config = SAID[name][0]
     if deep and "config_groups" in config:
         group = config["config_groups"]["group_0"]

@@ -200,7 +200,7 @@ def test_each_replica_sees_its_own_gpus() -> None:
         {"kv_events_config": {"enable_kv_cache_events": True}},
     ],
 )  # fmt: skip
-def test_what_replicas_cannot_do_is_refused_by_name(more: dict) -> None:
+def test_options_that_exclude_replicas_are_refused_by_name(more: dict) -> None:
     with pytest.raises(SettingsError, match=f"data_parallel_size.* leave {list(more)[-1]} out"):
         Settings(data_parallel_size=2, **more)
     Settings(**more)

@@ -159,7 +159,7 @@ def shared_prefix(second: list[int], salt: str = "") -> Harness:
     return harness
 
 
-def test_a_cached_prefix_is_used_up_to_what_differs() -> None:
+def test_a_cached_prefix_is_used_up_to_the_first_difference() -> None:
     assert shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 3]).outcomes[1].starts == [8]
     assert shared_prefix([1, 2, 3, 4, 9, 6, 7, 8, 9]).outcomes[1].starts == [4]
     assert shared_prefix([9, 2, 3, 4, 5, 6, 7, 8, 9]).outcomes[1].starts == [0]
@@ -370,7 +370,7 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
     scheduler.check()
 
 
-def test_limits_under_which_someone_could_never_run_are_refused() -> None:
+def test_limits_that_exclude_allowed_requests_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"max_model_len 64 needs 16 blocks.*num_gpu_blocks_override"):
         Scheduler(limits(num_blocks=16))
     with pytest.raises(SettingsError, match="max_num_seqs"):
@@ -380,7 +380,7 @@ def test_limits_under_which_someone_could_never_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 4), ([1] * 60, 5), ([1], 0)])
-def test_what_could_never_run_is_not_queued(prompt, max_tokens) -> None:
+def test_impossible_requests_are_not_queued(prompt, max_tokens) -> None:
     scheduler = Scheduler(limits())
     bad = request(0, prompt)
     bad.max_tokens = max_tokens
@@ -425,7 +425,7 @@ def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("lacking", ["slots", "blocks"])
-def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
+def test_yielding_requests_make_way_and_go_on_later(lacking, overlap) -> None:
     """Yielding sequences make way only for a request that does not yield.
 
     No token changes.
@@ -450,7 +450,7 @@ def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
     harness.verify()
 
 
-def test_one_that_starts_late_goes_before_those_of_higher_priority() -> None:
+def test_a_late_sequence_is_ordered_by_its_priority() -> None:
     scheduler = Scheduler(limits(max_num_seqs=3))
     for number, priority in ((1, 2), (2, 2), (3, 1)):
         scheduler.add(msgspec.structs.replace(request(number, [1] * 4, max_tokens=4), priority=priority))
@@ -563,7 +563,7 @@ def test_a_decoding_step_loops_over_no_rows() -> None:
     assert calls_of(lambda: beat(many)) > calls_of(lambda: beat(few)) + 250
 
 
-def test_running_rows_own_what_their_tables_say() -> None:
+def test_the_check_sees_a_changed_block_table() -> None:
     harness = Harness(limits())
     harness.add(request(0, [1] * 9))
     harness.step()

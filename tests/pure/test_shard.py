@@ -81,7 +81,7 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks():
 
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, MOE], ids=["8b", "moe"])
-def test_what_is_one_product_does_not_depend_on_the_number_of_ranks(spec):
+def test_sizes_of_products_do_not_depend_on_the_number_of_ranks(spec):
     """Sizes of tiles and K splits are equal on all sizes of groups.
 
     The order of a library's sum may depend on them.
@@ -123,7 +123,7 @@ def test_alibi_goes_with_its_heads():
         ({"vocab": 5}, 4, "5 tokens of the vocabulary"),
     ],
 )
-def test_what_cannot_be_divided_is_named(sizes, world, said):
+def test_sizes_that_cannot_be_divided_are_named(sizes, world, said):
     usual = {"hidden": 64, "inner": 64, "layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 64}
     spec = llama(**usual | sizes)
     with pytest.raises(ModelError, match=said) as error:

@@ -122,7 +122,7 @@ def test_a_row_with_drafts_in_flight_is_in_no_other_step(monkeypatch) -> None:
     assert max(together) == 1 < len(together)
 
 
-def test_drafts_take_only_what_is_left() -> None:
+def test_drafts_take_only_the_rest_of_budget_blocks_and_length() -> None:
     """Drafts take neither budget nor blocks of other rows, nor more than the sequence's length."""
     harness = Harness(limits(max_num_batched_tokens=8), proposer=Scripted(6, 1.0, seed=1))
     harness.add(request(0, [1, 2], 30))
@@ -181,7 +181,7 @@ class Silent(Scripted):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> None:
+def test_a_silent_proposer_does_not_change_the_schedule(seed) -> None:
     plain = steps_of(workload(seed, False, True))
     assert steps_of(workload(seed, False, True, proposer=Scripted(0, 1.0))) == plain
     silent = Silent(3, 1.0)
@@ -220,7 +220,7 @@ def calls_of(scheduler: Scheduler) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_where_drafts_do_not_pay_a_step_costs_the_host_what_it_does_without(overlap) -> None:
+def test_drafts_that_do_not_pay_cost_the_host_nothing(overlap) -> None:
     """If drafts do not pay, the proposer is hardly ever asked.
 
     Most steps then call as few functions as without it.

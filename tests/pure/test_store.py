@@ -143,7 +143,7 @@ def test_a_file_that_is_no_checkpoint_has_a_fingerprint_too(content, tmp_path):
     assert file_part(path)[:2] == ["odd.safetensors", len(content)]
 
 
-def test_a_second_boot_reuses_what_ran(tmp_path):
+def test_a_second_boot_reuses_items_that_ran(tmp_path):
     first = Store(tmp_path, "f")
     assert first.last is None
     assert first.costs() == {}

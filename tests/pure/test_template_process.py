@@ -92,7 +92,7 @@ def tokenizer(folder: Path, **config: object) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def test_at_boot_the_file_and_what_it_did_are_named(tmp_path):
+def test_errors_at_boot_name_the_template_file_and_its_fault(tmp_path):
     inside, beside = tmp_path / "inside", tmp_path / "beside"
     inside.mkdir()
     beside.mkdir()
@@ -154,7 +154,7 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(value=JSON, text=st.text(st.characters()))
-def test_a_process_renders_what_this_one_would(value, text):
+def test_a_process_renders_as_this_process_would(value, text):
     """A process renders as this one would: integers of any size, lone surrogates, order of keys."""
     known = {"value": value, "text": text}
     source = "{{ text }}|{{ value | tojson }}|{{ value }}|{{ text | length }}"

@@ -147,7 +147,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_token_costs_the_same_wherever_it_is(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
+def test_the_cost_of_a_token_does_not_depend_on_its_position(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
     """Nothing is decoded again and again.
 
     Neither a run of U+FFFD nor tokens without a text make a window grow.

@@ -58,7 +58,7 @@ def read(arguments: str) -> dict:
     return json.loads(arguments, object_pairs_hook=once)
 
 
-def test_the_tables_are_those_of_the_options() -> None:
+def test_options_and_tables_name_the_same_parsers() -> None:
     assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(sorted(CASES))
     assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
 
@@ -236,7 +236,7 @@ def test_an_escape_may_be_cut_anywhere() -> None:
         st.sampled_from([*'{}[]:,"\\ \n-1.e', '"a"', '"b":', "true", "None", "x", r"\u00", "é"]), max_size=20
     )
 )
-def test_whatever_a_model_writes_is_valid_in_the_end(tokens: list[str]) -> None:
+def test_completed_arguments_are_valid_json(tokens: list[str]) -> None:
     read(whole_object("{" + "".join(tokens)))
 
 

@@ -30,7 +30,7 @@ def get(path: str, **options: object) -> tuple[int, dict[str, str]]:
     return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
 
-def test_it_is_there_at_once_and_without_a_key():
+def test_the_page_is_served_at_once_and_without_a_key():
     status, headers = get("/", api_key=["secret"])
     assert status == 200 and headers["content-type"].startswith("text/html")
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))

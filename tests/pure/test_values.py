@@ -119,7 +119,7 @@ def refused(facts: Facts, scheme: Scheme | None, split: bool, adapted: bool, exp
 
 @pytest.mark.parametrize("facts", [CPU, CUDA, HPU], ids=lambda facts: facts.name)
 @pytest.mark.parametrize("scheme", [None, FP8, INT4], ids=lambda scheme: scheme.kind if scheme else "plain")
-def test_a_device_supports_what_it_has_served_so_far(facts, scheme):
+def test_devices_support_the_values_that_they_serve(facts, scheme):
     for split in (False, True):
         for adapted in (False, True):
             for make in (dense, routed):

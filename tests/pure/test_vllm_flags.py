@@ -177,7 +177,7 @@ def test_lines_of_the_pages_are_right(theirs: str, ours: str) -> None:
         ("--allowed-headers a b", {"allowed_headers": ("a", "b")}),
     ],
 )
-def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -> None:
+def test_forms_of_vllm_are_understood(line: str, expected: dict[str, Any]) -> None:
     made = settings("m", *line.split())
     assert {name: getattr(made, name) for name in expected} == expected
     assert made == Settings.load({"model": "m", **expected})
@@ -202,7 +202,7 @@ def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -
         ("--distributed-executor-backend uni -tp 2", "uni runs one rank"),
     ],
 )
-def test_what_makes_no_sense_is_said(line: str, message: str) -> None:
+def test_senseless_flags_are_refused_with_the_reason(line: str, message: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(message)):
         settings("m", *line.split())
 
@@ -316,7 +316,7 @@ def test_variables_are_warned_about_with_the_reason(name: str, reason: str, capl
 
 
 @pytest.mark.parametrize("name", ["VLLM_USE_V1", "VLLM_NO_USAGE_STATS", "VLLM_SERVICE_HOST", "VLLM_PORT_8000_TCP_ADDR"])
-def test_nothing_is_said_about_what_is_always_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_without_a_choice_raise_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     Settings.load(env={name: "1"})
     assert caplog.records == []
 
