@@ -1,6 +1,6 @@
-"""Meeting of a group's ranks: in a folder of their node, or by their existing connections.
+"""Rendezvous of a group's ranks: in a folder of their node, or by their existing connections.
 
-The kind of meeting alone decides whether a platform's collective uses shared memory or the network.
+The kind of rendezvous alone decides whether a platform's collective uses shared memory or the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OneNode:
     world: int
 
     def part(self, name: str, members: Sequence[int]) -> OneNode:
-        """Return the meeting of some ``members``, this rank among them, in their order; ``name`` is unique."""
+        """Return the rendezvous of some ``members``, this rank among them, in their order; ``name`` is unique."""
         (self.folder / name).mkdir(exist_ok=True)
         return OneNode(self.folder / name, members.index(self.rank), len(members))
 
