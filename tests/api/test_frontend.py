@@ -502,7 +502,7 @@ def test_settings_give_template_variables_of_every_conversation(tmp_path: Path) 
         booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"messages": []})
 
 
-def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
+def test_offline_chats_are_rendered_as_over_http(tmp_path: Path) -> None:
     """Templates get a thought under its other name too, and arguments of calls as objects, as over HTTP."""
     write_model(tmp_path)
     source = (

@@ -60,7 +60,7 @@ def test_no_more_than_the_total_is_taken_and_everybody_gets_a_turn(asked):
 
 @settings(max_examples=60)
 @given(PARTS, st.sets(st.integers(0, 29)))
-def test_who_leaves_gives_back_its_part(asked, leaving):
+def test_a_leaving_client_gives_back_its_share(asked, leaving):
     async def scenario() -> None:
         share, release = FairShare(4), asyncio.Event()
 

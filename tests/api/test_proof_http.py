@@ -20,7 +20,7 @@ from tests.api.conftest import Server, serving
 COMPLETIONS = "/v1/completions"
 
 
-def test_the_digest_is_told(scripted: Server) -> None:
+def test_verify_prints_the_digest(scripted: Server) -> None:
     assert scripted.get("/ready").json["digest"] == "d16e57"
     assert scripted.metric("numeric_info", digest="d16e57") == 1
     assert Record.from_json(scripted.get("/warmup").body).proof.digest == "d16e57"

@@ -84,7 +84,7 @@ def test_the_log_at_debug_has_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_a_wrong_setting_is_told_alike(command: str) -> None:
+def test_all_commands_report_a_wrong_setting_alike(command: str) -> None:
     """A wrong setting is found before a list of a billion blocks is made.
 
     The engine finds it, in a process of its own too.

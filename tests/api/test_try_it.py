@@ -138,7 +138,7 @@ def test_reasoning_calls_and_results(page: Tab, talker: Server) -> None:
     assert roles == ["user", "assistant", "tool", "assistant"]
 
 
-def test_answers_in_company_are_the_same(page: Tab, server: Server) -> None:
+def test_answers_beside_other_requests_are_the_same(page: Tab, server: Server) -> None:
     opened(page, server)
     ask(page, "Tell me about a lake. " * 100, max_tokens="8", temperature="1")
     page.value("document.querySelector('button.asks').click()")

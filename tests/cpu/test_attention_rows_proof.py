@@ -83,7 +83,7 @@ def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, t
 
 
 @pytest.mark.usefixtures("_unproven")
-def test_a_kernel_that_favours_a_place_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_depends_on_a_rows_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = paged_attention.kernel
 
     def last_rows_otherwise(query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:

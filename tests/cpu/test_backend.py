@@ -80,7 +80,7 @@ def test_the_fingerprint_names_device_and_versions(gpu, tmp_path):
     assert torch.backends.cpu.get_cpu_capability() in CpuBackend().fingerprint
 
 
-def test_cublas_is_told_to_keep_one_accumulator():
+def test_cublas_is_set_to_keep_one_accumulator():
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     try:

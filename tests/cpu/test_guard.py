@@ -109,7 +109,7 @@ def test_a_hot_engine_is_quiet(llm, on_cold, caplog):
 
 
 @pytest.mark.parametrize("on_cold", ["off", "count", "warn"])
-def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
+def test_a_compilation_is_counted_and_reported(llm, on_cold, caplog):
     guard = watch(llm, on_cold)
     with caplog.at_level(logging.WARNING):
         states = serve(llm, 1, then_compile=2)
@@ -145,7 +145,7 @@ def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm)
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
+def test_an_engine_with_on_cold_raise_watches_from_its_first_request():
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, skip_warmup=False, on_cold="raise")
     expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     compile_something()

@@ -115,7 +115,7 @@ def test_the_proof_sees_a_product_that_depends_on_its_rows(monkeypatch):
         test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(65)
 
 
-def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
+def test_a_product_that_depends_on_a_rows_position_is_refused(monkeypatch):
     right = lowrank._in_parts
 
     def by_place(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:

@@ -250,7 +250,7 @@ def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
     assert len(serial) > 10
 
 
-def test_a_failing_piece_is_told(tmp_path):
+def test_a_failing_piece_is_reported(tmp_path):
     with Upload(torch.device("cpu")) as upload, pytest.raises(ValueError, match="zip"):
         upload.copy(torch.ones(8 << 20), torch.ones(1))
 

@@ -128,7 +128,7 @@ def test_accuracy_of_the_dequantized_map(scheme: Scheme, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [*W8A8, *WHOLE], ids=lambda scheme: scheme.name)
-def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -> None:
+def test_a_rows_bits_do_not_depend_on_other_rows(scheme: Scheme, dtype: torch.dtype) -> None:
     linear = layers.linear(CPU, random_weight(scheme, 96, 256, dtype=dtype), activation="silu_and_mul")
     x = noise(200, 256, seed=5).to(dtype) * noise(200, 1, seed=6).exp().to(dtype)
     whole = linear(x)
@@ -139,7 +139,7 @@ def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("scheme", [FP8, W8A8[4]], ids=lambda scheme: scheme.name)
-def test_a_token_visits_its_experts_in_any_company(scheme: Scheme) -> None:
+def test_a_tokens_experts_do_not_depend_on_other_tokens(scheme: Scheme) -> None:
     routing = Routing(2, True, False)
     experts = layers.experts(
         CPU, random_weight(scheme, 5, 2 * 144, 160), random_weight(scheme, 5, 160, 144, seed=1), routing

@@ -97,7 +97,7 @@ def test_threads_change_nothing() -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_noise_keyed_by_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_row_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a sampler whose noise knows the row's place fails the test above."""
     take = SamplingMetadata.take
 

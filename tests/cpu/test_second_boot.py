@@ -52,7 +52,7 @@ def test_a_second_boot_reuses_and_another_one_does_not(tmp_path):
     assert len(list(tmp_path.glob("*/record.json"))) == 2
 
 
-def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
+def test_the_stages_of_a_boot_are_measured_and_logged(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         llm = boot(tmp_path)
     steps = record(llm).steps

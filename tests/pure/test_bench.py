@@ -131,7 +131,7 @@ def test_our_figures_stand_beside_theirs():
         ("bench latncy", "did you mean latency?"),
     ],
 )
-def test_mistakes_are_told(line, message, capsys):
+def test_mistakes_are_reported(line, message, capsys):
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
 

@@ -81,7 +81,7 @@ def test_none_when_none_are_asked_for(number, caplog):
     assert caplog.messages == []
 
 
-def test_a_failing_pass_is_told_and_the_rest_run(caplog):
+def test_a_failing_pass_is_logged_and_the_rest_run(caplog):
     step = Steps(1)
     with caplog.at_level(logging.WARNING):
         assert run_determinism_warmup(step, num_iterations=3) is True
@@ -118,7 +118,7 @@ def test_each_pass_is_waited_for():
     assert order == ["step", "wait"] * 2
 
 
-def test_a_failure_that_shows_only_when_waited_for_is_told(caplog):
+def test_a_failure_seen_only_when_waited_for_is_logged(caplog):
     step = Steps()
     waits = Steps(2)
     with caplog.at_level(logging.DEBUG):

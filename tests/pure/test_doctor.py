@@ -59,7 +59,7 @@ def test_faults_of_a_gpu_are_named_with_advice(smi, old, new, what, verdict):
     assert finding.advice
 
 
-def test_a_driver_that_fails_is_told(smi):
+def test_a_failing_driver_is_reported(smi):
     found = smi("Failed to initialize NVML: Driver/library version mismatch", status=18)
     assert found["NVIDIA driver"].verdict == "fail"
     assert "version mismatch" in found["NVIDIA driver"].found
@@ -74,7 +74,7 @@ def test_a_port_in_use_and_a_folder_that_cannot_be_written(tmp_path):
     assert of(doctor.findings(Settings(port=0, cache_dir=str(tmp_path / "new"))))["store"].verdict == "ok"
 
 
-def test_more_threads_than_cores_and_an_old_torch_are_told(monkeypatch):
+def test_more_threads_than_cores_and_an_old_torch_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4000")
     assert of(cpu.findings())["OMP_NUM_THREADS"].verdict == "note"
     for version, verdict in [("2.10.1", "fail"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0", "note")]:

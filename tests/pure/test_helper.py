@@ -131,7 +131,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_leaves_with_its_parent_in_the_middle_of_a_job():
+def test_a_helper_ends_with_its_parent_in_the_middle_of_a_job():
     code = """
 import threading, time
 from tests.pure.test_helper import Helper, kind, who

@@ -249,7 +249,7 @@ def test_codes_that_are_rejected_are_served_by_the_reference():
     assert reference(FP8) == FP8_REFERENCE
 
 
-def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):
+def test_an_unreadable_table_is_reported_and_ignored(tmp_path, caplog):
     path = place(tmp_path, "This GPU")
     assert read(path) == []
     assert not caplog.records

@@ -109,7 +109,7 @@ def test_control_a_row_that_is_not_dropped_is_noticed(monkeypatch) -> None:
         stopping(stop=True)
 
 
-def test_the_next_step_is_launched_before_the_last_is_settled() -> None:
+def test_the_next_step_is_launched_before_the_last_result_is_processed() -> None:
     for overlap in (True, False):
         harness = Harness(limits(), overlap=overlap)
         harness.add(request(0, [1, 2], 3))
@@ -133,7 +133,7 @@ def published_when_scheduled(self, step):
 book = Scheduler._book
 
 
-def test_control_a_block_published_before_its_step_is_settled_is_noticed(monkeypatch) -> None:
+def test_control_a_block_published_before_its_result_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
     with pytest.raises(WrongCache):
         busy()
@@ -147,7 +147,7 @@ def test_control_a_digest_over_a_dropped_token_is_noticed(monkeypatch) -> None:
         busy()
 
 
-def test_preempting_waits_until_all_is_settled(monkeypatch) -> None:
+def test_preempting_waits_for_all_steps_in_flight(monkeypatch) -> None:
     harness = Harness(limits(num_blocks=17), overlap=True)
     harness.add(request(0, [1] * 30, 30), request(1, [2] * 30, 30))
     while harness.scheduler.pool.num_free:
@@ -227,7 +227,7 @@ def test_a_slot_that_changes_hands_in_flight_takes_no_token_of_its_former_owner(
     assert harness.scheduler.stats().generation_tokens == 2 + 4
 
 
-def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
+def test_the_step_in_flight_is_processed_after_all_requests_left() -> None:
     harness = decoding(prompts=3)
     harness.scheduler.cancel_all()
     assert not harness.scheduler.idle

@@ -164,7 +164,7 @@ def test_out_of_memory_passes_one_over_and_is_not_tried_again():
 @given(
     st.integers(0, 2000), st.floats(0, 1), st.lists(st.integers(0, 300), min_size=24, max_size=24), st.integers(1, 40)
 )
-def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_told(pool, ratio, prompt_bytes, decode_bytes):
+def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_reported(pool, ratio, prompt_bytes, decode_bytes):
     costs = dict(zip(PROMPTS, prompt_bytes, strict=True))
     done, order = run(pool, cost=lambda phase, shape: costs.get(shape, decode_bytes), prompt_ratio=ratio)
     assert len(order) == len({shape for _, _, shape in order})

@@ -352,7 +352,7 @@ def test_stop_ids_wait_for_min_tokens(more) -> None:
     assert (finish.reason, finish.stop_id) == ("stop", stop)
 
 
-def test_steps_are_settled_once_in_the_order_they_run() -> None:
+def test_results_are_processed_once_in_the_order_of_steps() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(request(0, [1]))
     first, second = scheduler.schedule(), scheduler.schedule()

@@ -76,7 +76,7 @@ def test_right_drafts_save_steps() -> None:
     assert steps[1] < steps[0] < plain
 
 
-def test_several_tokens_of_a_step_are_told_in_order() -> None:
+def test_several_tokens_of_a_step_are_reported_in_order() -> None:
     class All(Scripted):
         def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
             known = slots.tokens[slot, : slots.device_len[slot]].tolist()

@@ -130,7 +130,7 @@ def test_numbers_of_tokens(wrong: object) -> None:
         check_params({"thinking_token_budget": wrong})
 
 
-def test_no_limit_is_none() -> None:
+def test_a_negative_budget_means_no_limit() -> None:
     assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
     assert SamplingParams(thinking_token_budget=0).masked == ("thinking_token_budget",)
     assert Request(1, [1], SamplingParams(), 0, 8).thinking is None
