@@ -197,11 +197,11 @@ def test_a_late_compilation_is_a_cold_event():
     with ExitStack() as undo:
         assert watched.make is not None
         source = watched.make(undo)
-        assert source.taken() == ()
+        assert source.new_events() == ()
         machine._MADE.clear()
         loaded(Product(16, 96, "float32"))
-        assert len(source.taken()) >= 1
-        assert source.taken() == ()
+        assert len(source.new_events()) >= 1
+        assert source.new_events() == ()
 
 
 def test_code_is_kept_for_the_next_boot(tmp_path):

@@ -242,14 +242,14 @@ class Executor:
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:
         """Start the copies that load adapters into slots, between two steps."""
-        assert self.adapters is not None, "there are no places for adapters"
+        assert self.adapters is not None, "there are no adapter slots"
         for slot, adapter in loads:
             self.adapters.load(slot, adapter.packed)
 
     @torch.inference_mode()
     def clear_adapter(self, slot: int) -> None:
         """Empty adapter slot ``slot``: nothing is added to its rows any more."""
-        assert self.adapters is not None, "there are no places for adapters"
+        assert self.adapters is not None, "there are no adapter slots"
         self.adapters.clear(slot)
 
     @torch.inference_mode()

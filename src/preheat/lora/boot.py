@@ -33,7 +33,7 @@ ReadPacked = Callable[[str, str], PackedAdapter]
 def adapter_reader(model: LoadedModel) -> ReadPacked:
     """Return a reader of adapters for ``model``, or for a rank's shard, with adapter slots."""
     slots = model.adapters
-    assert slots is not None, "there are no places for adapters"
+    assert slots is not None, "there are no adapter slots"
 
     def read(name: str, path: str) -> PackedAdapter:
         adapter = read_adapter(

@@ -79,7 +79,7 @@ class RankAdapters:
     """
 
     def __init__(self, model: LoadedModel, report: Callable[[int, object], None]) -> None:
-        assert model.adapters is not None, "there are no places for adapters"
+        assert model.adapters is not None, "there are no adapter slots"
         self._adapter_slots: ModelAdapterSlots = model.adapters
         self._read, self._report = adapter_reader(model), report
         self._threads = ThreadPoolExecutor(1, "adapters")

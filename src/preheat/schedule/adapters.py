@@ -66,7 +66,7 @@ class AdapterSlotTable:
         if digest not in self._slot_of:
             if not self._free:
                 idle = self._idle()
-                assert idle is not None, "every place is held"
+                assert idle is not None, "every adapter slot is held"
                 self._free.append(self._slot_of.pop(idle))
             self._slot_of[digest] = self._free.pop(0)
             self._loads.append((self._slot_of[digest], adapter))
