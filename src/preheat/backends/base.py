@@ -331,9 +331,11 @@ class ExpertsSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """Linear layers of ``dtype`` to measure at up to ``max_rows`` rows, the head at up to ``max_head_rows``, and
-    ``experts``, for about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for
-    it.
+    """Layers of a model to measure, with bounds on rows and time.
+
+    Linear layers of ``dtype`` are measured at up to ``max_rows`` rows, the head at up to ``max_head_rows``, and
+    ``experts``. The measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``,
+    where boots look for it.
     """
 
     layers: Sequence[LinearSize]
