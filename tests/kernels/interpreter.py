@@ -45,6 +45,7 @@ def mend():
     builder.options = replace(builder.options, sanitize_overflow=False)
     tl.core.block_type.__new__ = _kept_block
     tl.core.block_type.__init__ = _made_already
+    tl.core.block_type.to_ir = _itself
     tl.core.tensor.__init__ = _tensor
     tl.core.dtype.__eq__ = _same_dtype
     tl.core._unwrap_if_constexpr = _unwrapped
@@ -183,8 +184,16 @@ def _same_dtype(self, other):
 
 
 def _of_one_shape(self, lhs, rhs):
-    """Operands of one shape as they are."""
+    """Operands as they are, if they have one shape already, and a scalar as often as there are numbers beside it."""
     one, other = lhs.type, rhs.type
-    if one is other or not (one.is_block() or other.is_block()):
+    if one is other:
         return lhs, rhs
-    return _broadcast(self, lhs, rhs)
+    if not one.is_block():
+        return (self.splat(lhs, other.shape), rhs) if other.is_block() else (lhs, rhs)
+    if not other.is_block():
+        return lhs, self.splat(rhs, one.shape)
+    return (lhs, rhs) if one.shape.values == other.shape.values else _broadcast(self, lhs, rhs)
+
+
+def _itself(self, builder):
+    return self
