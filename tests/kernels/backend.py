@@ -47,7 +47,7 @@ class InterpretedCuda(CudaBackend):
 
 
 def boot_on(backend: CudaBackend) -> Callable[..., Any]:
-    """Boot engines on ``backend``, and those whose settings name the CPU on that: answers are compared with theirs."""
+    """Boot engines on ``backend``, or on the CPU if their settings name the CPU."""
 
     def boot(settings: Any, transport: Any) -> Any:
         return startup.boot_engine(settings, transport, backend=None if settings.device == "cpu" else backend)

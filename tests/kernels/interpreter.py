@@ -107,7 +107,7 @@ def _in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 class _Patched:
-    """triton.language, once it interprets: it goes on to, as these processes compile nothing."""
+    """A patched triton.language that stays patched: these processes compile nothing."""
 
     def restore(self):
         pass
@@ -124,7 +124,7 @@ def _patch_once(fn):
 
 
 def _interpreted(obj, name, member, builder, scope):
-    """A function of triton.language that interprets, without the wrapper that asks for its ``_semantic``."""
+    """Make a function of triton.language interpret, without the wrapper that checks for ``_semantic``."""
     inner = member.__wrapped__ if member.__code__ is _builtin else member
 
     def interpret(*args, **kwargs):
@@ -142,7 +142,7 @@ _blocks, _np_dtypes = {}, {}
 
 
 def _kept_block(cls, element_ty, shape):
-    """The one type of blocks of a shape."""
+    """Return the type of blocks of a shape, made once."""
     key = (element_ty.name, *(side.value if isinstance(side, tl.constexpr) else side for side in shape))
     if (found := _blocks.get(key)) is None:
         found = _blocks[key] = object.__new__(cls)
@@ -184,7 +184,7 @@ def _same_dtype(self, other):
 
 
 def _of_one_shape(self, lhs, rhs):
-    """Operands as they are, if they have one shape already, and a scalar as often as there are numbers beside it."""
+    """Operands of one shape as they are, and a scalar in the shape of the other operand."""
     one, other = lhs.type, rhs.type
     if one is other:
         return lhs, rhs

@@ -28,7 +28,7 @@ def runs() -> dict[str, list[str]]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
 @pytest.mark.parametrize("files", runs().values(), ids=runs())
 def test_the_kernels_in_the_interpreter(files):
-    """Without the plugin of Schemathesis, which no kernel needs and whose import takes longest."""
+    """Run the files without the plugin of Schemathesis: no kernel needs it, and its import takes longest."""
     plugins = ["-p", "no:cacheprovider", "-p", "no:schemathesis"]
     command = [sys.executable, "-m", "pytest", "--quiet", *plugins, *files]
     outer = ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
