@@ -15,99 +15,21 @@ to say.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
-from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
-from preheat.backends.cuda.linear_quantized import (
-    DeviceWeight,
-    by_codes,
-    by_float8,
-    codes_of,
-    dequantized,
-    quantized_input,
-    tensors_of,
-)
-from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.lora_expand import Expansion
+from preheat.backends.cuda.matmul.gemm import multiply
+from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized, quantized_input, tensors_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
-
-
-@triton.jit
-def load_weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """[outputs, inputs] of the weights, from input ``k`` on."""
-    if tiles is not None:
-        return tiles.load([first, k])
-    at = weight + rows[:, None] * inputs + (k + tl.arange(0, INPUTS))[None, :]
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def in_order(
-    x,
-    weight,
-    bias,
-    y,
-    x_tiles,
-    weight_tiles,
-    rows,
-    outputs,
-    inputs,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    gated: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """One tile [OUTPUTS, ROWS] of y a program. ``outputs`` are the columns of y; ``EVEN``: INPUTS divides ``inputs``.
-
-    Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
-    if given, are the same matrices for the copy engine.
-    """
-    begin(overlap)
-    first, row = corner(rows, outputs, OUTPUTS, ROWS)
-    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
-    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, inputs, INPUTS):
-        if x_tiles is not None:
-            xs = x_tiles.load([row, k]).T
-        else:
-            at = x + token[None, :] * inputs + (k + tl.arange(0, INPUTS))[:, None]
-            xs = tl.load(at) if EVEN else tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
-        ws = load_weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
-        acc = tl.dot(ws, xs, acc, input_precision="ieee")
-        if gated:
-            ws = load_weights(weight, weight_tiles, out + outputs, first + outputs, k, inputs, INPUTS, EVEN)
-            acc_up = tl.dot(ws, xs, acc_up, input_precision="ieee")
-
-    dtype: tl.constexpr = y.dtype.element_ty
-    result = rounded(acc, bias, out, dtype)
-    if gated:
-        up = rounded(acc_up, bias, out + outputs, dtype)
-        result = silu_mul(result, up)
-    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
-    to = y + tl.cast(row, tl.int64) * outputs + first
-    stored = (first + outs < outputs) & (row + tokens < rows)
-    tl.store(to + tokens * outputs + outs, result, mask=stored)
 
 
 def apply(
@@ -143,14 +65,8 @@ def apply(
         wide(choice, x, weight, bias, gated, y, adapters=adapters)
     else:
         assert isinstance(choice, Tile)
-        by_tiles(choice, x, weight, bias, gated, y)
+        multiply(choice, x, weight, bias, gated, y)
     return y
-
-
-def by_tiles(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """The same by the kernel with tiles."""
-    blocks = triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows)
-    in_order[(blocks,)](*_arguments(tile, x, weight, bias, y), **_keywords(tile, weight.shape[1], gated))
 
 
 def _quantized(
@@ -167,36 +83,12 @@ def _quantized(
     if weight.scheme.activations is None:
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None and isinstance(choice, Tile)
-        (few_codes if choice.bulk else by_codes)(choice, plain, weight, bias, gated, y)
+        (few_codes if choice.bulk else multiply)(choice, plain, weight, bias, gated, y)
     elif isinstance(choice, Wide):
         wide_fp8(choice, codes_of(x, weight), weight, bias, gated, y)
     else:
-        (few_float8 if choice.bulk else by_float8)(choice, codes_of(x, weight), weight, bias, gated, y)
+        (few_float8 if choice.bulk else multiply)(choice, codes_of(x, weight), weight, bias, gated, y)
     return y
-
-
-def _arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
-    """Of a launch of ``in_order`` with ``tile``, in order."""
-    tiles: tuple[Any, Any] = (None, None)
-    if tile.bulk:
-        tiles = (
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
-            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
-        )
-    return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1])
-
-
-def _keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
-    """Of that launch."""
-    return options(
-        OUTPUTS=tile.outputs,
-        ROWS=tile.rows,
-        INPUTS=tile.inputs,
-        EVEN=inputs % tile.inputs == 0,
-        gated=gated,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
 
 
 def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out: Tensor | None) -> Tensor:

@@ -10,25 +10,14 @@ Leaves of quantized weights are those of :mod:`preheat.backends.cuda.linear_quan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.linear_quantized import (
-    DeviceWeight,
-    by_codes,
-    by_float8,
-    codes_of,
-    dequantized,
-    tensors_of,
-)
-from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.matmul.gemm import multiply
+from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized, tensors_of
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.cuda.tuning import (
     MANY_ROWS,
@@ -43,61 +32,6 @@ from preheat.backends.cuda.tuning import (
 )
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows
-
-
-@triton.jit
-def _leaf(
-    x, weight, x_tiles, weight_tiles, token, out, row, first, start, size, inputs,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """[OUTPUTS, ROWS] over ``size`` inputs from ``start`` on."""
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, size, INPUTS):
-        if x_tiles is not None:
-            xs = x_tiles.load([row, start + k]).T
-            ws = weight_tiles.load([first, start + k])
-        else:
-            at = k + tl.arange(0, INPUTS)
-            to_x = x + token[None, :] * inputs + (start + at)[:, None]
-            to_w = weight + out[:, None] * inputs + (start + at)[None, :]
-            xs = tl.load(to_x) if EVEN else tl.load(to_x, mask=(at < size)[:, None], other=0.0)
-            ws = tl.load(to_w) if EVEN else tl.load(to_w, mask=(at < size)[None, :], other=0.0)
-        acc = tl.dot(ws, xs, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _leaves(
-    x, weight, bias, y, x_tiles, weight_tiles, rows, outputs, inputs, size,
-    LEAVES: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
-    overlap: tl.constexpr,
-):  # fmt: skip
-    """One tile [OUTPUTS, ROWS] of y a program; leaves are ``size`` inputs each. ``EVEN``: INPUTS divides that."""
-    begin(overlap)
-    first, row = corner(rows, outputs, OUTPUTS, ROWS)
-    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
-    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    total = _leaf(
-        x, weight, x_tiles, weight_tiles, token, out, row, first, 0, size, inputs, OUTPUTS, ROWS, INPUTS, EVEN
-    )
-    if LEAVES >= 2:
-        total += _leaf(
-            x, weight, x_tiles, weight_tiles, token, out, row, first, size, size, inputs, OUTPUTS, ROWS, INPUTS, EVEN
-        )
-    if LEAVES == 4:
-        right = _leaf(
-            x, weight, x_tiles, weight_tiles, token, out, row, first, 2 * size, size, inputs, OUTPUTS, ROWS, INPUTS,
-            EVEN,
-        )  # fmt: skip
-        right += _leaf(
-            x, weight, x_tiles, weight_tiles, token, out, row, first, 3 * size, size, inputs, OUTPUTS, ROWS, INPUTS,
-            EVEN,
-        )  # fmt: skip
-        total += right
-    result = rounded(total, bias, out, y.dtype.element_ty)
-    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
-    to = y + tl.cast(row, tl.int64) * outputs + first
-    tl.store(to + tokens * outputs + outs, result, mask=(first + outs < outputs) & (row + tokens < rows))
 
 
 class LeafShape(NamedTuple):
@@ -194,36 +128,20 @@ def sum_leaves(
     fp32 sums, or outputs in the dtype of the layer.
     """
     if isinstance(weight, DeviceWeight):
-        assert weight.leaves == leaves
+        assert weight.splits == leaves
         if weight.scheme.activations is not None:
             assert isinstance(choice, Tile)
-            by_float8(choice, codes_of(x, weight), weight, bias, False, y)
+            multiply(choice, codes_of(x, weight), weight, bias, False, y, leaves)
             return y
         assert isinstance(x, Tensor)
         if isinstance(choice, Tile):
-            by_codes(choice, x, weight, bias, False, y)
+            multiply(choice, x, weight, bias, False, y, leaves)
             return y
         assert isinstance(choice.choice, Tile)
         choice, weight = choice.choice, dequantized(weight)
     assert isinstance(choice, Tile) and isinstance(x, Tensor)
-    _plain_sum(choice, x, weight, bias, leaves, y)
+    multiply(choice, x, weight, bias, False, y, leaves)
     return y
-
-
-def _plain_sum(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, y: Tensor) -> None:
-    tiles: tuple[Any, Any] = (None, None)
-    if tile.bulk:
-        tiles = (
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
-            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
-        )
-    (rows, inputs), outputs = x.shape, len(weight)
-    size = inputs // leaves
-    blocks = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
-    _leaves[(blocks,)](
-        x, weight, bias, y, *tiles, rows, outputs, inputs, size, LEAVES=leaves, OUTPUTS=tile.outputs, ROWS=tile.rows,
-        INPUTS=tile.inputs, EVEN=size % tile.inputs == 0, **options(num_warps=tile.warps, num_stages=tile.stages),
-    )  # fmt: skip
 
 
 class CudaLeafLinear:
