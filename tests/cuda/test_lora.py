@@ -21,10 +21,10 @@ from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.tuning import KernelConfigs, Wide
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec

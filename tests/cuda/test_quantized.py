@@ -16,7 +16,7 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafShape, LeafTiles, leaf_tile
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle_leaves

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preheat.backends.cuda import lora, lora_blocks, lora_expand
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters, Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, STRETCH, most_blocks, write_blocks, write_stretches
 from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.lora_shrink import shrink
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme

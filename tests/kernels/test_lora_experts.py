@@ -14,7 +14,8 @@ import torch
 from preheat.backends.base import ExpertsSize, ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
-from preheat.backends.cuda import linear_quantized, lora_experts, moe
+from preheat.backends.cuda import lora_experts, moe
+from preheat.backends.cuda.matmul import weights as stored
 from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.tuning import Tile
 from preheat.model.layers import MoeMlp, normed
@@ -270,7 +271,7 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
         return quantized
 
     monkeypatch.setattr(moe, "silu_and_quantize", together(moe.silu_and_quantize))
-    monkeypatch.setattr(linear_quantized, "quantize_rows", together(linear_quantized.quantize_rows))
+    monkeypatch.setattr(stored, "quantize_rows", together(stored.quantize_rows))
     given = made(FP8)
     plain = given[0].inner.by(how, x, logits)
     assert torch.equal(run(given, how, x, logits, [-1] * 3), plain)

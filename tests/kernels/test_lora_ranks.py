@@ -13,8 +13,8 @@ from preheat.backends.cuda import lora
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
@@ -61,7 +61,7 @@ def by_columns(
         own: Tensor | DeviceWeight = weight[:, mine].contiguous()
         if codes is not None:
             cut = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
-            own = DeviceWeight.of(cut, leaves=leaves // ranks.world)
+            own = DeviceWeight.of(cut, splits=leaves // ranks.world)
         base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, LeafTiles())
         made = ops.linear(
             base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, dequantized
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput

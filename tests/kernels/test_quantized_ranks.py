@@ -13,7 +13,7 @@ from preheat.backends.base import LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, plain_leaf_tile, sum_leaves
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.tuning import Expanded
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
@@ -88,7 +88,7 @@ def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
     right = CudaLeafLinear(plain, bias, 4, RankSums(), LeafTiles())(x)
     for world in (1, 2, 4):
         assert all(torch.equal(found, right) for found in by_columns(world, x, weight, bias))
-    codes = DeviceWeight.of(weight, leaves=4)
+    codes = DeviceWeight.of(weight, splits=4)
     assert torch.equal(dequantized(codes), plain)
     made = layers.linear(InterpretedCuda(), weight, bias, order=layers.splits(4), context=LayerContext(RankSums()))
     assert isinstance(made, CudaLeafLinear)

@@ -17,8 +17,8 @@ from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_leaves import LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_forward, plain_config
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.tuning import (

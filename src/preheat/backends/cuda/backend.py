@@ -50,11 +50,11 @@ from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
@@ -264,7 +264,7 @@ class CudaBackend:
 
     def _split(self, value: Matmul, weights: LayerWeights, context: LayerContext) -> CudaLeafLinear:
         weight, own = weights.weight, value.order.own
-        mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, leaves=own)
+        mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, splits=own)
         return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._leaf_tiles)
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
@@ -277,7 +277,7 @@ class CudaBackend:
             layer = CudaLeafExperts(gate_up, down, value.routing, order.own, ranks, configs)
         else:
             assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
-            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=order.own)
+            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, splits=order.own)
             layer = QuantizedLeafExperts(*codes, value.routing, ranks, configs)
         if not value.down.terms:
             return layer

@@ -1,4 +1,4 @@
-"""Linear layers of many rows in float8 on Hopper: the contract of :mod:`preheat.backends.cuda.linear_quantized`, by a
+"""Linear layers of many rows in float8 on Hopper: the contract of :mod:`preheat.backends.cuda.matmul.weights`, by a
 program like that of :mod:`preheat.backends.cuda.linear_hopper`.
 
 The matrix unit sums 128 products from zero, and what it gives is added to the accumulator in fp32. That takes registers
@@ -23,7 +23,7 @@ from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.linear_hopper import load_tiles, num_tiles, rounded_outputs, store_tile, tile_place
-from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
 from preheat.backends.cuda.tuning import Wide
 from preheat.ops.quantization import QuantizedRows
 

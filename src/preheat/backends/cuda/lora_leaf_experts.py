@@ -22,9 +22,9 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
 from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.lora_experts import CHUNK, ExpertPlaces, expand_experts, shrink_experts
+from preheat.backends.cuda.matmul.gemm import experts_product
 from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.tuning import Tile
 from preheat.ops.values import PART, TILE
@@ -230,7 +230,7 @@ class _Leaves:
         self.arrangement, self.rows = arrangement, x.new_empty(self._inner.leaves, arrangement.rows, size)
         shrunk = None if blocks is None else shrink_experts(x, self._gate_up, blocks, arrangement, gathered=True)
         for leaf, (gate_up, to) in enumerate(zip(self._inner.gate_up, self.rows, strict=True)):
-            y = experts_linear(tile, x, gate_up, arrangement, gated=False, gathered=True)
+            y = experts_product(tile, x, gate_up, arrangement, gated=False, gathered=True)
             if blocks is not None and shrunk is not None:
                 expand_experts(y, shrunk, self._gate_up, blocks, arrangement, first=leaf * size)
             yield silu_and_mul(y, to)

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import fits, wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input, tensors_of
-from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
-from preheat.backends.cuda.moe_fp8 import experts_fp8
-from preheat.backends.cuda.moe_linear import experts_linear
+from preheat.backends.cuda.matmul.gemm import experts_product
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized_experts, quantized_input, tensors_of
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import silu_and_quantize
@@ -215,21 +213,16 @@ def experts_layer(
     choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.moe_linear.experts_linear`."""
+    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.matmul.gemm.experts_product`."""
     gathered = gated if gathered is None else gathered
-    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
-        assert isinstance(choice, Tile)
-        return experts_fp8(choice, x, weight, arrangement, gated=gated, gathered=gathered)
+    if isinstance(choice, Tile):
+        return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered)
     assert isinstance(x, Tensor)
-    if isinstance(weight, DeviceWeight):
-        if isinstance(choice, Tile):
-            return experts_codes(choice, x, weight, arrangement, gated=gated, gathered=gathered)
-        assert isinstance(choice, Expanded)
+    if isinstance(choice, Expanded):
+        assert isinstance(weight, DeviceWeight)
         plain = dequantized_experts(weight)
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered)  # type: ignore[arg-type]
-    if isinstance(choice, Tile):
-        return experts_linear(choice, x, weight, arrangement, gated=gated, gathered=gathered)
-    assert isinstance(choice, Wide)
+    assert isinstance(weight, Tensor)
     rows = spread(x, arrangement) if gathered else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear_quantized import DeviceWeight, codes_of, quantized_input, tensors_of
+from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
+from preheat.backends.cuda.matmul.weights import (
+    DeviceWeight,
+    codes_of,
+    dequantized_experts,
+    quantized_input,
+    tensors_of,
+)
 from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, Rows, experts_layer
-from preheat.backends.cuda.moe_codes import dequantized_experts, leaves_codes
-from preheat.backends.cuda.moe_fp8 import leaves_fp8
-from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
@@ -80,7 +84,7 @@ class CudaLeafExperts:
         """What this rank adds, by the kernels of ``config``: fp32 [tokens, hidden]."""
 
         def inner(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
-            return (experts_linear(tile, x, gate_up, arrangement, gated=True) for gate_up in self.gate_up)
+            return (experts_product(tile, x, gate_up, arrangement, gated=True) for gate_up in self.gate_up)
 
         return self.by(config, logits, inner)
 
@@ -91,7 +95,7 @@ class CudaLeafExperts:
         try:
             arrangement, sums = arrange(logits, self.routing, tiles.block, self._counts), list[Tensor]()
             for rows, down in zip(inner(tiles.gate_up, arrangement), self._down, strict=True):
-                given = experts_linear(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
+                given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
                 last = len(sums) == self.leaves - 1  # whose end makes zeros of the counts, which others need
                 sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare)))
         except BaseException:
@@ -155,19 +159,19 @@ class QuantizedLeafExperts:
         down = self._down
         if isinstance(choice, Expanded):
             assert isinstance(choice.choice, Tile)
-            return _plain_products(choice.choice, inner, dequantized_experts(down), down.leaves, arrangement)
+            return _plain_products(choice.choice, inner, dequantized_experts(down), down.splits, arrangement)
         assert isinstance(choice, Tile)
         if down.scheme.activations is None:
-            return leaves_codes(choice, inner, down, arrangement)
+            return experts_splits(choice, inner, down, arrangement)
         if down.scheme.activations != "token" or ranks.world == 1:
-            return leaves_fp8(choice, codes_of(inner, down), down, arrangement)
+            return experts_splits(choice, codes_of(inner, down), down, arrangement)
         places = None if arrangement.block == 1 else arrangement.places
-        return leaves_fp8(choice, quantize_parts(inner, ranks, places), down, arrangement)
+        return experts_splits(choice, quantize_parts(inner, ranks, places), down, arrangement)
 
 
 def _plain_products(tile: Tile, inner: Tensor, down: Tensor, leaves: int, arrangement: Arrangement) -> Tensor:
     parts = zip(inner.chunk(leaves, 1), down.chunk(leaves, 2), strict=True)
     return torch.stack([
-        experts_linear(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
+        experts_product(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
         for x, w in parts
     ])  # fmt: skip

@@ -19,7 +19,7 @@ from triton.runtime.errors import TritonError
 
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear_hopper import fits
-from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.moe import (
     ALONE,
     ExpertsConfig,

@@ -20,9 +20,9 @@ from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, plain_leaf_tile, sum_leaves
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.cuda.tuning import (
@@ -212,7 +212,7 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
         shape = LinearShape(
             outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow
         )
-        new = random_weight(shape, x.device, seed, weight.leaves)
+        new = random_weight(shape, x.device, seed, weight.splits)
         for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
             tensor.copy_(numbers)
     else:
@@ -252,7 +252,7 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int, leaves: i
             weight.zeros.zero_()
     if shape.dealt:
         weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
-    return DeviceWeight.of(weight, dealt=shape.dealt, leaves=leaves)
+    return DeviceWeight.of(weight, dealt=shape.dealt, splits=leaves)
 
 
 def _bits(y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
-from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import (

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +34,7 @@ from preheat.backends.cuda.matmul.products import (
     float8,
     plain,
 )
-from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, layout
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, codes_of, layout
 from preheat.backends.cuda.tuning import Tile, whole_groups
 from preheat.ops.quantization import QuantizedRows
 
@@ -151,7 +152,9 @@ def looped(
     gated: tl.constexpr,
 ):  # fmt: skip
     """Add the splits in their tree, in a loop: products with scales are long."""
-    total = tl.zeros([CUT.outputs, CUT.rows], tl.float32)
+    OUTPUTS: tl.constexpr = CUT.outputs
+    ROWS: tl.constexpr = CUT.rows
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     left, up = total, total
     for split in range(CUT.splits):
         product, up = PRODUCT(x, w, tiles, group, at, split, size, inputs, outputs, FORM, CUT.inputs, gated)
@@ -180,7 +183,12 @@ def _rounded(acc, bias, rows, dtype: tl.constexpr):
     return acc.to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])
+def _name(specialization: Any) -> str:
+    """The name of the compiled kernel, which profilers show: dense layers and experts apart."""
+    return "gemm" if "groups" in specialization.constants else "gemm_experts"  # None is a constant
+
+
+@triton.jit(do_not_specialize=["rows"], repr=_name)
 def gemm(
     x, w, groups, bias, y, x_tiles, w_tiles, rows, outputs, inputs, size, MAP: tl.constexpr, PRODUCT: tl.constexpr,
     SUM: tl.constexpr, FORM: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr,
@@ -193,10 +201,9 @@ def gemm(
     and ``w_tiles`` are x and w for the copy engine, or None.
     """
     begin(overlap)
-    if groups is not None:
-        if GROUPS.arranged:  # noqa: SIM102 - one is known to the compiler
-            if tl.program_id(0) >= tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs):
-                return
+    if groups is not None and GROUPS.arranged:  # noqa: SIM102 - one is known to the compiler
+        if tl.program_id(0) >= tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs):
+            return
     group, first, start, row, rows, token = MAP(groups, rows, outputs, GROUPS, CUT)
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
     at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
@@ -205,9 +212,8 @@ def gemm(
     result = _rounded(total, bias, out, dtype)
     if gated:
         result = silu_mul(result, _rounded(up, bias, out + outputs, dtype))
-    if groups is not None:
-        if CUT.splits > 1:  # noqa: SIM102 - both are known to the compiler
-            y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
+    if groups is not None and CUT.splits > 1:
+        y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
     outs, lanes = tl.arange(0, CUT.outputs)[:, None], tl.arange(0, CUT.rows)[None, :]
     to = y + tl.cast(start + row, tl.int64) * outputs + first
     tl.store(to + lanes * outputs + outs, result, mask=(first + outs < outputs) & (row + lanes < rows))
@@ -290,3 +296,33 @@ def multiply_experts(
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
+
+
+def experts_product(
+    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
+    gathered: bool | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return rows [arranged rows, columns] of the layer ``weight``, see :func:`multiply_experts`, in ``dtype``, by
+    default the model's. Rows are ``gathered`` if not said otherwise where they are ``gated``.
+    """
+    gathered = gated if gathered is None else gathered
+    size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]
+    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
+        y = torch.empty(size, dtype=dtype or weight.dtype, device=weight.codes.device)
+        x = codes_of(x, weight)
+    else:
+        assert isinstance(x, Tensor)
+        y = x.new_empty(size, dtype=dtype)
+    multiply_experts(tile, x, weight, arrangement, y, gated=gated, gathered=gathered)
+    return y
+
+
+def experts_splits(tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement) -> Tensor:
+    """Return the splits of ``weight``, with their scales: fp32 [splits, arranged rows, outputs]."""
+    size = weight.splits, arrangement.rows, weight.shape[1]
+    if isinstance(x, QuantizedRows):
+        y = torch.empty(size, dtype=torch.float32, device=weight.codes.device)
+    else:
+        y = x.new_empty(size, dtype=torch.float32)
+    multiply_experts(tile, x, weight, arrangement, y, gated=False, gathered=False, splits=weight.splits)
+    return y

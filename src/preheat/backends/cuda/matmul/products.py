@@ -96,7 +96,7 @@ def plain(
     gated: tl.constexpr,
 ):  # fmt: skip
     """Sums of plain weights; see the module."""
-    first, row, out, token, there = at
+    first, row, out, token, _ = at
     x_tiles, w_tiles = tiles
     top, start = group * outputs * (2 if gated else 1), split * size
     rows = tl.cast(top, tl.int64) + out
@@ -158,7 +158,7 @@ def codes(
     gated: tl.constexpr,
 ):  # fmt: skip
     """Sums of weights as codes, of rows as they are; see the module. A gated layer is one split."""
-    first, row, out, token, there = at
+    _, _, out, token, there = at
     height = outputs * 2 if gated else outputs
     x += split * size
     numbers = w.codes + tl.cast(group, tl.int64) * height * w.row_bytes + split * w.split_bytes
@@ -224,7 +224,7 @@ def float8(
     gated: tl.constexpr,
 ):  # fmt: skip
     """Sums of float8 rows and weights, with all scales; see the module. A gated layer is one split."""
-    first, row, out, token, there = at
+    _, _, out, token, _ = at
     height = outputs * 2 if gated else outputs
     x += split * size
     codes = w.codes + tl.cast(group, tl.int64) * height * inputs + split * size

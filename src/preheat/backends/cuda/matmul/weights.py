@@ -250,5 +250,3 @@ def quantized_input(weight: Tensor | DeviceWeight) -> QuantizedInput | None:
     if not isinstance(weight, DeviceWeight) or weight.scheme.activations is None:
         return None
     return QuantizedInput(weight.scheme.activations, weight.static)
-
-
