@@ -19,7 +19,6 @@ from triton.runtime.jit import mangle_type
 from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
-from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
 from preheat.backends.cuda.lora import _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
@@ -39,11 +38,10 @@ from preheat.backends.cuda.matmul.gemm import (
     looped,
 )
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
-from preheat.backends.cuda.moe import ExpertsShape, experts_config
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _greatest, _quantize
-from preheat.backends.cuda.tuning import Tile, Wide
+from preheat.backends.cuda.tuning import ExpertsShape, LinearShape, Tile, Wide, experts_rule, rule
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -134,7 +132,7 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
 def test_leaves_are_multiplied_as_whole_layers_are(code):
     """By the same instructions, in the same order, in a loop over leaves."""
     quantized: Scheme = Scheme(code=code, scales="channel", activations="token" if code == "fp8" else None)
-    tile = leaf_tile(LeafShape(4096, 4096, 4, torch.bfloat16, quantized), 64)
+    tile = rule(LinearShape(4096, 4096, scheme=quantized, splits=4), 64)
     assert isinstance(tile, Tile)
     weight, form = stored("*u8", None), CodesForm(four=True, group=0, even=True)
     if code == "fp8":
@@ -282,7 +280,7 @@ def test_experts_compile(gated, gathered, arranged, leaves):
 def test_experts_of_small_groups_fit_into_shared_memory(tokens):
     """Of the guesses: each weight brings a scale and a zero point of its own."""
     scheme = Scheme(code="int4", scales="group", group=32, zeros=True)
-    tile = experts_config(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
+    tile = experts_rule(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
     assert isinstance(tile, Tile)
     sizes, routed = (tile.outputs, tile.rows, tile.inputs, 1), RoutedForm(128, 8, gathered=True, arranged=True)
     form = CodesForm(four=True, group=32, even=False)

@@ -11,12 +11,21 @@ pytest.importorskip("triton")
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.moe import PLAIN, CudaExperts, ExpertsConfig, ExpertsConfigs, ExpertsShape
+from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.moe_tuner import TOKENS as TUNED
 from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.prove import settle_experts
-from preheat.backends.cuda.tuning import REFERENCE, Table, Tile, Wide
+from preheat.backends.cuda.tuning import (
+    PLAIN,
+    REFERENCE,
+    ExpertsConfig,
+    ExpertsShape,
+    KernelConfigs,
+    Table,
+    Tile,
+    Wide,
+)
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed
 from preheat.ops.values import Routing
@@ -49,7 +58,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[C
 
     routing = Routing(top_k, True, False)
     weights = normal(num_experts, 2 * inner, hidden) / hidden**0.5, normal(num_experts, hidden, inner) / inner**0.5
-    experts = CudaExperts(*weights, routing, ExpertsConfigs())
+    experts = CudaExperts(*weights, routing, KernelConfigs())
     return experts, normal(TOKENS, hidden), normal(TOKENS, num_experts), routing
 
 
@@ -110,9 +119,9 @@ def test_what_has_not_the_bits_is_done_without():
             y = super().by(config, x, logits)
             return y if config == PLAIN[x.dtype] else y * 1.01
 
-    short = Short(experts._gate_up, experts._down, experts._routing, ExpertsConfigs())
+    short = Short(experts._gate_up, experts._down, experts._routing, KernelConfigs())
     settle_experts([(short, [16, 64])], invariant=True)
-    assert short.configs(short.shape, 16) == short.configs(short.shape, 64) == PLAIN[x.dtype]
+    assert short.configs.experts(short.shape, 16) == short.configs.experts(short.shape, 64) == PLAIN[x.dtype]
     assert torch.equal(bits(short(x[:16], logits[:16])), bits(experts(x[:16], logits[:16])))
 
 
@@ -122,9 +131,9 @@ def test_the_tuner_finds_kernels_that_have_the_bits(scheme):
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
     found = tune_experts(shape, 256)
     assert [entry.tokens for entry in found] == [tokens for tokens in TUNED if tokens <= 256]
-    configs = ExpertsConfigs([Table("this", (9, 0), [], found)])
+    configs = KernelConfigs([Table("this", (9, 0), [], found)])
     if scheme is None:
         experts, *_ = made((8, 512, 384, 2))
         experts.configs = configs
         settle_experts([(experts, [entry.tokens for entry in found])], invariant=True)
-    assert all(configs(shape, entry.tokens) == ExpertsConfig.of(entry) for entry in found)
+    assert all(configs.experts(shape, entry.tokens) == entry.choice for entry in found)

@@ -15,16 +15,17 @@ pytest.importorskip("triton")
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafShape, LeafTiles, leaf_tile
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
+from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle_leaves
+from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import WIDE_FP8, candidates
 from preheat.backends.cuda.tuning import (
     KernelConfigs,
     LinearShape,
+    experts_reference,
     few_rows,
     few_tile,
     reference,
@@ -177,13 +178,13 @@ def test_experts_have_the_bits_of_the_reference(scheme, shape):
     num_experts, hidden, inner, top_k = shape
     experts = CudaExperts(
         stacked(scheme, num_experts, 2 * inner, hidden), stacked(scheme, num_experts, hidden, inner),
-        Routing(top_k, True, False), ExpertsConfigs(),
+        Routing(top_k, True, False), KernelConfigs(),
     )  # fmt: skip
     x, logits = (
         torch.randn(700, hidden, device="cuda").bfloat16(),
         torch.randn(700, num_experts, device="cuda").bfloat16(),
     )
-    right = experts.by(plain_config(experts.shape), x, logits)
+    right = experts.by(experts_reference(experts.shape), x, logits)
     assert right.isfinite().all()
     for tokens in (1, 2, 16, 65, 700):
         assert torch.equal(experts(x[:tokens], logits[:tokens]).view(torch.int16), right[:tokens].view(torch.int16))
@@ -213,9 +214,9 @@ LEAVES = [FP8, STATIC, BLOCKS, *WHOLE]
 @pytest.mark.parametrize("scheme", LEAVES, ids=named)
 def test_leaves_have_the_bits_of_their_reference(scheme):
     """Nothing is rejected, so what was chosen first serves."""
-    shape, tiles = LeafShape(1152, 4 * 512, 4, torch.bfloat16, scheme), LeafTiles()
-    settle_leaves(tiles, [(shape, ROWS)], invariant=True)
-    assert [tiles(shape, rows) for rows in ROWS] == [leaf_tile(shape, rows) for rows in ROWS]
+    shape, configs = LinearShape(1152, 4 * 512, scheme=scheme, splits=4), KernelConfigs()
+    assert all(settle(configs, [(shape, ROWS)]).values())
+    assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows) for rows in ROWS]
 
 
 @pytest.mark.parametrize("scheme", LEAVES, ids=named)

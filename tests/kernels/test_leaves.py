@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.collective import RankSums, add_ranks
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, sum_leaves
-from preheat.backends.cuda.moe import ExpertsConfigs
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
@@ -23,13 +23,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 4) -> Tensor:
     """The layer's outputs, of ``world`` ranks."""
     if world == 1:
-        return CudaLeafLinear(weight, bias, leaves, RankSums(), LeafTiles())(x)
+        return CudaLeafLinear(weight, bias, leaves, RankSums(), KernelConfigs())(x)
     parts = []
     for mine, part in zip(x.chunk(world, 1), weight.chunk(world, 1), strict=True):
-        layer = CudaLeafLinear(part.contiguous(), None, leaves // world, RankSums(), LeafTiles())
+        layer = CudaLeafLinear(part.contiguous(), None, leaves // world, RankSums(), KernelConfigs())
         y = torch.empty(len(x), len(weight))
-        tile = leaf_tile(layer.shape, len(x))
-        parts.append(sum_leaves(tile, mine.contiguous(), layer.weight, None, leaves // world, y))
+        parts.append(layer.partial(mine.contiguous(), y))
     return add_ranks(torch.stack(parts), bias, x.dtype)
 
 
@@ -70,9 +69,9 @@ def test_experts_on_ranks(dtype, tokens):
         gates = gate_up.view(experts, 2, inner, hidden).chunk(world, 2)[rank].reshape(experts, -1, hidden)
         mine = CudaLeafExperts(
             gates.contiguous(), down.chunk(world, 2)[rank].contiguous(), routing, 4 // world, RankSums(),
-            ExpertsConfigs(),
+            KernelConfigs(),
         )  # fmt: skip
-        return mine.local(mine.configs(mine.shape, tokens), x, logits)
+        return mine.local(mine.configs.experts(mine.shape, tokens), x, logits)
 
     whole = partial(0, 1)
     for world in (2, 4):

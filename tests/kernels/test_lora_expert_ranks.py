@@ -18,8 +18,8 @@ from preheat.backends.cuda import lora_leaf_experts
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
-from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.tuning import ExpertsShape, KernelConfigs
 from preheat.ops import matmul
 from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
 from preheat.ops.moe import combine, route
@@ -41,14 +41,14 @@ def parts(monkeypatch):
     monkeypatch.setattr(matmul, "PART", 16)
 
 
-class Configs(ExpertsConfigs):
+class Configs(KernelConfigs):
     """The kernels whose experts have rows in blocks of ``block``."""
 
     def __init__(self, block: int) -> None:
         super().__init__()
         self._block = block
 
-    def _find(self, shape: ExpertsShape, tokens: int):
+    def experts(self, shape: ExpertsShape, tokens: int):
         return config(torch.float32, self._block)
 
 

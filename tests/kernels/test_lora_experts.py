@@ -16,8 +16,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import lora_experts, moe
 from preheat.backends.cuda.matmul import weights as stored
-from preheat.backends.cuda.moe import ExpertsConfig
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import ExpertsConfig, Tile
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme

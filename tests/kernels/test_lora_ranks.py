@@ -12,7 +12,7 @@ from torch import Tensor
 from preheat.backends.cuda import lora
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.tuning import KernelConfigs
@@ -62,7 +62,7 @@ def by_columns(
         if codes is not None:
             cut = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
             own = DeviceWeight.of(cut, splits=leaves // ranks.world)
-        base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, LeafTiles())
+        base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, KernelConfigs())
         made = ops.linear(
             base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None
         )

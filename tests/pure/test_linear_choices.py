@@ -19,7 +19,9 @@ from preheat.backends.cuda.tuning import (
     SHARED_BYTES,
     Entry,
     Expanded,
+    ExpertsConfig,
     ExpertsEntry,
+    ExpertsShape,
     KernelConfigs,
     Library,
     LinearShape,
@@ -29,8 +31,8 @@ from preheat.backends.cuda.tuning import (
     codes_bytes,
     codes_rule,
     encode,
+    experts_rule,
     few_bytes,
-    fits_wide,
     kernel_configs,
     merged,
     place,
@@ -299,24 +301,20 @@ def test_the_tuner_measures_the_maps_of_the_model(model_config):
 EXPERTS = ExpertsEntry(8, 256, 128, 2, 64, 1.5, 16, tiles=(NARROW, NARROW))
 
 
-def test_experts_are_looked_up_in_tables_too(monkeypatch):
-    from preheat.backends.cuda import moe
-    from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_config
-
-    monkeypatch.setattr(moe, "fits", lambda shape: True)
-    shape = ExpertsShape.of(EXPERTS)
+def test_experts_are_looked_up_in_tables_too():
+    shape = EXPERTS.shape
     wide = ExpertsEntry(8, 256, 128, 2, 512, 1.5, 128, wides=(Wide(256, 128, 4), Wide(128, 128, 6)))
     before = Table("One", HOPPER, [], [EXPERTS])
     after = Table("One", HOPPER, [], [EXPERTS, wide])
     text = encode(merged([before, table((16, NARROW))], after))
     read_back = msgspec.json.decode(text, type=Table)
     assert read_back.experts == after.experts and len(read_back.entries) == 1
-    configs = ExpertsConfigs([before, read_back])
+    configs = KernelConfigs([before, read_back], hopper=True).experts
     assert configs(shape, 1) == configs(shape, 64) == ExpertsConfig(16, NARROW, NARROW)
     assert configs(shape, 65) == ExpertsConfig(128, *wide.wides)
-    assert configs(shape, 513) == experts_config(shape, 513)
-    assert configs(shape, 512).entry(shape, 512, 1.5) == wide
-    assert ExpertsConfigs([read_back, before])(shape, 65) == experts_config(shape, 65)
+    assert configs(shape, 513) == experts_rule(shape, 513, hopper=True)
+    assert ExpertsEntry.of(shape, 512, configs(shape, 512), 1.5) == wide
+    assert KernelConfigs([read_back, before]).experts(shape, 65) == experts_rule(shape, 65)
 
 
 @given(
@@ -325,16 +323,10 @@ def test_experts_are_looked_up_in_tables_too(monkeypatch):
 )  # fmt: skip
 def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
     """The law for every guess: a kernel that copies rows of plain weights in bulk has rows that may be copied."""
-    from preheat.backends.cuda import moe
-    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
-
-    shape = moe.ExpertsShape(num_experts, hidden, inner, 1, dtype, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "fits", fits_wide)  # as on Hopper
-        guess = moe.experts_config(shape, tokens)
+    guess = experts_rule(ExpertsShape(num_experts, hidden, inner, 1, dtype), tokens, hopper=True)
     chosen = [(guess.gate_up, hidden), (guess.down, inner)]
     chosen.append((rule(LinearShape(inner, hidden, False, dtype), tokens), hidden))
-    chosen.append((leaf_tile(LeafShape(inner, 4 * hidden, 4, dtype), tokens), hidden))
+    chosen.append((rule(LinearShape(inner, 4 * hidden, dtype=dtype, splits=4), tokens), hidden))
     for config, inputs in chosen:
         if isinstance(config, Tile) and config.bulk:
             assert inputs * dtype.itemsize % 16 == 0
@@ -347,13 +339,11 @@ def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hid
 )  # fmt: skip
 def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num_experts, steps, tokens):
     """The law for every guess: Triton keeps one buffer less than a tile has stages, and all buffers fit."""
-    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
-    from preheat.backends.cuda.moe import ExpertsShape, experts_config
-
     scheme, size = Scheme(code=code, scales="group", group=group, zeros=zeros), 256 * steps
     shape = ExpertsShape(num_experts, size, size, min(2, num_experts), dtype, scheme)
-    experts, leaves = experts_config(shape, tokens), LeafShape(size, 4 * size, 4, dtype, scheme)
-    chosen = [(experts.gate_up, shape.gate_up), (experts.down, shape.down), (leaf_tile(leaves, tokens), leaves.of_leaf)]
+    experts = experts_rule(shape, tokens)
+    split = LinearShape(size, 4 * size, dtype=dtype, scheme=scheme, splits=4)
+    chosen = [(experts.gate_up, shape.gate_up), (experts.down, shape.down), (rule(split, tokens), split.of_split)]
     chosen += [(codes_rule(layer, tokens), layer) for layer in (shape.gate_up, shape.down)]
     for tile, layer in chosen:
         if isinstance(tile, Tile):
@@ -364,7 +354,6 @@ def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num
 @pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])
 def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
     from preheat.backends.cuda import moe_tuner
-    from preheat.backends.cuda.moe import ExpertsShape
 
     monkeypatch.setattr(moe_tuner, "fits", lambda shape: True)
     shape = ExpertsShape(128, 2048, 768, 8, torch.bfloat16)

@@ -49,18 +49,18 @@ from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.memory import VirtualMemory
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
+from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
+from preheat.backends.cuda.prove import settle, settle_experts
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
@@ -94,8 +94,7 @@ class CudaBackend:
         self._adapters = CudaAdapters(self.device)
         self.adapters: AdapterOps | None = self._adapters
         self._used_before = 0
-        self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
-        self._leaf_tiles = LeafTiles()
+        self._configs = KernelConfigs()
         self.sharing: Sharing | None = CudaSharing(self.device)
 
     @cached_property
@@ -163,7 +162,6 @@ class CudaBackend:
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         tables = tables_for(name, capability, cache)
         self._configs = KernelConfigs(tables, invariant=settings.batch_invariant, hopper=capability[0] == 9)
-        self.experts_configs = ExpertsConfigs(tables)
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -214,10 +212,8 @@ class CudaBackend:
             for layer in (each.linears if isinstance(each, AdaptedLinear | AdaptedLeafLinear) else [each])
         ]
         with_adapters = {layer.shape for each, _ in given if isinstance(each, AdaptedLinear) for layer in each.linears}
-        linears = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)]
+        linears = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear | CudaLeafLinear)]
         settle(self._configs, linears, with_adapters)
-        leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
-        settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
         adapted = AdaptedExperts | AdaptedLeafExperts
         layers += [(each.inner, rows) for each, rows in layers if isinstance(each, adapted)]
         kinds = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | adapted
@@ -265,12 +261,12 @@ class CudaBackend:
     def _split(self, value: Matmul, weights: LayerWeights, context: LayerContext) -> CudaLeafLinear:
         weight, own = weights.weight, value.order.own
         mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, splits=own)
-        return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._leaf_tiles)
+        return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._configs)
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
         order, (gate_up, down) = value.down.order, weights
         layer: CudaExperts | CudaLeafExperts | QuantizedLeafExperts
-        ranks, configs = cast(RankSums, context.ranks), self.experts_configs
+        ranks, configs = cast(RankSums, context.ranks), self._configs
         if not order.is_split:
             layer = CudaExperts(_on_device(gate_up), _on_device(down), value.routing, configs)
         elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):

@@ -40,10 +40,12 @@ def apply(
     gated: bool,
     out: Tensor | None = None,
     adapters: Expansion | None = None,
+    splits: int = 1,
 ) -> Tensor:
-    """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
+    """Run ``x`` [rows, inputs] through a layer by the kernel ``choice``, into ``out`` where it is given.
 
-    All are contiguous. Wide kernels of plain weights take ``adapters``, whose rows the launch ahead shrinks.
+    All are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights take ``adapters``, whose rows
+    the launch ahead shrinks.
     """
     assert adapters is None or (isinstance(choice, Wide) and isinstance(weight, Tensor))
     if isinstance(weight, DeviceWeight) and isinstance(choice, Tile | Wide):
@@ -53,7 +55,7 @@ def apply(
         x = x.plain
     if isinstance(weight, DeviceWeight):
         assert isinstance(choice, Expanded)
-        return apply(choice.choice, x, dequantized(weight), bias, gated, out)
+        return apply(choice.choice, x, dequantized(weight), bias, gated, out, splits=splits)
     if isinstance(choice, Library):
         y = _by_library(x, weight, bias, choice.split, None if gated else out)
         if not gated:
@@ -65,7 +67,7 @@ def apply(
         wide(choice, x, weight, bias, gated, y, adapters=adapters)
     else:
         assert isinstance(choice, Tile)
-        multiply(choice, x, weight, bias, gated, y)
+        multiply(choice, x, weight, bias, gated, y, splits)
     return y
 
 

@@ -108,7 +108,7 @@ class CudaAdapters:
     ) -> AdaptedLinear | AdaptedLeafLinear:
         assert isinstance(linear, CudaLinear | CudaLeafLinear)
         assert len(outputs) <= MOST_PARTS
-        leaves, held = getattr(linear.shape, "leaves", 1), pair_dtype(linear.shape.dtype, dtype)
+        leaves, held = max(linear.shape.splits, 1), pair_dtype(linear.shape.dtype, dtype)
         among = among if isinstance(among, RankSums) else RankSums()
         factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
         if isinstance(linear, CudaLeafLinear):

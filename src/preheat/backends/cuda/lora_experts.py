@@ -21,9 +21,10 @@ from torch import Tensor
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
 from preheat.backends.cuda.lora_expand import WIDTH, times
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, Rows
+from preheat.backends.cuda.moe import CudaExperts, Rows
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.tuning import ExpertsConfig
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import PART, TILE
 
@@ -257,7 +258,7 @@ class AdaptedExperts(ExpertPlaces):
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         if self._rows.blocks is None:
             return self.inner(x, logits)
-        return self.local(self.configs(self.shape, len(x)), x, logits)
+        return self.local(self.configs.experts(self.shape, len(x)), x, logits)
 
     def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
         """As in steps with adapters, by the kernels of ``config``. Where no step is described, nothing is added: what

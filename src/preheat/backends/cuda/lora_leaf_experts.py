@@ -23,10 +23,9 @@ from preheat.backends.cuda.lora_blocks import BLOCK
 from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.lora_experts import CHUNK, ExpertPlaces, expand_experts, shrink_experts
 from preheat.backends.cuda.matmul.gemm import experts_product
-from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.moe_route import Arrangement
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import ExpertsConfig, Tile
 from preheat.ops.values import PART, TILE
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class AdaptedLeafExperts(ExpertPlaces):
         if blocks is None:
             return self.inner(x, logits)
         leaves = _Leaves(self.inner, self._gate_up, blocks)
-        partial = leaves.sum(self.configs(self.shape, len(x)), x, logits)
+        partial = leaves.sum(self.configs.experts(self.shape, len(x)), x, logits)
         mine = self._shrunk(leaves, blocks)
         if ranks.world == 1:
             return self._expanded(partial.to(x.dtype), mine[None], leaves, blocks)

@@ -24,11 +24,11 @@ from preheat.backends.cuda.matmul.weights import (
     quantized_input,
     tensors_of,
 )
-from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, Rows, experts_layer
+from preheat.backends.cuda.moe import Rows, experts_layer
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
-from preheat.backends.cuda.tuning import Expanded, Tile, Wide
+from preheat.backends.cuda.tuning import Expanded, ExpertsConfig, ExpertsShape, KernelConfigs, Tile, Wide
 from preheat.ops.matmul import tree_sum
 from preheat.ops.values import Routing
 
@@ -54,7 +54,7 @@ class CudaLeafExperts:
         routing: Routing,
         leaves: int,
         ranks: RankSums,
-        configs: ExpertsConfigs,
+        configs: KernelConfigs,
     ) -> None:
         self.routing, self.ranks, self.configs, self.leaves = routing, ranks, configs, leaves
         experts, hidden, inner = down.shape
@@ -67,7 +67,7 @@ class CudaLeafExperts:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
-        partial = self.local(self.configs(self.shape, len(x)), x, logits)
+        partial = self.local(self.configs.experts(self.shape, len(x)), x, logits)
         if self.ranks.world == 1:
             return partial.to(x.dtype)
         return self.ranks.sum(partial, None, x.dtype)
@@ -110,7 +110,7 @@ class QuantizedLeafExperts:
     slots = None
 
     def __init__(
-        self, gate_up: DeviceWeight, down: DeviceWeight, routing: Routing, ranks: RankSums, configs: ExpertsConfigs
+        self, gate_up: DeviceWeight, down: DeviceWeight, routing: Routing, ranks: RankSums, configs: KernelConfigs
     ) -> None:
         self._gate_up, self._down, self._routing, self._ranks, self.configs = gate_up, down, routing, ranks, configs
         experts, hidden, inner = down.shape
@@ -132,7 +132,7 @@ class QuantizedLeafExperts:
 
     def __call__(self, x: Rows, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
-        partial = self._partial(self.configs(self.shape, len(x)), x, logits, self._ranks)
+        partial = self._partial(self.configs.experts(self.shape, len(x)), x, logits, self._ranks)
         if self._ranks.world == 1:
             return partial.to(self.shape.dtype)
         return self._ranks.sum(partial, None, self.shape.dtype)

@@ -11,12 +11,13 @@ import torch
 
 from preheat.backends.base import TuneRequest
 from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.moe import ExpertsConfig, ExpertsShape
 from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.tuner import ROWS, tune
 from preheat.backends.cuda.tuning import (
     Entry,
+    ExpertsConfig,
     ExpertsEntry,
+    ExpertsShape,
     KernelConfig,
     LinearShape,
     Table,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -43,10 +43,16 @@ H200: to write these and read them again takes longer then.
 """
 
 
+ALONE = 4
+"""With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
+
+
 class LinearShape(NamedTuple):
-    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
-    says how they are quantized, if they are; ``dealt``: codes of four bits lie as Hopper's matrix unit takes them,
-    ``narrow``: and their scales are of bfloat16.
+    """Everything about a layer that the choice of its kernel depends on, besides the number of rows.
+
+    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``dealt``: codes of four bits
+    lie in the order of Hopper's matrix unit; ``narrow``: and their scales are of bfloat16. ``splits``: into how many
+    splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
     """
 
     outputs: int
@@ -57,11 +63,38 @@ class LinearShape(NamedTuple):
     scheme: Scheme | None = None
     dealt: bool = False
     narrow: bool = False
+    splits: int = 0
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return self.outputs // 2 if self.gated else self.outputs
+
+    @property
+    def of_split(self) -> LinearShape:
+        """The layer of one split, whose inputs are not cut."""
+        return LinearShape(self.outputs, self.inputs // self.splits, dtype=self.dtype, scheme=self.scheme)
+
+
+class ExpertsShape(NamedTuple):
+    """Everything about experts that the choice of their kernels depends on, besides the number of tokens."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    dtype: torch.dtype
+    scheme: Scheme | None = None
+
+    @property
+    def gate_up(self) -> LinearShape:
+        """The first layer of one expert."""
+        return LinearShape(2 * self.inner, self.hidden, True, self.dtype, scheme=self.scheme)
+
+    @property
+    def down(self) -> LinearShape:
+        """The second layer of one expert."""
+        return LinearShape(self.hidden, self.inner, False, self.dtype, scheme=self.scheme)
 
 
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -104,11 +137,25 @@ class Expanded(msgspec.Struct, frozen=True):
 
 KernelConfig = Tile | Wide | Library | Expanded
 
+
+class ExpertsConfig(NamedTuple):
+    """The kernels of both layers of experts. ``block`` rows of an expert are computed together, as many as the rows of
+    both tiles; 1: every slot is computed by itself.
+    """
+
+    block: int
+    gate_up: Tile | Wide | Expanded
+    down: Tile | Wide | Expanded
+
+
 REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
 """The plain kernel, whose bits are the contract's."""
 
 FP8_REFERENCE = Tile(64, 64, 128, 4, 3)
 """The same of layers with float8 activations."""
+
+PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}
+"""The same of experts."""
 
 PROCESSORS = 132
 """Of a Hopper GPU."""
@@ -118,10 +165,20 @@ MANY_ROWS = 512
 
 
 def reference(shape: LinearShape) -> KernelConfig:
-    """The implementation whose bits are the contract's: of quantized weights, that of the dequantized model."""
+    """Return the implementation whose bits are the contract's: of quantized weights, that of the dequantized model."""
     if shape.scheme is None:
         return REFERENCE[shape.dtype]
     return FP8_REFERENCE if shape.scheme.activations else Expanded(REFERENCE[shape.dtype])
+
+
+def experts_reference(shape: ExpertsShape) -> ExpertsConfig:
+    """Return the kernels whose bits are the contract's."""
+    if shape.scheme is None:
+        return PLAIN[shape.dtype]
+    if shape.scheme.activations is not None:
+        return ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    tile = REFERENCE[shape.dtype]
+    return ExpertsConfig(tile.rows, Expanded(tile), Expanded(tile))
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -207,9 +264,27 @@ class ExpertsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     wides: tuple[Wide, Wide] | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int, int, str, Scheme | None]:
-        """All but the number of tokens that a choice depends on."""
-        return self.num_experts, self.hidden, self.inner, self.top_k, self.dtype, self.scheme
+    def choice(self) -> ExpertsConfig:
+        layers = self.tiles or self.wides
+        assert layers is not None
+        return ExpertsConfig(self.block, *layers)
+
+    @property
+    def shape(self) -> ExpertsShape:
+        dtype = getattr(torch, self.dtype)
+        return ExpertsShape(self.num_experts, self.hidden, self.inner, self.top_k, dtype, self.scheme)
+
+    @classmethod
+    def of(cls, shape: ExpertsShape, tokens: int, config: ExpertsConfig, microseconds: float) -> ExpertsEntry:
+        tiles, wides = None, None
+        if isinstance(config.gate_up, Tile) and isinstance(config.down, Tile):
+            tiles = config.gate_up, config.down
+        elif isinstance(config.gate_up, Wide) and isinstance(config.down, Wide):
+            wides = config.gate_up, config.down
+        return cls(
+            *shape[:4], tokens, round(microseconds, 2), config.block, str(shape.dtype).removeprefix("torch."),
+            shape.scheme, tiles, wides,
+        )  # fmt: skip
 
 
 class Table(msgspec.Struct):
@@ -222,65 +297,84 @@ class Table(msgspec.Struct):
 
 
 class KernelConfigs:
-    """From a map and a number of rows to an implementation.
+    """From a layer or experts and a number of rows to the kernels that serve them.
 
-    Of several ``tables`` that know a map the last one counts. ``invariant``: only what keeps the contract's order.
-    ``hopper``: kernels written for it may be guessed, too.
+    Of several ``tables`` that know a layer the last one counts. ``invariant``: only kernels that keep the contract's
+    order. ``hopper``: kernels written for Hopper may be guessed, too.
     """
 
     def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, hopper: bool = False) -> None:
         self.invariant, self._hopper = invariant, hopper
         self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._own: dict[LinearShape, dict[int, KernelConfig]] = {}
+        self._routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
         self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
-        self._rejected: set[tuple[LinearShape, int]] = set()
+        self._made_routed: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
         for table in tables:
             self._entries |= _by_shape(table, invariant)
             self._own |= _by_shape(table, invariant, own=True)
+            routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
+            for entry in table.experts:
+                routed.setdefault(entry.shape, {})[entry.tokens] = entry.choice
+            self._routed |= routed
 
     def __call__(self, shape: LinearShape, rows: int) -> KernelConfig:
+        """Return the kernel for ``rows`` rows of a layer."""
         made = self._made.get((shape, rows))
         if made is None:
-            made = self._made[shape, rows] = self._find(shape, rows)
+            known = shape._replace(bias=False, narrow=False)
+            made = _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
+            self._made[shape, rows] = made
         return made
 
-    def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
-        if (shape, rows) in self._rejected:
-            return tile_rule(shape, rows) if shape.scheme is None else reference(shape)
-        return _up_to(self._entries, shape, rows) or rule(shape, rows, hopper=self._hopper)
+    def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+        """Return the kernels for ``tokens`` tokens of experts."""
+        made = self._made_routed.get((shape, tokens))
+        if made is None:
+            made = _up_to(self._routed, shape, tokens) or experts_rule(shape, tokens, hopper=self._hopper)
+            self._made_routed[shape, tokens] = made
+        return made
 
     def own(self, shape: LinearShape, rows: int) -> KernelConfig:
-        """The same, but not cuBLAS up to ``OWN_ROWS`` rows."""
+        """Return the kernel for a layer beside which rows shrink: not cuBLAS up to ``OWN_ROWS`` rows."""
         found = self(shape, rows)
         if rows > OWN_ROWS or not isinstance(found, Library):
             return found
-        return _up_to(self._own, shape, rows) or tile_rule(shape, rows)
+        return _up_to(self._own, shape._replace(bias=False, narrow=False), rows) or tile_rule(shape, rows)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
-        """The kernel to which what adapters do is added, where it is: that for many rows on Hopper, also if cuBLAS is
-        faster, unless it has too few tiles.
+        """Return the kernel that adds low-rank terms itself, for layers and numbers of rows for which it pays.
+
+        It is the kernel for many rows on Hopper, also where cuBLAS is faster, unless it has too few tiles.
         """
         many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
         guesses = wide_guesses(shape, rows) if many else []
         return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
 
     def used(self, shape: LinearShape, rows: int, *, adapted: bool) -> list[KernelConfig]:
-        """All that may serve ``rows`` rows of ``shape``, in layers with adapters, if ``adapted``, too."""
+        """Return all kernels that may serve ``rows`` rows of a layer, which has terms if it is ``adapted``."""
         found = [self(shape, rows)]
         if adapted:
             found += [self.own(shape, rows), self.wide(shape, rows) or found[0]]
         return list(dict.fromkeys(found))
 
-    def reject(self, shape: LinearShape, rows: int) -> None:
-        """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
-        self._rejected.add((shape, rows))
-        self._made.pop((shape, rows), None)
+    def reject(self, shape: LinearShape | ExpertsShape, rows: int) -> None:
+        """From now on serve ``rows`` rows by the kernel whose order is beyond doubt."""
+        if isinstance(shape, ExpertsShape):
+            self._made_routed[shape, rows] = experts_reference(shape)
+        else:
+            plain = shape.scheme is None and not shape.splits
+            self._made[shape, rows] = tile_rule(shape, rows) if plain else reference(shape)
 
 
-def _up_to(entries: dict[LinearShape, dict[int, KernelConfig]], shape: LinearShape, rows: int) -> KernelConfig | None:
-    """What was measured for the least number of rows that is no less."""
-    found = entries.get(shape._replace(bias=False, narrow=False), {})
-    return found[min(size for size in found if size >= rows)] if any(size >= rows for size in found) else None
+S, C = TypeVar("S"), TypeVar("C")
+
+
+def _up_to(entries: Mapping[S, Mapping[int, C]], shape: S, rows: int) -> C | None:
+    """Return the choice that was measured for the least number of rows that is no less than ``rows``."""
+    found = entries.get(shape, {})
+    size = min((size for size in found if size >= rows), default=None)
+    return None if size is None else found[size]
 
 
 def _by_shape(table: Table, invariant: bool, *, own: bool = False) -> dict[LinearShape, dict[int, KernelConfig]]:
@@ -427,7 +521,9 @@ def few_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
-    """A guess for what is in no table."""
+    """Guess the kernel for a layer that is in no table."""
+    if shape.splits:
+        return split_rule(shape, rows)
     if hopper and wide_float8(shape) and (wide := wide_guesses(shape, rows)):
         return wide[0]
     if shape.scheme is not None:
@@ -506,3 +602,84 @@ def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     if not whole_groups(shape.scheme):
         held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
     return held + height * depth * (1 if shape.scheme.activations else shape.dtype.itemsize)
+
+
+def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded:
+    """Guess tiles for a layer whose inputs are cut into splits.
+
+    The copy engine cannot stop inside a tile, so it needs splits that its tiles divide.
+    """
+    if shape.scheme is None:
+        return _plain_split(shape, rows)
+    if shape.scheme.activations is None and rows >= MANY_ROWS:
+        return Expanded(_plain_split(shape, rows))
+    return _codes_split(shape.of_split, rows)
+
+
+def _codes_split(shape: LinearShape, rows: int) -> Tile:
+    """Guess a tile of codes for the layer of one split.
+
+    Sums of other splits wait in registers, of which a thread has 255.
+    """
+    assert shape.scheme is not None
+    if shape.scheme.activations is not None:
+        tile = codes_rule(shape, rows)
+        return tile if tile.outputs < 128 else Tile(128, 64, 128, 8, 4)
+    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    room = SHARED_BYTES // codes_bytes(shape, 64, height, 128)
+    return Tile(64, height, 128, 4, max(2, min(room, 8 if height < 64 else 4)))
+
+
+def _plain_split(shape: LinearShape, rows: int) -> Tile:
+    if shape.dtype != torch.bfloat16:
+        return REFERENCE[shape.dtype]
+    size = shape.inputs // shape.splits
+    deep = 128 if size % 128 == 0 else 64
+    bulk = size % deep == 0
+    if rows <= 16:
+        return Tile(64, 16, deep, 4, 6 if deep == 128 else 8, bulk)
+    if rows <= 32:
+        return Tile(64, 32, deep, 4, 5, bulk)
+    if rows <= 64:
+        return Tile(64, 64, deep, 4, 4, bulk)
+    if rows <= 256:
+        return Tile(128, 64, 64, 4, 4, bulk)
+    return Tile(128, 128, 64, 8, 4, bulk)
+
+
+def experts_rule(shape: ExpertsShape, tokens: int, *, hopper: bool = False) -> ExpertsConfig:
+    """Guess the kernels for experts and a number of tokens that are in no table."""
+    guess = _guess(shape, tokens, hopper=hopper)
+    return guess._replace(
+        gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
+        down=without_unaligned_copies(guess.down, shape.down),
+    )
+
+
+def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
+    """Guess the kernels as if every row of weights could be copied in bulk."""
+    slots = tokens * shape.top_k
+    alone = slots * ALONE <= shape.num_experts
+    if shape.scheme is not None:
+        rows = 16 if slots <= 16 * shape.num_experts else 64
+        deep = 256 if alone and whole_groups(shape.scheme) else 128
+        tiles = (_codes_expert(layer, rows, deep) for layer in (shape.gate_up, shape.down))
+        return ExpertsConfig(1 if alone else rows, *tiles)
+    if shape.dtype != torch.bfloat16:
+        return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
+    mean = slots / shape.num_experts
+    if alone:
+        return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), Tile(128, 16, 128, 4, 4, True))
+    if mean <= 12:
+        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))
+    if mean <= 24:
+        return ExpertsConfig(32, Tile(128, 32, 128, 4, 3, True), Tile(128, 32, 64, 4, 3, True))
+    if mean <= 48 or not (hopper and fits_wide(shape.gate_up) and fits_wide(shape.down)):
+        return ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
+    return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
+
+
+def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
+    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
+    return Tile(64, rows, deep, 4, max(2, min(4, room)))

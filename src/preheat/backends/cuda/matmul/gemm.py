@@ -257,8 +257,9 @@ def multiply(
     splits: int = 1,
 ) -> None:  # fmt: skip
     """Write to ``y`` [rows, columns] the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] for ``x`` [rows,
-    inputs], whose inputs are cut into ``splits``. All are contiguous.
+    inputs], whose inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
     """
+    splits = weight.splits if isinstance(weight, DeviceWeight) else splits
     columns, inputs = y.shape[1], weight.shape[1]
     size, x_tiles, w_tiles = inputs // splits, None, None
     given = _operands(tile, x, weight, size)
