@@ -21,6 +21,7 @@ from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, ke
 from preheat.backends.registry import pick_backend
 from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
+from preheat.model.values import matmul_of
 from preheat.settings import Settings
 
 
@@ -59,6 +60,6 @@ def main(words: Sequence[str]) -> None:
     pick_backend("cuda").prepare(Settings(), None)
     found = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
     spec = read_spec(read_config(find_checkpoint(args.model, None, with_weights=False)))
-    layers = dict.fromkeys(shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
+    layers = dict.fromkeys(shape_of(matmul_of(linear, "bfloat16")) for _, linear in spec.linears())
     lines = [line for shape in layers for line in measure(shape, args.rows, found, args.replays, args.bandwidth)]
     save("gemm", {"model": args.model, "maps": lines})

@@ -32,6 +32,7 @@ from preheat.backends.cuda.tuning import (
     codes_rule,
     encode,
     experts_rule,
+    experts_shape_of,
     few_bytes,
     kernel_configs,
     merged,
@@ -39,11 +40,14 @@ from preheat.backends.cuda.tuning import (
     read,
     reference,
     rule,
+    shape_of,
     shipped,
     tile_rule,
 )
 from preheat.model.families import read_spec
+from preheat.model.values import matmul_of, values_of
 from preheat.ops.kinds import Scheme
+from preheat.ops.values import Experts
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -285,10 +289,8 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
 
 
 def test_the_tuner_measures_the_maps_of_the_model(model_config):
-    from preheat.backends.cuda.tuning import shape_of
-
     spec = read_spec(model_config)
-    *layers, head = (shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
+    *layers, head = (shape_of(matmul_of(linear, "bfloat16")) for _, linear in spec.linears())
     inner = spec.layers[0].mlp.down.inputs
     assert LinearShape(2 * inner, spec.hidden_size, True, torch.bfloat16, False) in layers
     assert head == LinearShape(spec.vocab_size, spec.hidden_size)
@@ -369,12 +371,9 @@ def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
 
 
 def test_the_tuner_is_asked_for_the_experts_of_the_model():
-    from preheat.backends.base import ExpertsSize
-    from preheat.warmup.tune import _size
-
-    config = CONFIGS["qwen3-30b-a3b"]
-    spec = read_spec(config)
-    assert {_size(layer.mlp) for layer in spec.layers} == {ExpertsSize(128, 2048, 768, 8, None)}
+    values = [value for _, value in values_of(read_spec(CONFIGS["qwen3-30b-a3b"]), "bfloat16")]
+    found = {experts_shape_of(value) for value in values if isinstance(value, Experts)}
+    assert found == {ExpertsShape(128, 2048, 768, 8, torch.bfloat16)}
 
 
 @pytest.fixture

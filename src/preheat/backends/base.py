@@ -278,21 +278,6 @@ class Embedding(HasWeights, Protocol):
         """
 
 
-class LinearSize(Protocol):
-    """What is known of a linear layer without its weights, see :class:`preheat.model.specs.LinearSpec`."""
-
-    @property
-    def outputs(self) -> int: ...
-    @property
-    def inputs(self) -> int: ...
-    @property
-    def gated(self) -> bool: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def scheme(self) -> Scheme | None: ...
-
-
 class ExpertsSize(NamedTuple):
     """Routed experts of which each token visits ``top_k``, see :class:`preheat.model.specs.MoeSpec`."""
 
@@ -305,15 +290,15 @@ class ExpertsSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """Linear layers of ``dtype`` to measure at up to ``max_rows`` rows, the head at up to ``max_head_rows``, and
-    ``experts``, for about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for
-    it.
+    """Linear ``layers`` to measure at up to ``max_rows`` rows, ``experts``, and the ``head`` at up to
+    ``max_head_rows``, for about ``seconds``.
+
+    The result goes to the file ``output``, or to ``folder``, where boots look for it.
     """
 
-    layers: Sequence[LinearSize]
-    experts: Sequence[ExpertsSize]
-    head: LinearSize
-    dtype: str
+    layers: Sequence[Matmul]
+    experts: Sequence[Experts]
+    head: Matmul
     max_rows: int
     max_head_rows: int
     seconds: float

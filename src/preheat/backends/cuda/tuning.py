@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 
-from preheat.backends.base import LinearSize
 from preheat.ops.kinds import Scheme
+from preheat.ops.values import Experts, Matmul
 from preheat.utils.files import read_file, why_unread
 
 logger = logging.getLogger(__name__)
@@ -430,11 +430,21 @@ def read(path: Path) -> list[Table]:
         return []
 
 
-def shape_of(layer: LinearSize, dtype: torch.dtype, *, hopper: bool = False) -> LinearShape:
-    """What the choice of a kernel depends on; on ``hopper`` codes are dealt where they may be."""
-    scheme = layer.scheme
-    dealt = hopper and scheme is not None and may_be_dealt(scheme, layer.outputs, layer.inputs, dtype)
-    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias, scheme, dealt)
+def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
+    """Return the shape of a layer; on ``hopper`` codes are dealt where they may be."""
+    dtype, scheme = getattr(torch, value.weight.dtype), value.weight.scheme
+    dealt = hopper and scheme is not None and may_be_dealt(scheme, value.outputs, value.inputs, dtype)
+    gated, splits = value.finish.activation == "silu_and_mul", value.order.own if value.order.is_split else 0
+    return LinearShape(
+        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, dealt and not splits, splits=splits
+    )
+
+
+def experts_shape_of(value: Experts) -> ExpertsShape:
+    """Return the shape of experts."""
+    down = value.down
+    dtype = getattr(torch, down.weight.dtype)
+    return ExpertsShape(down.groups.experts, down.outputs, down.inputs, down.groups.top_k, dtype, down.weight.scheme)
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
