@@ -367,7 +367,8 @@ class KernelConfigs:
             self._made[shape, rows] = tile_rule(shape, rows) if plain else reference(shape)
 
 
-S, C = TypeVar("S"), TypeVar("C")
+S = TypeVar("S")
+C = TypeVar("C")
 
 
 def _up_to(entries: Mapping[S, Mapping[int, C]], shape: S, rows: int) -> C | None:

@@ -131,6 +131,16 @@ def by_expert(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
 
 
 @triton.jit
+def _programs(groups, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
+    """Return how many programs have a tile of an expert's rows."""
+    if GROUPS.arranged:
+        count = tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs)
+    else:
+        count = tl.num_programs(0)
+    return count
+
+
+@triton.jit
 def unrolled(
     PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
     gated: tl.constexpr,
@@ -201,8 +211,8 @@ def gemm(
     and ``w_tiles`` are x and w for the copy engine, or None.
     """
     begin(overlap)
-    if groups is not None and GROUPS.arranged:  # noqa: SIM102 - one is known to the compiler
-        if tl.program_id(0) >= tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs):
+    if groups is not None:  # noqa: SIM102 - one is known to the compiler
+        if tl.program_id(0) >= _programs(groups, outputs, GROUPS, CUT):
             return
     group, first, start, row, rows, token = MAP(groups, rows, outputs, GROUPS, CUT)
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
