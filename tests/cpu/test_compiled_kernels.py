@@ -19,11 +19,9 @@ from triton.runtime.jit import mangle_type
 from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
-from preheat.backends.cuda.lora import _gather
+from preheat.backends.cuda.lora import _add_roots, _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
-from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
-from preheat.backends.cuda.lora_leaf_experts import _expand_tokens, _shrink_slots
-from preheat.backends.cuda.lora_leaves import _add_roots
+from preheat.backends.cuda.lora_routed import _expand_experts, _expand_tokens, _shrink_experts, _shrink_slots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
 from preheat.backends.cuda.matmul import products
 from preheat.backends.cuda.matmul.gemm import (

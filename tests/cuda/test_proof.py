@@ -70,9 +70,9 @@ def layout_of_the_batch(monkeypatch) -> None:
 
 def split_by_batch(monkeypatch) -> None:
     """A linear map that adds its inputs in two halves from 128 rows on."""
-    from preheat.backends.cuda.linear import CudaLinear
+    from preheat.backends.cuda.matmul.layer import Layer
 
-    right = CudaLinear.__call__
+    right = Layer.__call__
 
     def split(self, x, out=None):
         if len(x) < 128 or self._gated:
@@ -82,7 +82,7 @@ def split_by_batch(monkeypatch) -> None:
         total = right(self, first) + right(self, x - first)
         return total if out is None else out.copy_(total)
 
-    monkeypatch.setattr(CudaLinear, "__call__", split)
+    monkeypatch.setattr(Layer, "__call__", split)
 
 
 @pytest.mark.parametrize(("plant", "dtype"), [(layout_of_the_batch, "float32"), (split_by_batch, "bfloat16")])

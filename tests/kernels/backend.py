@@ -35,5 +35,5 @@ class InterpretedCuda(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.adapters = self._adapters = CudaAdapters(self.device)
+        self.adapters = CudaAdapters(self.device)
         self._configs, self.sharing = KernelConfigs(), CudaSharing(self.device)

@@ -13,9 +13,9 @@ from preheat.backends.base import LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear
+from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.tuning import Expanded, KernelConfigs, reference, rule
+from preheat.backends.cuda.tuning import Expanded, reference, rule
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import tree_sum
@@ -86,13 +86,14 @@ def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
     """Leaves need not be whole steps."""
     x, weight, bias = numbers(scheme, 5, torch.bfloat16)
     plain = quantization.dequantize(weight)
-    right = CudaLeafLinear(plain, bias, 4, RankSums(), KernelConfigs())(x)
+    order, context = layers.splits(4), LayerContext(RankSums())
+    right = layers.linear(InterpretedCuda(), plain, bias, order=order, context=context)(x)
     for world in (1, 2, 4):
         assert all(torch.equal(found, right) for found in by_columns(world, x, weight, bias))
     codes = DeviceWeight.of(weight, splits=4)
     assert torch.equal(dequantized(codes), plain)
-    made = layers.linear(InterpretedCuda(), weight, bias, order=layers.splits(4), context=LayerContext(RankSums()))
-    assert isinstance(made, CudaLeafLinear)
+    made = layers.linear(InterpretedCuda(), weight, bias, order=order, context=context)
+    assert isinstance(made, Layer)
     shape = made.shape
     assert isinstance(rule(shape, 4096), Expanded) and isinstance(reference(shape), Expanded)
     assert torch.equal(apply(reference(shape), x, codes, bias, False, torch.empty_like(right)), right)

@@ -76,7 +76,7 @@ class Card(CudaBackend):
 
     def __init__(self) -> None:
         self.device = META
-        self.adapters = self._adapters = CudaAdapters(META)
+        self.adapters = CudaAdapters(META)
         tables = tables_for(NAME, CAPABILITY, None)
         self._configs, self.sharing = KernelConfigs(tables, hopper=True), CudaSharing(META)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from preheat.combinations import Lacks
 from preheat.limits import Limits
-from preheat.ops.kinds import NormKind, Scheme
+from preheat.ops.kinds import NormKind
 from preheat.ops.values import Experts, Matmul, Support, Value
 from preheat.settings import Settings
 
@@ -276,16 +276,6 @@ class Embedding(HasWeights, Protocol):
         """Add to ``out`` [tokens, hidden] what the adapters of its rows have for their ``tokens`` int32 [tokens]; -1
         stands for ``last_token[slot]``, less for what is no token.
         """
-
-
-class ExpertsSize(NamedTuple):
-    """Routed experts of which each token visits ``top_k``, see :class:`preheat.model.specs.MoeSpec`."""
-
-    num_experts: int
-    hidden: int
-    inner: int
-    top_k: int
-    scheme: Scheme | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,21 +14,17 @@ to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.activation import activate, clip, silu_and_mul
+from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
 from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.matmul.gemm import multiply
-from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized, quantized_input, tensors_of
-from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
-from preheat.ops.kinds import Activation
+from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized
+from preheat.backends.cuda.tuning import Expanded, KernelConfig, Library, Tile, Wide
 from preheat.ops.quantization import QuantizedRows
 
 
@@ -105,81 +101,3 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out
     finally:
         if split:
             matmul.allow_bf16_reduced_precision_reduction = (False, False)
-
-
-class CudaLinear:
-    """``weight`` [outputs, inputs], plain or quantized, and ``bias`` [outputs], used as they lie in memory. ``gated``:
-    see the contract.
-
-    ``configs`` say which implementation serves a number of rows.
-    """
-
-    slots = None
-
-    def __init__(
-        self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
-    ) -> None:
-        self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
-        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
-        if isinstance(weight, DeviceWeight):
-            self.shape = self.shape._replace(scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow)
-
-    def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(self._weight, self._bias)
-
-    def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return ()
-
-    @property
-    def fused_input(self) -> QuantizedInput | None:
-        """Of a layer with float8 activations: its norm may give them."""
-        return quantized_input(self._weight)
-
-    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
-
-        Both are contiguous.
-        """
-        return self.by(self.configs(self.shape, len(x)), x, out)
-
-    def by(
-        self,
-        choice: KernelConfig,
-        x: Tensor | QuantizedRows,
-        out: Tensor | None = None,
-        adapters: Expansion | None = None,
-    ) -> Tensor:
-        """The same by another implementation, with what ``adapters`` add, see :func:`apply`."""
-        return apply(choice, x, self._weight, self._bias, self._gated, out, adapters)
-
-    def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
-        """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""
-        gated = activation == "silu_and_mul"
-        if gated or (activation is None and limit is None):
-            return CudaLinear(self._weight, self._bias, gated=gated, configs=self.configs)
-        return FinishedLinear(self._weight, self._bias, configs=self.configs, activation=activation, limit=limit)
-
-
-class FinishedLinear(CudaLinear):
-    """The same, followed by an ``activation`` that is no part of it, or with its outputs kept within ``limit``."""
-
-    def __init__(
-        self,
-        weight: Tensor | DeviceWeight,
-        bias: Tensor | None = None,
-        *,
-        configs: KernelConfigs,
-        activation: Activation | None,
-        limit: float | None,
-    ) -> None:
-        super().__init__(weight, bias, configs=configs)
-        self._activation, self._limit = activation, limit
-
-    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """A new tensor."""
-        y = super().__call__(x)
-        if self._activation is not None:
-            y = activate(y, self._activation)
-        return y if self._limit is None else clip(y, self._limit)

@@ -10,20 +10,49 @@ waits for the choice of experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from preheat.backends.base import ALONE, ExpertsWeights, LayerContext
 from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.matmul.gemm import experts_product
-from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized_experts, quantized_input, tensors_of
+from preheat.backends.cuda.lora import Factors
+from preheat.backends.cuda.lora_blocks import Blocks, CudaAdapterRows
+from preheat.backends.cuda.lora_routed import (
+    Kept,
+    RoutedFactors,
+    add_experts,
+    expand_experts,
+    expand_tokens,
+    shrink_experts,
+    shrink_slots,
+)
+from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
+from preheat.backends.cuda.matmul.layer import stored
+from preheat.backends.cuda.matmul.weights import (
+    DeviceWeight,
+    codes_of,
+    dequantized_experts,
+    quantized_input,
+    tensors_of,
+)
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.quantize import silu_and_quantize
-from preheat.backends.cuda.tuning import Expanded, ExpertsConfig, ExpertsShape, KernelConfigs, Tile, Wide
+from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
+from preheat.backends.cuda.tuning import Expanded, ExpertsConfig, KernelConfigs, Tile, Wide, experts_shape_of
+from preheat.ops.matmul import tree_sum
 from preheat.ops.quantization import QuantizedRows, plain_rows
-from preheat.ops.values import Routing
+from preheat.ops.values import ONE_SUM, Experts, Routing
+
+_TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
+"""In place of the kernel for many rows, which writes no fp32, for experts that ranks share."""
+
+Inner = Callable[[Tile, Arrangement], Iterator[Tensor]]
+"""Gives the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
 
 Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
@@ -74,46 +103,182 @@ def experts_layer(
     return y
 
 
-class CudaExperts:
-    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or
-    quantized, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
+class ExpertsLayer:
+    """The routed experts of ``value``; ``configs`` say which kernels serve a number of tokens.
+
+    Ranks may share the inner numbers. Then a token's experts are added in slot order inside of each split, in fp32; the
+    splits are added in their tree, then the ranks. Plain weights are cut: each split has a part of every expert's inner
+    numbers, their rows of gate and up and their columns of down. Of quantized experts only the columns of down are cut:
+    the gates and ups of a rank are one product, because a row has one scale for all its inner numbers.
     """
 
-    slots = None
-
-    def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: KernelConfigs) -> None:
-        self._gate_up, self._down, self._routing, self.configs = gate_up, down, routing, configs
-        num_experts, hidden, inner = down.shape
-        scheme, codes = (down.scheme, down.codes) if isinstance(down, DeviceWeight) else (None, down)
-        self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
-        self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
+    def __init__(
+        self,
+        value: Experts,
+        weights: ExpertsWeights,
+        configs: KernelConfigs,
+        device: torch.device,
+        context: LayerContext = ALONE,
+    ) -> None:
+        order = value.down.order
+        self.value, self.configs, self._split = value, configs, order.is_split
+        self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
+        self.shape = experts_shape_of(value)
+        gate_up, down = weights
+        self._gate_up: list[Weights]
+        self._down: list[Weights]
+        if self._split and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            self.shape = self.shape._replace(inner=down.shape[2] // order.own)
+            halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own, 2)
+            self._gate_up = [half.reshape(len(gate_up), -1, gate_up.shape[2]).contiguous() for half in halves]
+            self._down = [part.contiguous() for part in down.chunk(order.own, 2)]
+        else:
+            self._gate_up, self._down = [stored(gate_up, ONE_SUM)], [stored(down, order)]
+        self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)
+        self._spare = torch.zeros_like(self._counts)
+        self.slots: RoutedFactors | None = None
+        if value.down.terms:
+            self.slots = RoutedFactors(Factors.of(value.gate_up, device), Factors.of(value.down, device))
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(self._gate_up, self._down)
+        return tensors_of(*self._gate_up, *self._down)
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return (self._counts,)
+        counts = self._counts, self._spare
+        return counts if self.slots is None else (*counts, *self.slots.matrices)
 
     @property
     def fused_input(self) -> QuantizedInput | None:
-        """Of experts with float8 activations: their norm may give them."""
-        return quantized_input(self._gate_up)
+        """How the norm before experts may quantize their rows; terms read them plain."""
+        found = quantized_input(self._gate_up[0])
+        return found if found is None or self.slots is None else found.beside_plain()
 
     def __call__(self, x: Rows, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
-        return self.by(self.configs.experts(self.shape, len(x)), x, logits)
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> a new tensor [tokens, hidden], equal on all ranks."""
+        config = self.configs.experts(self.shape, len(x))
+        blocks = None if self.slots is None else self._rows.blocks
+        if not self._split:
+            return self.by(config, x, logits, apart=blocks is not None)
+        if blocks is not None:
+            return self._with_terms(config, cast(Tensor, x), logits, blocks)
+        partial = self._partial(config, x, logits, self._ranks)
+        if self._ranks.world == 1:
+            return partial.to(self.shape.dtype)
+        return self._ranks.sum(partial, None, self.shape.dtype)
 
-    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
-        """What this rank computes by itself: all of it."""
-        return self.by(config, x, logits)
+    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
+        """Return [tokens, hidden] of this rank alone by the kernels of ``config``, of experts that ranks share in fp32.
 
-    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None = None) -> Tensor:
-        """The same by the kernels of ``config``, and with what is ``adding`` to both layers."""
-        weights = self._gate_up, self._down
+        ``apart``: in the launches of a step with terms. They are added if a step is described, but for the term that
+        joins a token's sum.
+        """
+        if not self._split:
+            return self.by(config, x, logits, apart=apart)
+        if apart:
+            return self._apart(config, cast(Tensor, x), logits, self._rows.blocks)[0]
+        return self._partial(config, x, logits, RankSums())
+
+    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
+        """Return the outputs of experts that no ranks share by the kernels of ``config``; ``apart`` as for
+        :meth:`local`.
+        """
+        weights = self._gate_up[0], self._down[0]
+        with self._counting():
+            adding = self._added if apart else None
+            return experts_forward(config, x, logits, *weights, self.value.routing, self._counts, adding)
+
+    def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
+        blocks, slots = self._rows.blocks, cast(RoutedFactors, self.slots)
+        if blocks is None:
+            return y
+        return add_experts(y, x, slots.gate_up if first else slots.down, blocks, arrangement, gathered=first)
+
+    def _with_terms(self, config: ExpertsConfig, x: Tensor, logits: Tensor, blocks: Blocks) -> Tensor:
+        """Return the outputs of experts that ranks share in a step with terms."""
+        down = cast(RoutedFactors, self.slots).down
+        partial, kept = self._apart(config, x, logits, blocks)
+        mine = shrink_slots(kept, down, blocks)
+        if self._ranks.world == 1:
+            return expand_tokens(partial.to(x.dtype), mine[None], kept, down, blocks)
+        found = self._ranks.gather(torch.cat((mine.view(-1), partial.view(-1))))
+        first = mine.numel()
+        y = add_ranks(found[:, first:].unflatten(1, partial.shape), None, x.dtype)
+        return expand_tokens(y, found[:, :first], kept, down, blocks)
+
+    def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
+        """Return what this rank adds: fp32 [tokens, hidden]."""
+        if isinstance(self._down[0], DeviceWeight):
+            with self._counting():
+                arrangement = arrange(logits, self.value.routing, config.block, self._counts)
+                inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
+                splits = self._splits(config.down, inner, self._down[0], arrangement, ranks)
+                return tree_sum([combine(split, arrangement) for split in splits.unbind()])
+
+        def inner_of(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
+            return (experts_product(tile, x, gate_up, arrangement, gated=True) for gate_up in self._gate_up)
+
+        return self._cut(config, logits, inner_of)
+
+    def _apart(self, config: ExpertsConfig, x: Tensor, logits: Tensor, blocks: Blocks | None) -> tuple[Tensor, Kept]:
+        """Return what this rank adds, fp32 [tokens, hidden], with terms before the activation, and what is kept."""
+        kept: list[Kept] = []
+        gate_up = cast(RoutedFactors, self.slots).gate_up
+
+        def inner_of(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
+            size = self.shape.inner
+            kept.append(Kept(arrangement, x.new_empty(len(self._down), arrangement.rows, size)))
+            shrunk = None if blocks is None else shrink_experts(x, gate_up, blocks, arrangement, gathered=True)
+            for split, (weight, to) in enumerate(zip(self._gate_up, kept[0].rows, strict=True)):
+                y = experts_product(tile, x, weight, arrangement, gated=False, gathered=True)
+                if blocks is not None and shrunk is not None:
+                    expand_experts(y, shrunk, gate_up, blocks, arrangement, first=split * size)
+                yield silu_and_mul(y, to)
+
+        return self._cut(config, logits, inner_of), kept[0]
+
+    def _cut(self, config: ExpertsConfig, logits: Tensor, inner_of: Inner) -> Tensor:
+        """Return the sum of the splits of plain experts, of each the activations that ``inner_of`` gives."""
+        tiles = _TILES if isinstance(config.gate_up, Wide) else config
+        assert isinstance(tiles.gate_up, Tile) and isinstance(tiles.down, Tile)
+        with self._counting():
+            arrangement, sums = arrange(logits, self.value.routing, tiles.block, self._counts), list[Tensor]()
+            for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
+                given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
+                last = len(sums) == len(self._down) - 1  # whose end makes zeros of the counts, which others need
+                sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare)))
+        return tree_sum(sums)
+
+    def _splits(
+        self, choice: Tile | Wide | Expanded, inner: Tensor, down: DeviceWeight, arrangement: Arrangement,
+        ranks: RankSums,
+    ) -> Tensor:  # fmt: skip
+        """Return each split of ``inner`` times quantized ``down``: fp32 [splits, arranged rows, hidden]."""
+        if isinstance(choice, Expanded):
+            assert isinstance(choice.choice, Tile)
+            return _plain_splits(choice.choice, inner, dequantized_experts(down), down.splits, arrangement)
+        assert isinstance(choice, Tile)
+        if down.scheme.activations is None:
+            return experts_splits(choice, inner, down, arrangement)
+        if down.scheme.activations != "token" or ranks.world == 1:
+            return experts_splits(choice, codes_of(inner, down), down, arrangement)
+        places = None if arrangement.block == 1 else arrangement.places
+        return experts_splits(choice, quantize_parts(inner, ranks, places), down, arrangement)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Make zeros of the counts after an error: memory may have run out between their use and its end."""
         try:
-            return experts_forward(config, x, logits, *weights, self._routing, self._counts, adding)
+            yield
         except BaseException:
-            self._counts.zero_()  # memory may have run out between its use and its end
+            self._counts.zero_()
             raise
+
+
+def _plain_splits(tile: Tile, inner: Tensor, down: Tensor, splits: int, arrangement: Arrangement) -> Tensor:
+    parts = zip(inner.chunk(splits, 1), down.chunk(splits, 2), strict=True)
+    return torch.stack([
+        experts_product(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
+        for x, w in parts
+    ])  # fmt: skip

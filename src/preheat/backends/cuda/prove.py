@@ -19,11 +19,8 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.lora_experts import AdaptedExperts
-from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import CudaExperts
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.tuning import (
     Expanded,
     ExpertsShape,
@@ -38,8 +35,6 @@ from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
-
-Provable = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | AdaptedExperts | AdaptedLeafExperts
 
 SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}
@@ -126,35 +121,42 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def settle_experts(used: Iterable[tuple[Provable, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
-    """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
-    ``invariant``. Experts with places for adapters are compared with those that have none.
+def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+    """Compile the kernels of experts at numbers of tokens, and replace kernels with other bits than the plain one.
+
+    Experts are proven with their own weights, of one kind the last ones; without ``invariant`` nothing is proven. The
+    launches of a step with terms are compared, too; terms add nothing where no step is described.
     """
+    kinds = {}
     for experts, sizes in used:
-        x, logits = _routed(experts.shape, max(sizes))
-        plain = experts_reference(experts.shape)
-        right = experts.inner if isinstance(experts, AdaptedExperts) else experts
-        with compiling(os.cpu_count() or 1):
-            for tokens in sizes:
-                experts.local(experts.configs.experts(experts.shape, tokens), x[:tokens], logits[:tokens])
-            right.local(plain, x, logits)
-        wrong: set[int] = set()
-        for seed in range(seeds if invariant else 0):
-            fill(x, logits, seed)
-            logits.normal_()
-            expected = right.local(plain, x, logits)
-            wrong |= {n for n in sizes if _bits(_chosen(experts, x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
-        for tokens in sorted(wrong):
-            logger.info("%s has not the contract's bits for %d tokens of %s: done without", *_choice(experts, tokens))
-            experts.configs.reject(experts.shape, tokens)
+        for apart in (False,) if experts.slots is None else (True, False):
+            kinds[experts.value.down.order.is_split, experts.shape, apart] = experts, sizes, apart
+    for experts, sizes, apart in kinds.values():
+        _settle(experts, sizes, apart, seeds if invariant else 0)
 
 
-def _chosen(experts: Provable, x: Tensor, logits: Tensor) -> Tensor:
-    return experts.local(experts.configs.experts(experts.shape, len(x)), x, logits)
+def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int) -> None:
+    shape, configs, plain = experts.shape, experts.configs, experts_reference(experts.shape)
+    x, logits = _routed(shape, max(sizes))
+    right = partial(experts.local, plain, apart=apart and experts.value.down.order.is_split)
 
+    def found(tokens: int) -> Tensor:
+        return experts.local(configs.experts(shape, tokens), x[:tokens], logits[:tokens], apart=apart)
 
-def _choice(experts: Provable, tokens: int) -> tuple[object, int, object]:
-    return experts.configs.experts(experts.shape, tokens), tokens, experts.shape
+    with compiling(os.cpu_count() or 1):
+        for tokens in sizes:
+            found(tokens)
+        right(x, logits)
+    wrong: set[int] = set()
+    for seed in range(seeds):
+        fill(x, logits, seed)
+        logits.normal_()
+        expected = right(x, logits)
+        wrong |= {tokens for tokens in sizes if _bits(found(tokens)).ne(_bits(expected[:tokens])).any()}
+    for tokens in sorted(wrong):
+        config = configs.experts(shape, tokens)
+        logger.info("%s has not the contract's bits for %d tokens of %s: done without", config, tokens, shape)
+        configs.reject(shape, tokens)
 
 
 def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:

@@ -322,10 +322,12 @@ class KernelConfigs:
         """Return the kernel for ``rows`` rows of a layer."""
         made = self._made.get((shape, rows))
         if made is None:
-            known = shape._replace(bias=False, narrow=False)
-            made = _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
-            self._made[shape, rows] = made
+            made = self._made[shape, rows] = self._find(shape, rows)
         return made
+
+    def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
+        known = shape._replace(bias=False, narrow=False)
+        return _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
 
     def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
         """Return the kernels for ``tokens`` tokens of experts."""
