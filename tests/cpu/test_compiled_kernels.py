@@ -24,6 +24,7 @@ from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_routed import _expand_experts, _expand_tokens, _shrink_experts, _shrink_slots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
 from preheat.backends.cuda.matmul import products
+from preheat.backends.cuda.matmul.config import ExpertsShape, LinearShape, Tile, Wide
 from preheat.backends.cuda.matmul.gemm import (
     Cut,
     Routed,
@@ -35,11 +36,12 @@ from preheat.backends.cuda.matmul.gemm import (
     gemm,
     looped,
 )
+from preheat.backends.cuda.matmul.kernels import rule
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
+from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _greatest, _quantize
-from preheat.backends.cuda.tuning import ExpertsShape, LinearShape, Tile, Wide, experts_rule, rule
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)

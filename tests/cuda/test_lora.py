@@ -23,8 +23,9 @@ from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.matmul.config import Wide
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
-from preheat.backends.cuda.tuning import KernelConfigs, Wide
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme

@@ -15,9 +15,10 @@ from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.matmul.config import ExpertsShape
+from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_tuner import Bench
-from preheat.backends.cuda.tuning import ExpertsShape, experts_rule
 from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme

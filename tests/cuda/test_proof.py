@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.common.shapes import SHAPES
-from preheat.backends.cuda.tuning import KernelConfigs, Library
+from preheat.backends.cuda.matmul.config import Library
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.core import Ready
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings

@@ -14,24 +14,23 @@ pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.matmul.config import (
+    LinearShape,
+    experts_reference,
+    few_rows,
+    few_tile,
+    reference,
+    wide_float8,
+)
+from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuner import WIDE_FP8, candidates
-from preheat.backends.cuda.tuning import (
-    KernelConfigs,
-    LinearShape,
-    experts_reference,
-    few_rows,
-    few_tile,
-    reference,
-    rule,
-    wide_float8,
-)
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.proof import noise
@@ -79,7 +78,7 @@ def test_what_serves_has_the_bits_of_the_reference(scheme, size):
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
 def test_all_that_the_tuner_tries_has_them_too(scheme):
     shape = shape_of(scheme)
-    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows)]
+    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows, hopper=is_hopper())]
     compile_kernels([(shape, choice) for _, choice in tried])
     assert differing(shape, tried) == set()
 

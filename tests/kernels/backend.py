@@ -7,8 +7,8 @@ import torch
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.sharing import CudaSharing
-from preheat.backends.cuda.tuning import KernelConfigs
 
 
 class InterpretedCuda(CudaBackend):

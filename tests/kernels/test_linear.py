@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.matmul.config import Tile
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.proof import noise, signed_pairs
 from tests import layers

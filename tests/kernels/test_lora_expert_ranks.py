@@ -18,7 +18,8 @@ from torch import Tensor
 from preheat.backends.base import ExpertsWeights, LayerContext
 from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.tuning import ExpertsShape, KernelConfigs
+from preheat.backends.cuda.matmul.config import ExpertsShape
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.ops import matmul
 from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
 from preheat.ops.moe import combine, route

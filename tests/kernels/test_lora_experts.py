@@ -16,7 +16,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import moe
 from preheat.backends.cuda.matmul import weights as stored
-from preheat.backends.cuda.tuning import ExpertsConfig, Tile
+from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme

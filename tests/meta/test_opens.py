@@ -44,7 +44,7 @@ ELSEWHERE = {
     "warmup.store": "the system",
     "backends.cuda.device": "the system",
     "backends.cpu.environment": "the system",
-    "backends.cuda.tuning": "tables of the package",
+    "backends.cuda.matmul.tables": "tables of the package",
 }
 """Modules that open something else, or what the place has checked, and what."""
 

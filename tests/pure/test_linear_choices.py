@@ -11,38 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     FP8_REFERENCE,
-    OWN_ROWS,
     PROCESSORS,
     REFERENCE,
     SHARED_BYTES,
-    Entry,
     Expanded,
     ExpertsConfig,
-    ExpertsEntry,
     ExpertsShape,
-    KernelConfigs,
     Library,
     LinearShape,
-    Table,
     Tile,
     Wide,
     codes_bytes,
-    codes_rule,
-    encode,
-    experts_rule,
     experts_shape_of,
     few_bytes,
-    kernel_configs,
+    reference,
+    shape_of,
+)
+from preheat.backends.cuda.matmul.kernels import OWN_ROWS, KernelConfigs, candidates, kernel_configs, rule
+from preheat.backends.cuda.matmul.rules import codes_rule, experts_rule, tile_rule
+from preheat.backends.cuda.matmul.tables import (
+    Entry,
+    ExpertsEntry,
+    Table,
+    encode,
     merged,
     place,
     read,
-    reference,
-    rule,
-    shape_of,
     shipped,
-    tile_rule,
 )
 from preheat.model.families import read_spec
 from preheat.model.values import matmul_of, values_of
@@ -221,14 +218,9 @@ def test_a_row_has_enough_of_the_weights_on_its_way(size):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-def test_the_tuner_tries_what_has_that_instruction(rows, monkeypatch):
-    pytest.importorskip("triton")
-    from preheat.backends.cuda import tuner
-
-    monkeypatch.setattr(tuner, "fits", lambda shape: True)
-    monkeypatch.setattr(tuner, "is_hopper", lambda: True)
+def test_the_tuner_tries_what_has_that_instruction(rows):
     for shape in (INT4, FP8, FP8._replace(gated=True)):
-        tried = list(tuner.candidates(shape, rows))
+        tried = list(candidates(shape, rows, hopper=True))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
         assert tiles and all(tile.inputs % 128 == 0 == shape.inputs % tile.inputs for tile in tiles)
         assert shape is INT4 or all(tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)

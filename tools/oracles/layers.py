@@ -17,21 +17,21 @@ from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.matmul.weights import DeviceWeight
-from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.sharing import CudaSharing
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     Expanded,
     ExpertsConfig,
     ExpertsShape,
     KernelConfig,
-    KernelConfigs,
     Library,
     LinearShape,
     experts_reference,
     reference,
-    tables_for,
 )
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.tables import tables_for
+from preheat.backends.cuda.matmul.weights import DeviceWeight
+from preheat.backends.cuda.moe import experts_forward
+from preheat.backends.cuda.sharing import CudaSharing
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight, empty_weight
 from preheat.ops.values import (

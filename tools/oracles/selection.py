@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     ExpertsShape,
-    KernelConfigs,
     LinearShape,
     experts_reference,
     may_be_dealt,
     reference,
-    tables_for,
 )
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.tables import tables_for
 from tools.oracles import files
 from tools.oracles.card import CAPABILITY, NAME, card
 from tools.oracles.layers import SCHEMES

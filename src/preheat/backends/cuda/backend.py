@@ -44,7 +44,9 @@ from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
+from preheat.backends.cuda.matmul.tables import tables_for
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_shared import add_shared
@@ -54,7 +56,6 @@ from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
 from preheat.backends.cuda.tune import tune_layers
-from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
 from preheat.backends.support import supports
 from preheat.errors import SettingsError

@@ -1,18 +1,16 @@
-"""Linear maps on CUDA: y = x W^T + b, and the same with silu(gate) * up behind it.
+"""The launches of linear layers on CUDA, by the kernel that was chosen; see :mod:`preheat.backends.cuda.matmul`.
 
-Contract. Every output is one dot product over the inputs, in order, in one fp32 accumulator; the bias is added in fp32;
-one rounding to the dtype. Gated: the first half of W's rows are gates, the second half ups; both are rounded like any
-output, then combined as :func:`preheat.backends.cuda.elementwise.silu_mul` says. So a row's bits do not depend on the
-number of rows, on tiles or on warps: those only say which program computes an output, never in which order.
-
-Three implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
-first operand of the matrix unit, whose other side may then be as narrow as the few rows are. Wide is a kernel for many
-rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`), which needs no second one for the gate. The library is
-cuBLAS, for many rows too; as long as it does not cut the inputs into parts it mostly keeps the contract, as a proof has
-to say.
+The contract is that of :mod:`preheat.backends.cuda.matmul.gemm`. A tile is of that Triton kernel: it is best where the
+weights' bytes set the time. Wide is a kernel for many rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`),
+which needs no second kernel for the gate. The library is cuBLAS, for many rows too: as long as it does not cut the
+inputs into parts it mostly keeps the contract, as a proof has to say.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,82 +20,64 @@ from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
 from preheat.backends.cuda.lora_expand import Expansion
+from preheat.backends.cuda.matmul.config import Expanded, KernelConfig, Library, Tile, Wide
 from preheat.backends.cuda.matmul.gemm import multiply
 from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized
-from preheat.backends.cuda.tuning import Expanded, KernelConfig, Library, Tile, Wide
-from preheat.ops.quantization import QuantizedRows
+from preheat.ops.quantization import QuantizedRows, plain_rows
+
+LAUNCHES: Mapping[tuple[type[KernelConfig], bool, str], Callable[..., None]] = {
+    **dict.fromkeys(product([Tile], [False, True], ["plain", "codes", "float8"]), multiply),
+    (Tile, True, "codes"): few_codes,
+    (Tile, True, "float8"): few_float8,
+    (Wide, False, "plain"): wide,
+    (Wide, False, "float8"): wide_fp8,
+}
+"""What runs a choice: by its class, whether the copy engine loads its tiles, and how weights are stored."""
 
 
 def apply(
-    choice: KernelConfig,
-    x: Tensor | QuantizedRows,
-    weight: Tensor | DeviceWeight,
-    bias: Tensor | None,
-    gated: bool,
-    out: Tensor | None = None,
-    adapters: Expansion | None = None,
-    splits: int = 1,
-) -> Tensor:
+    choice: KernelConfig, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool,
+    out: Tensor | None = None, terms: Expansion | None = None, splits: int = 1,
+) -> Tensor:  # fmt: skip
     """Run ``x`` [rows, inputs] through a layer by the kernel ``choice``, into ``out`` where it is given.
 
-    All are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights take ``adapters``, whose rows
-    the launch ahead shrinks.
+    All are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights add ``terms`` of rows that the
+    launch ahead shrinks.
     """
-    assert adapters is None or (isinstance(choice, Wide) and isinstance(weight, Tensor))
-    if isinstance(weight, DeviceWeight) and isinstance(choice, Tile | Wide):
-        return _quantized(choice, x, weight, bias, gated, out)
-    if isinstance(x, QuantizedRows):
-        assert x.plain is not None
-        x = x.plain
-    if isinstance(weight, DeviceWeight):
-        assert isinstance(choice, Expanded)
-        return apply(choice.choice, x, dequantized(weight), bias, gated, out, splits=splits)
-    if isinstance(choice, Library):
-        y = _by_library(x, weight, bias, choice.split, None if gated else out)
-        if not gated:
-            return y
-        y = silu_and_mul(y)
-        return y if out is None else out.copy_(y)
-    y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
-    if isinstance(choice, Wide):
-        wide(choice, x, weight, bias, gated, y, adapters=adapters)
-    else:
-        assert isinstance(choice, Tile)
-        multiply(choice, x, weight, bias, gated, y, splits)
-    return y
-
-
-def _quantized(
-    choice: Tile | Wide,
-    x: Tensor | QuantizedRows,
-    weight: DeviceWeight,
-    bias: Tensor | None,
-    gated: bool,
-    out: Tensor | None,
-) -> Tensor:
-    """The same of a quantized weight, by a kernel that reads its codes."""
+    if isinstance(choice, Expanded):
+        assert isinstance(weight, DeviceWeight)
+        return apply(choice.choice, plain_rows(x), dequantized(weight), bias, gated, out, splits=splits)
     columns = len(weight) // 2 if gated else len(weight)
-    y = torch.empty((len(x), columns), dtype=weight.dtype, device=weight.codes.device) if out is None else out
-    if weight.scheme.activations is None:
-        plain = x.plain if isinstance(x, QuantizedRows) else x
-        assert plain is not None and isinstance(choice, Tile)
-        (few_codes if choice.bulk else multiply)(choice, plain, weight, bias, gated, y)
-    elif isinstance(choice, Wide):
-        wide_fp8(choice, codes_of(x, weight), weight, bias, gated, y)
+    if isinstance(weight, DeviceWeight):
+        form: str = weight.form
+        size = len(x), columns
+        y = torch.empty(size, dtype=weight.dtype, device=weight.codes.device) if out is None else out
+        rows = codes_of(x, weight) if form == "float8" else plain_rows(x)
     else:
-        (few_float8 if choice.bulk else multiply)(choice, codes_of(x, weight), weight, bias, gated, y)
+        form, rows = "plain", plain_rows(x)
+        if isinstance(choice, Library):
+            return _by_library(choice, rows, weight, bias, gated, out)
+        y = rows.new_empty(len(rows), columns) if out is None else out
+    more: dict[str, Any] = {"splits": splits} if splits > 1 else {}
+    if terms is not None:
+        more["adapters"] = terms
+    LAUNCHES[type(choice), getattr(choice, "bulk", False), form](choice, rows, weight, bias, gated, y, **more)
     return y
 
 
-def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out: Tensor | None) -> Tensor:
-    """The platform has forbidden torch's cuBLAS to cut the inputs into parts; ``split`` allows it, for this call."""
-    matmul = torch.backends.cuda.matmul
-    if split:
+def _by_library(
+    choice: Library, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None
+) -> Tensor:
+    """Multiply by cuBLAS. The platform has forbidden it to cut the inputs into parts; ``choice`` may allow it."""
+    matmul, room = torch.backends.cuda.matmul, None if gated else out
+    if choice.split:
         matmul.allow_bf16_reduced_precision_reduction = (False, True)
     try:
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+        y = torch.mm(x, weight.t(), out=room) if bias is None else torch.addmm(bias, x, weight.t(), out=room)
     finally:
-        if split:
+        if choice.split:
             matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    if not gated:
+        return y
+    y = silu_and_mul(y)
+    return y if out is None else out.copy_(y)

@@ -23,7 +23,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
-from preheat.backends.cuda.tuning import Wide
+from preheat.backends.cuda.matmul.config import Wide
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import TILE, Matmul, pair_dtype
 

@@ -31,7 +31,9 @@ from preheat.backends.cuda.lora_routed import (
     shrink_experts,
     shrink_slots,
 )
+from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, Wide, experts_shape_of
 from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
 from preheat.backends.cuda.matmul.weights import (
     DeviceWeight,
@@ -43,7 +45,6 @@ from preheat.backends.cuda.matmul.weights import (
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
-from preheat.backends.cuda.tuning import Expanded, ExpertsConfig, KernelConfigs, Tile, Wide, experts_shape_of
 from preheat.ops.matmul import tree_sum
 from preheat.ops.quantization import QuantizedRows, plain_rows
 from preheat.ops.values import ONE_SUM, Experts, Routing

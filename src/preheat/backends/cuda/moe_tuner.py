@@ -20,20 +20,14 @@ from triton.runtime.errors import TritonError
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear_hopper import fits
+from preheat.backends.cuda.matmul.config import ExpertsConfig, ExpertsShape, LinearShape, Tile, Wide
+from preheat.backends.cuda.matmul.kernels import fitting_tiles
+from preheat.backends.cuda.matmul.rules import ALONE, experts_rule
+from preheat.backends.cuda.matmul.tables import ExpertsEntry
 from preheat.backends.cuda.matmul.weights import DeviceWeight
 from preheat.backends.cuda.moe import Weights, experts_forward, experts_layer
 from preheat.backends.cuda.moe_route import Arrangement, arrange
-from preheat.backends.cuda.tuner import fitting_tiles, graph_microseconds
-from preheat.backends.cuda.tuning import (
-    ALONE,
-    ExpertsConfig,
-    ExpertsEntry,
-    ExpertsShape,
-    LinearShape,
-    Tile,
-    Wide,
-    experts_rule,
-)
+from preheat.backends.cuda.tuner import graph_microseconds
 from preheat.ops.quantization import empty_weight
 from preheat.ops.values import Routing
 

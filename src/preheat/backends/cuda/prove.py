@@ -19,18 +19,18 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import ExpertsLayer
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     Expanded,
     ExpertsShape,
     KernelConfig,
-    KernelConfigs,
     Library,
     LinearShape,
     experts_reference,
     reference,
 )
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 

@@ -11,23 +11,17 @@ import torch
 
 from preheat.backends.base import TuneRequest
 from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.moe_tuner import tune_experts
-from preheat.backends.cuda.tuner import ROWS, tune
-from preheat.backends.cuda.tuning import (
-    Entry,
+from preheat.backends.cuda.matmul.config import (
     ExpertsConfig,
-    ExpertsEntry,
     ExpertsShape,
     KernelConfig,
     LinearShape,
-    Table,
-    encode,
     experts_shape_of,
-    merged,
-    place,
-    read,
     shape_of,
 )
+from preheat.backends.cuda.matmul.tables import Entry, ExpertsEntry, Table, encode, merged, place, read
+from preheat.backends.cuda.moe_tuner import tune_experts
+from preheat.backends.cuda.tuner import ROWS, tune
 from preheat.errors import PreheatError, SettingsError
 from preheat.utils.files import write_whole
 

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.matmul.config import Tile, whole_groups
 from preheat.backends.cuda.matmul.products import (
     Codes,
     CodesForm,
@@ -35,7 +36,6 @@ from preheat.backends.cuda.matmul.products import (
     plain,
 )
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, codes_of, layout
-from preheat.backends.cuda.tuning import Tile, whole_groups
 from preheat.ops.quantization import QuantizedRows
 
 if TYPE_CHECKING:

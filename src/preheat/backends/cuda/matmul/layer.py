@@ -26,10 +26,11 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, Tile, Wide, shape_of
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, quantized_input, tensors_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
-from preheat.backends.cuda.tuning import KernelConfig, KernelConfigs, LinearShape, Tile, Wide, shape_of
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
 from preheat.ops.values import Matmul, SumOrder
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -14,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options, widened
+from preheat.backends.cuda.matmul.config import may_be_dealt, whole_groups
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import may_be_dealt, whole_groups
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
@@ -71,6 +72,11 @@ class DeviceWeight:
     def narrow(self) -> bool:
         """Whether scales are stored in bfloat16."""
         return self.scales.dtype == torch.bfloat16
+
+    @property
+    def form(self) -> Literal["codes", "float8"]:
+        """Whether codes become numbers in a kernel, or are multiplied as they are."""
+        return "codes" if self.scheme.activations is None else "float8"
 
     def __len__(self) -> int:
         return self.shape[0]
