@@ -270,14 +270,14 @@ def multiply(
     inputs], whose inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
     """
     splits = weight.splits if isinstance(weight, DeviceWeight) else splits
-    columns, inputs = y.shape[1], weight.shape[1]
+    (rows, columns), inputs = y.shape, weight.shape[1]
     size, x_tiles, w_tiles = inputs // splits, None, None
     given = _operands(tile, x, weight, size)
     if tile.bulk and isinstance(weight, Tensor):
         x_tiles = TensorDescriptor.from_tensor(given.x, [tile.rows, tile.inputs])
         w_tiles = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
-    gemm[(triton.cdiv(columns, tile.outputs) * triton.cdiv(len(y), tile.rows),)](
-        given.x, given.w, None, bias, y, x_tiles, w_tiles, len(y), columns, inputs, size,
+    gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
+        given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.product is codes else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
@@ -300,7 +300,7 @@ def multiply_experts(
     if tile.bulk and isinstance(weight, Tensor):
         w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [tile.outputs, tile.inputs])
     where = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
-    gemm[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs), splits)](
+    gemm[(len(arrangement.experts) * -(-columns // tile.outputs), splits)](
         given.x, given.w, Routed(*where, arrangement.rows * columns), None, y, None, w_tiles, 0, columns, inputs, size,
         MAP=by_expert, PRODUCT=given.product, SUM=apart, FORM=given.form,
         GROUPS=RoutedForm(experts, arrangement.top_k, gathered, arrangement.block > 1),
