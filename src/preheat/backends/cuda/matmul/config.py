@@ -1,4 +1,4 @@
-"""What a layer is to the choice of its kernel, and what a choice is. No Triton."""
+"""Shapes of layers, and the choices of kernels for them. No Triton."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LinearShape(NamedTuple):
 
     @property
     def of_split(self) -> LinearShape:
-        """The layer of one split, whose inputs are not cut."""
+        """The layer of one split, as a layer of its own."""
         return LinearShape(self.outputs, self.inputs // self.splits, dtype=self.dtype, scheme=self.scheme)
 
 
@@ -116,15 +116,15 @@ class ExpertsConfig(NamedTuple):
 
 
 REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
-"""The plain kernel, whose bits are the contract's."""
+"""Tiles of the plain kernel; its bits define the contract."""
 
 
 FP8_REFERENCE = Tile(64, 64, 128, 4, 3)
-"""The same of layers with float8 activations."""
+"""The reference tile of layers with float8 activations."""
 
 
 PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}
-"""The same of experts."""
+"""The reference kernels of experts with plain weights."""
 
 
 PROCESSORS = 132
@@ -132,14 +132,17 @@ PROCESSORS = 132
 
 
 def reference(shape: LinearShape) -> KernelConfig:
-    """Return the implementation whose bits are the contract's: of quantized weights, that of the dequantized model."""
+    """Return the kernel that defines the bits of a layer.
+
+    For quantized weights without quantized activations it is the plain kernel on dequantized weights.
+    """
     if shape.scheme is None:
         return REFERENCE[shape.dtype]
     return FP8_REFERENCE if shape.scheme.activations else Expanded(REFERENCE[shape.dtype])
 
 
 def experts_reference(shape: ExpertsShape) -> ExpertsConfig:
-    """Return the kernels whose bits are the contract's."""
+    """Return the kernels that define the bits of experts."""
     if shape.scheme is None:
         return PLAIN[shape.dtype]
     if shape.scheme.activations is not None:
@@ -174,7 +177,7 @@ def fits_wide(shape: LinearShape) -> bool:
 def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape) -> Tile | Wide | Expanded:
     """Return ``config`` with ordinary loads where the copy engine (TMA) would refuse a plain weight's rows.
 
-    The copy engine takes rows whose length is a multiple of 16 bytes.
+    The copy engine takes rows of multiples of 16 bytes.
     """
     aligned = shape.inputs * shape.dtype.itemsize % 16 == 0
     if isinstance(config, Tile) and config.bulk and shape.scheme is None and not aligned:
@@ -194,7 +197,10 @@ def wide_float8(shape: LinearShape) -> bool:
 
 
 def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether codes of four bits may lie as Hopper's matrix unit takes them: those of groups of whole steps."""
+    """Whether codes of four bits may lie in the order of Hopper's matrix unit.
+
+    Their groups have to be whole steps.
+    """
     return (
         scheme.code == "int4"
         and not scheme.indexed

@@ -194,7 +194,7 @@ def _rounded(acc, bias, rows, dtype: tl.constexpr):
 
 
 def _name(specialization: Any) -> str:
-    """The name of the compiled kernel, which profilers show: dense layers and experts apart."""
+    """Name the compiled kernel: profilers tell dense layers and experts apart."""
     return "gemm" if "groups" in specialization.constants else "gemm_experts"  # None is a constant
 
 
@@ -230,8 +230,9 @@ def gemm(
 
 
 class _Operands(NamedTuple):
-    """What the kernel gets of rows and a weight: pointers, the product and its constants, options of the launch, and
-    the inputs that are loaded at once.
+    """Arguments of a launch that depend on the form of rows and weight.
+
+    ``depth`` inputs are loaded at once.
     """
 
     x: Tensor
@@ -267,7 +268,7 @@ def multiply(
     splits: int = 1,
 ) -> None:  # fmt: skip
     """Write to ``y`` [rows, columns] the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] for ``x`` [rows,
-    inputs], whose inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
+    inputs]. The inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
     """
     splits = weight.splits if isinstance(weight, DeviceWeight) else splits
     (rows, columns), inputs = y.shape, weight.shape[1]

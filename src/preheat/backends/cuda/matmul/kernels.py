@@ -1,7 +1,7 @@
-"""The table of kernels of linear layers, and what is chosen of it. No Triton.
+"""The table of kernels of linear layers, and the choice of a kernel. No Triton.
 
-A row says which layers a kernel serves, what is guessed where no table of measurements knows a layer, and what is worth
-trying. The rule, the tuner and the proof walk these rows; :mod:`preheat.backends.cuda.linear` launches them.
+A row says whether a kernel serves a layer, guesses its tiles if no measurement knows the layer, and lists candidates
+for measurements. The rule, the tuner and the proof walk these rows; :mod:`preheat.backends.cuda.linear` launches them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from preheat.backends.cuda.matmul.rules import (
 from preheat.backends.cuda.matmul.tables import Table, tables_for
 
 OWN_ROWS = 64
-"""Up to so many, layers with adapters are computed by kernels of ours where cuBLAS is a little faster: adapters shrink
-beside those, and would wait for it.
+"""Up to so many rows, layers with adapters use our kernels even if cuBLAS is a little faster: rows shrink beside our
+kernels, and would wait for cuBLAS.
 """
 
 ADDED_ROWS = 1024
-"""From so many on, the kernel for many rows on Hopper adds what adapters do to its own outputs, by measurement on an
-H200: to write these and read them again takes longer then.
+"""From so many rows on, the kernel for many rows on Hopper adds terms to its own outputs, by measurement on an H200: to
+write the outputs and read them again takes longer.
 """
 
 NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
@@ -65,8 +65,10 @@ WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
 
 
 class Kernel(NamedTuple):
-    """A row of the table. ``serves`` says whether the kernel does for a layer; ``hopper``: on Hopper alone. ``guess``
-    gives its tiles for a number of rows, or None where another kernel is better. ``candidates`` are worth measuring.
+    """A row of the table.
+
+    ``serves`` says whether the kernel can run a layer; ``hopper``: only on Hopper. ``guess`` gives its tiles for a
+    number of rows, or None if another kernel is better. ``candidates`` are worth measuring.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Kernel(NamedTuple):
 
 
 def _nothing(shape: LinearShape, rows: int) -> None:
-    """Guess nothing: the kernel serves what was measured."""
+    """Guess nothing: the kernel only serves measured layers."""
 
 
 def _none(shape: LinearShape, rows: int) -> tuple[KernelConfig, ...]:
@@ -86,7 +88,7 @@ def _none(shape: LinearShape, rows: int) -> tuple[KernelConfig, ...]:
 
 
 def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
-    """Guess the kernel of the dequantized layer, from the number of rows on from which it pays."""
+    """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
     if rows < MANY_ROWS:
         return None
     plain = rule(shape._replace(scheme=None, dealt=False, narrow=False), rows)
@@ -169,7 +171,7 @@ def _power(rows: int) -> int:
 
 
 def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
-    """So many that an accumulator fits into registers, and each warp has sixteen outputs."""
+    """Return numbers of warps that keep an accumulator in registers and give each warp sixteen outputs."""
     numbers = outputs * height * (2 if gated else 1)
     if numbers > 64 * 512:
         return ()
@@ -202,7 +204,7 @@ KERNELS = (
     Kernel("many rows", fits_wide, _nothing, lambda shape, rows: WIDE if rows >= 128 else (), hopper=True),
     Kernel("tiles", lambda shape: shape.scheme is None, tile_rule, _tiles),
 )  # fmt: skip
-"""In the order in which the rule asks them."""
+"""The rule asks kernels in this order."""
 
 
 def serving(shape: LinearShape, *, hopper: bool) -> Iterator[Kernel]:
@@ -264,30 +266,30 @@ class KernelConfigs:
         return made
 
     def own(self, shape: LinearShape, rows: int) -> KernelConfig:
-        """Return the kernel for a layer beside which rows shrink: not cuBLAS up to ``OWN_ROWS`` rows."""
+        """Return the kernel if rows shrink beside it: not cuBLAS up to ``OWN_ROWS`` rows."""
         found = self(shape, rows)
         if rows > OWN_ROWS or not isinstance(found, Library):
             return found
         return _up_to(self._own, shape._replace(bias=False, narrow=False), rows) or tile_rule(shape, rows)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
-        """Return the kernel that adds low-rank terms itself, for layers and numbers of rows for which it pays.
+        """Return the kernel for many rows on Hopper, if it pays that it adds low-rank terms itself.
 
-        It is the kernel for many rows on Hopper, also where cuBLAS is faster, unless it has too few tiles.
+        It is used even if cuBLAS is faster, unless it has too few tiles.
         """
         many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
         guesses = wide_guesses(shape, rows) if many else []
         return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
 
     def used(self, shape: LinearShape, rows: int, *, adapted: bool) -> list[KernelConfig]:
-        """Return all kernels that may serve ``rows`` rows of a layer, which has terms if it is ``adapted``."""
+        """Return all kernels that may serve ``rows`` rows of a layer; an ``adapted`` layer has terms."""
         found = [self(shape, rows)]
         if adapted:
             found += [self.own(shape, rows), self.wide(shape, rows) or found[0]]
         return list(dict.fromkeys(found))
 
     def reject(self, shape: LinearShape | ExpertsShape, rows: int) -> None:
-        """From now on serve ``rows`` rows by the kernel whose order is beyond doubt."""
+        """Serve ``rows`` rows by the reference, or by a tile of the plain kernel, from now on."""
         if isinstance(shape, ExpertsShape):
             self._made_routed[shape, rows] = experts_reference(shape)
         else:
@@ -317,5 +319,5 @@ def _by_shape(table: Table, invariant: bool, *, own: bool = False) -> dict[Linea
 def kernel_configs(
     device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
 ) -> KernelConfigs:
-    """What serves linear layers on such a GPU."""
+    """Return the choices for linear layers on a GPU of this name and compute capability."""
     return KernelConfigs(tables_for(device, capability, folder), invariant=invariant, hopper=capability[0] == 9)

@@ -1,13 +1,13 @@
-"""The linear layer of a value on CUDA, with its terms, the exchange between ranks and what follows the sum.
+"""The linear layer of a value on CUDA: product, terms, exchange between ranks, and finish.
 
-Terms. Rows shrink (:mod:`preheat.backends.cuda.lora_shrink`) beside the layer's own product, which reads nothing of the
+Terms. Rows shrink (:mod:`preheat.backends.cuda.lora_shrink`) beside the layer's own product: it does not read the
 result. Behind both they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows
 without an adapter get nothing added. The memory of a term is taken before the memory of the product, because kernels
 begin before the kernels ahead of them have ended. The number of outputs changes no bit of a term: a sum is a part of
 the inputs, or a tile of ranks, in the order of the matrix unit, whatever else is in the launch.
 
-Ranks. A layer whose inputs ranks share adds its own splits; ranks exchange these sums, in fp32. Shrunk rows lie ahead
-of the sums in memory, so that one exchange moves both. Every rank expands all outputs.
+Ranks. If ranks share the inputs of a layer, each rank adds its own splits, and the ranks exchange the fp32 sums. Shrunk
+rows lie ahead of the sums in memory, so one exchange moves both. Every rank expands all outputs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Tensor | Device
 
 
 class Layer:
-    """The layer of ``value``; ``configs`` say which kernel serves a number of rows.
+    """The layer of ``value``; ``configs`` choose the kernel for a number of rows.
 
-    In a step in which no row has an adapter it is the layer that an engine without adapters has.
+    A step without adapters launches the kernels of an engine without adapters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Layer:
 
     @property
     def shapes(self) -> tuple[LinearShape, ...]:
-        """The shapes by which kernels are chosen: of the layer, and of its product before a term and an activation."""
+        """The keys of kernel choices: the layer, and with terms also its product before the activation."""
         return (self.shape,) if self.slots is None or self._split else (self.shape, self._product)
 
     @property
@@ -123,14 +123,15 @@ class Layer:
         self, choice: KernelConfig, x: Tensor | QuantizedRows, out: Tensor | None = None,
         terms: Expansion | None = None, *, gated: bool | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the product by the kernel ``choice``, which adds ``terms`` itself; ``gated`` or not, by default as the
-        layer is.
+        """Return the product by the kernel ``choice``; the kernel adds ``terms``.
+
+        ``gated`` overrides the gate of the layer.
         """
         return apply(choice, x, self._weight, self._bias, self._gated if gated is None else gated, out, terms)
 
     def _with_terms(self, x: Tensor | QuantizedRows, blocks: Blocks, out: Tensor | None) -> Tensor:
         slots, rows = cast(Factors, self.slots), plain_rows(x)
-        given, to = slots.room(rows, blocks)  # before the product, whose memory is another one then
+        given, to = slots.room(rows, blocks)  # before the product takes memory
         wide = self.configs.wide(self.shape, len(x)) if blocks.size > BLOCK else None
         if wide is not None and slots.fit(wide):
             slots.shrink(given, to, blocks, beside=False)
@@ -151,14 +152,14 @@ class Layer:
         return choice, isinstance(choice, Wide)
 
     def _shared(self, x: Tensor, blocks: Blocks | None) -> Tensor:
-        """Return the outputs of a layer whose inputs ranks share, the same on all ranks."""
+        """Return the outputs if ranks share the inputs of the layer, equal on all ranks."""
         size = len(x), self.shape.outputs
         if blocks is None and self._ranks.world > 1:
             return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
         if blocks is None:
             return self._sum(x, self._bias, x.new_empty(size))
         slots = cast(Factors, self.slots)
-        given, to = slots.room(x, blocks)  # before the product, whose memory is another one then
+        given, to = slots.room(x, blocks)  # before the product takes memory
         if self._ranks.world == 1:
             return slots.add(self._sum(x, self._bias, x.new_empty(size)), given, to, blocks, beside=True)
         first = to.shrunk.numel()

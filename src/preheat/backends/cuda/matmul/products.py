@@ -1,19 +1,19 @@
 """Inner products of :mod:`preheat.backends.cuda.matmul.gemm`: one function for each way to store weights.
 
-Each takes the same arguments and gives fp32 sums [outputs, rows] over the ``size`` inputs of one ``split``, in order,
-and those of the ups of a gated layer. ``x`` are rows of ``inputs``; ``w`` is the weight, or a tuple with its tensors;
-``FORM`` are its constants. ``tiles`` are x and w for the copy engine, or None. ``group`` is the matrix among several.
-``at`` says which tile it is: ``first`` and ``row`` are its first output and row; ``out`` are its outputs, ``token`` the
-rows of x, ``there`` whether a row is one. ``outputs`` are the columns of the result.
+All functions take the same arguments. They return fp32 sums [outputs, rows] over the ``size`` inputs of one ``split``,
+in order; a gated layer has a second tensor of sums for its ups. ``x`` are rows of ``inputs``. ``w`` is the weight, or a
+tuple with its tensors; ``FORM`` are its constants. ``tiles`` are x and w for the copy engine, or None. ``group`` is the
+number of the matrix. ``at`` is the tile: its ``first`` output and ``row``, its outputs ``out``, the rows of x
+``token``, and a mask ``there`` of real rows. ``outputs`` are the columns of the result.
 
-Plain weights are the first operand of the matrix unit, whose other side may be as narrow as the rows are few.
+Plain weights are the first operand of the matrix unit: its other side may be as narrow as the rows are few.
 
 A tile of codes becomes a tile of weights in registers, rounded to the model's dtype: the same product in the same order
 as the dequantized model, so the same bits.
 
 With float8 activations the matrix unit multiplies codes, 128 inputs at a time, each time from zero. The sums are scaled
-and added to the accumulator in fp32. Tiles have at least 64 outputs and four warps, because fewer would make another
-instruction of it, which sums in another precision.
+and added to the accumulator in fp32. Tiles have at least 64 outputs and four warps: the compiler takes another
+instruction for smaller tiles, with sums of another precision.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Plain(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Tensors and sizes of weights as codes. ``groups`` are those of a split, unless ``index`` says to which group an
-    input belongs. An output has ``row_bytes`` of codes, a split ``split_bytes`` of them; a matrix ``scales_each``
-    scales.
+    """Tensors and sizes of weights as codes.
+
+    ``groups`` is the number of groups in a split, or in all inputs if ``index`` has the group of each input. An output
+    has ``row_bytes`` of codes, a split ``split_bytes`` of them; a matrix has ``scales_each`` scales.
     """
 
     codes: Any
@@ -69,8 +70,10 @@ class Float8(NamedTuple):
 
 
 class Float8Form(NamedTuple):
-    """Constants of float8 codes: whether any scales are of groups, those of rows, those of weights. ``even``: a step
-    divides the inputs of a split.
+    """Constants of float8 codes.
+
+    ``x_grouped`` and ``w_grouped``: rows or weights have a scale for each group; ``grouped``: either has. ``even``: a
+    step divides the inputs of a split.
     """
 
     grouped: bool
@@ -211,7 +214,7 @@ def _float8_sum(acc, x, w, token, out, k, size, inputs, outputs, FORM: tl.conste
 
 @triton.jit
 def _float8_scaled(acc, x_scales, scales, token, out, FORM: tl.constexpr):
-    """Scale sums whose scales are not of groups."""
+    """Scale sums of rows and weights with one scale each."""
     if not FORM.grouped:
         acc *= tl.load(x_scales + token)[None, :]
         acc *= tl.load(scales + out)[:, None]

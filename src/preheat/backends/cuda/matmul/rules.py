@@ -40,7 +40,10 @@ MANY_ROWS = 512
 
 
 def few_rule(shape: LinearShape, rows: int) -> Tile:
-    """A guess: as many stages as fit, of all programs that a processor has to run; at least four, where those fit."""
+    """Guess a tile with as many stages as fit for all programs of a processor.
+
+    A tile has at least four stages, if four fit.
+    """
     height = max(8, min(1 << (rows - 1).bit_length(), 64))
     programs = -(-shape.outputs // 64) * -(-rows // height)
     size = few_bytes(shape, few_tile(shape, height, 1))
@@ -54,7 +57,7 @@ def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:
 
 
 def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
-    """Tiles of which most processors of a Hopper GPU have one, the largest first."""
+    """Return tiles, the largest first, that keep most processors of a Hopper GPU busy."""
     sizes = (Wide(256, 128, 4), Wide(128, 128, 6))
     return [choice for choice in sizes if wide_tiles(shape, rows, choice) >= PROCESSORS * 2 // 3]
 
@@ -104,7 +107,7 @@ def codes_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded:
-    """Guess tiles for a layer whose inputs are cut into splits.
+    """Guess tiles for a layer with splits of its inputs.
 
     The copy engine cannot stop inside a tile, so it needs splits that its tiles divide.
     """
@@ -118,7 +121,7 @@ def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded:
 def _codes_split(shape: LinearShape, rows: int) -> Tile:
     """Guess a tile of codes for the layer of one split.
 
-    Sums of other splits wait in registers, of which a thread has 255.
+    Sums of other splits wait in registers; a thread has 255 of them.
     """
     assert shape.scheme is not None
     if shape.scheme.activations is not None:

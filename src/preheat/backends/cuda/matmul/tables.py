@@ -1,6 +1,6 @@
 """Tables of measured choices, on disk and in the package. No Triton.
 
-A table says what was measured to be fastest. Tables are only read here; :mod:`preheat.backends.cuda.tuner` fills them
+A table holds the fastest measured choices. Tables are only read here; :mod:`preheat.backends.cuda.tuner` fills them
 when somebody asks for it. An entry counts for all numbers of rows up to its own, down to that of the entry before.
 """
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fastest implementation of a map up to ``rows``: ``tile`` or ``wide``, or cuBLAS where there is neither.
 
-    ``ordered``: the fastest of those that keep the contract's order. The fastest of all has an entry of its own where
-    it is another one. ``own``: the fastest of those but for cuBLAS, where that is faster.
+    ``ordered``: the fastest implementation in the contract's order. If another one is faster, it has an entry of its
+    own. ``own``: the fastest one in order besides cuBLAS, where cuBLAS is faster.
     """
 
     outputs: int
@@ -147,10 +147,10 @@ class Table(msgspec.Struct):
 
 
 def tables_for(device: str, capability: tuple[int, int], folder: Path | None) -> list[Table]:
-    """What is known of a GPU of this name and compute capability, the best last: the tables that come with preheat, and
-    the one that the tuner left in ``folder``.
+    """Return the tables for a GPU of this name and compute capability, the best last.
 
-    A table of another GPU of the same capability is better than none: what it prefers is right, if not always fastest.
+    They are the tables that come with preheat, and the tuner's table in ``folder``. A table of another GPU of the same
+    capability is better than none: its choices are right, if not always fastest.
     """
     known = [table for table in shipped() if table.capability == capability]
     own = [table for table in known if table.device == device]
@@ -174,7 +174,7 @@ def place(folder: Path, device: str) -> Path:
 
 
 def read(path: Path) -> list[Table]:
-    """The table that the tuner wrote to ``path``; what is not there or cannot be read is done without."""
+    """Return the tuner's table in ``path``, or nothing if the file is missing or cannot be read."""
     try:
         return [msgspec.json.decode(read_file(path), type=Table)]
     except FileNotFoundError:
