@@ -280,7 +280,9 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
 def test_a_place_that_is_cleared_adds_nothing():
     kind = torch.float32
     (x, logits), given = tokens(kind), made(kind)
-    given[0].clear(0)
-    given[0].write(1, given[0].pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2}))
+    given[0].slots.clear(0)
+    given[0].slots.write(
+        1, given[0].slots.pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2})
+    )
     found, plain = run(given, config(kind, 16), x, logits, WHOSE), given[0].by(config(kind, 16), x, logits)
     assert equal_rows(found, plain) == [place < 1 for place in WHOSE]
