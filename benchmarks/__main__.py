@@ -12,7 +12,10 @@ from preheat.utils.text import did_you_mean
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what ``words`` ask for and return the exit status: 0, or 1 where a benchmark failed."""
+    """Run the benchmarks named in ``words``.
+
+    Returns the exit status: 0, or 1 where a benchmark failed.
+    """
     if not words:
         print(listing())
         return 0

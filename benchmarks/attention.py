@@ -1,11 +1,12 @@
-"""Paged attention on a GPU: decoding beside the bytes of its keys and values, reading prompts beside its operations.
+"""Paged attention on a GPU, decoding and reading prompts.
 
     python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64] [--kv-cache-dtype auto]
 
-Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
-medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row.
-Reading: PROMPTSxTOKENS, causal.
-``by_block_us``: the same with a cache in which a block's layers, not a layer's blocks, lie side by side.
+Decoding is measured beside the bytes of its keys and values, reading prompts beside its operations. Figures are median
+microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds.
+Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row. Reading:
+PROMPTSxTOKENS, causal.
+``by_block_us``: with another layout of the cache, the layers of a block side by side in place of a layer's blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class AttentionSizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of a token."""
+        """Bytes of the keys and values of a token."""
         return 2 * self.kv_heads * self.dim * self.stored.itemsize
 
     @property
@@ -69,8 +70,9 @@ class AttentionSizes:
 
 
 class Pages:
-    """Random keys and values of sequences of ``lengths`` in shuffled blocks, of several ``layers``; ``by_block`` says
-    how these lie.
+    """Random keys and values of sequences of ``lengths`` in shuffled blocks, of several ``layers``.
+
+    With ``by_block`` the layers of a block lie side by side, else the blocks of a layer.
     """
 
     def __init__(self, lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> None:
@@ -85,12 +87,15 @@ class Pages:
 
 
 def whole_numbers(values: Any) -> Tensor:
-    """int32, on the device."""
+    """Return ``values`` as int32 on the device."""
     return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
 
 
 def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_block: bool) -> float:
-    """Microseconds of a layer in which every sequence has one token and so many ``drafts``."""
+    """Return microseconds of a decoding layer.
+
+    Every sequence has one token and ``drafts`` drafts.
+    """
     rows, width, pages = len(lengths), 1 + drafts, Pages(lengths, heads, by_block)
     first, extend = np.asarray(lengths) - width, np.full(rows, width)
     tile = verify_queries(heads.heads, heads.kv_heads, width, heads.dim, torch.bfloat16)
@@ -115,7 +120,7 @@ def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_bloc
 
 
 def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) -> float:
-    """Microseconds of a layer that reads whole prompts."""
+    """Return microseconds of a layer that reads whole prompts."""
     pages, tile = Pages([length] * prompts, heads, by_block), prefill_config(heads.dim, torch.bfloat16)
     first, lengths = np.arange(prompts) * length, np.full(prompts, length)
     tiles = prefill_tiles(first, lengths, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))

@@ -1,8 +1,9 @@
-"""Microseconds of the sum of all ranks' fp32 partials [rows, 4096], in a graph, beside what adds in its own order.
+"""Microseconds of the sum of all ranks' partials, beside NCCL and torch.
 
     python -m benchmarks collective [--world 2] [--output FOLDER]
 
-On a machine with so many GPUs.
+Partials are fp32 [rows, 4096]; calls run in a graph. Our sum has a stated order; NCCL and torch add in their own order.
+The machine needs ``--world`` GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMES = ("ours", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """Of one call, of many in a graph."""
+    """Return microseconds of one call, from many calls in a graph."""
     from preheat.backends.cuda.graph import capture
 
     def calls() -> None:
@@ -53,12 +54,15 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def measure(rank: int, world: int, folder: str, output: str) -> None:
-    """One process."""
+    """Measure as one process of the group.
+
+    Rank 0 prints and saves the figures.
+    """
     import torch.distributed._symmetric_memory as symm
 
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.collective import RankSums
-    from preheat.backends.meeting import OneNode
+    from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)
@@ -86,7 +90,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
             print(f"{rows:6} {rows * WIDTH // 256:8}" + "".join(f"{each:16.1f}" for each in times), flush=True)
     if rank == 0:
         print(save("collective", {"world": world, "microseconds": figures}, Path(output)), flush=True)
-    os._exit(0)  # without the destructors of NCCL, which wait for each other
+    os._exit(0)  # skips the destructors of NCCL: they wait for each other
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
-"""Is `compile` faster than `eager` on this CPU? Decode steps of the bundled model, whole and without the sampler.
+"""Execution mode `compile` against `eager` on this CPU.
 
     python -m benchmarks compile_mode [--dtype float32 bfloat16] [--steps 100] [--threads 1]
 
-Medians in microseconds at 1, 8 and 32 rows. The modes take turns step by step, so that whatever else the machine does
-meets both alike. Also the seconds and the number of compilations that the first steps took.
+Decode steps of the bundled model, whole and without the sampler: medians in microseconds at 1, 8 and 32 rows. The modes
+take turns step by step, so that other work of the machine disturbs both alike. Also the seconds and the number of
+compilations of the first steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ CONTEXT = 64
 
 
 def decode_batch(llm: LLM, rows: int) -> InputBatch:
-    """A real step of ``rows`` decoding sequences, caught on its way to the executor."""
+    """Return a real step of ``rows`` decoding sequences.
+
+    It is caught on its way to the executor.
+    """
     packed: list[InputBatch] = []
     pack = llm.loop.packer.pack
 
@@ -46,7 +50,10 @@ def decode_batch(llm: LLM, rows: int) -> InputBatch:
 
 
 def measure(executors: dict[str, Executor], batches: dict[str, InputBatch], steps: int) -> dict[str, dict[str, float]]:
-    """Median microseconds of a step and of its forward pass, for each mode."""
+    """Return the median microseconds of a step by mode.
+
+    The forward pass is also timed alone.
+    """
     spent: dict[str, dict[str, list[float]]] = {mode: {"step": [], "forward": []} for mode in executors}
     for _ in range(steps):
         for mode, executor in executors.items():

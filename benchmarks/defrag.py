@@ -2,11 +2,11 @@
 
     python -m benchmarks defrag [--rows 64] [--stay 16] [--steps 10] [--rounds 7] [--threads 1]
 
-``rows`` sequences of ragged lengths fill the cache from the bottom; all but the last ``stay`` of them leave, so that
-those which go on lie above the holes; then ``steps`` steps are timed. In two more loads no sequence leaves; in one
-of them the sequences are short. The settings take turns; medians of the rounds are reported: tokens a second, the
-highest block in use, and the milliseconds of the compaction, which delays one step. The prompts are booked, not
-computed: it costs the same to read a cache of noise.
+``rows`` sequences of ragged lengths fill the cache from the bottom. All but the last ``stay`` of them leave, so that
+the remaining sequences lie above the holes. Then ``steps`` steps are timed. In two more loads no sequence leaves; in
+one of them the sequences are short. The settings take turns. Medians of the rounds are reported: tokens a second, the
+highest block in use, and the milliseconds of the compaction, a delay of one step. The prompts are booked, not computed:
+it costs the same to read a cache of noise.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ScatteredLoad:
 
 
 def scatter(llm: LLM, args: argparse.Namespace, load: ScatteredLoad) -> None:
-    """Sequences past their prompts, of which some remain."""
+    """Bring the load's sequences past their prompts, and let some of them leave."""
     scheduler, draw = llm.loop.scheduler, random.Random(0)
     for number in range(args.rows):
         prompt = [draw.randrange(10, 4096) for _ in range(draw.randint(*load.lengths))]
@@ -82,7 +82,7 @@ def scatter(llm: LLM, args: argparse.Namespace, load: ScatteredLoad) -> None:
 
 
 def measure(llm: LLM, args: argparse.Namespace, load: ScatteredLoad, threshold: int) -> dict[str, float]:
-    """One round, from an empty engine to an empty engine."""
+    """Return the figures of one round, from an empty engine to an empty engine."""
     scheduler = llm.loop.scheduler
     scatter(llm, args, load)
     scheduler._defrag_threshold = threshold

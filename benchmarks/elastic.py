@@ -1,14 +1,14 @@
-"""What changes in a running engine: new weights in place, blocks back from the host, sleep and wake.
+"""Changes in a running engine: weights, offloaded blocks, sleep.
 
     python -m benchmarks elastic [--shape llama-3.1-8b] [--device cuda] [--parts update,offload,sleep] [--save] [--tiny]
 
-``update``: all weights, from tensors in host memory that is not pinned, as a trainer's would be; the digest must be
-that of an engine that booted with them. ``offload``: the time to the first token of a long prompt that was evicted to
-the host, against computing it again; the token and its log-probability must be equal. ``sleep``: seconds of level 1
-down and up, and the first request after it against later ones; it is left out, and said so, where the device cannot
-sleep.
+``update``: all weights, from tensors in host memory that is not pinned, as a trainer's would be. The digest must equal
+the digest of an engine that booted with them. ``offload``: the time to the first token of a long prompt that was
+evicted to the host, against computing it again; the token and its log-probability must be equal. ``sleep``: seconds of
+level 1 down and up, and the first request after it against later ones; it is left out, with a note, where the device
+cannot sleep.
 
-Weights are random, on which speed does not depend. Tiny engines are for a smoke test: their figures mean nothing.
+Weights are random; speed does not depend on them. Tiny engines are for a smoke test: their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ REPEATS = 3
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long ``run`` takes, which ends with an answer of the device."""
+    """Return the seconds of ``run``, which ends with an answer of the device."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def new_weights(llm: LLM, seed: int) -> dict[str, Tensor]:
-    """The tensors, on the host, that an engine with dummy weights of ``seed`` has on the device of ``llm``."""
+    """Return the dummy weights of ``seed`` on the host.
+
+    They equal the weights of an engine on the device of ``llm``.
+    """
     decoder, backend, source = llm.loop.executor.decoder, llm.loop.executor.backend, DummyTensors(seed)
     dtype = llm.loop.executor.cache.data.dtype
     found = {}
@@ -57,7 +60,10 @@ def new_weights(llm: LLM, seed: int) -> dict[str, Tensor]:
 
 
 def measure_update(boot: Callable[..., LLM]) -> dict[str, Any]:
-    """Seconds of an update of all weights, and that of an engine's which had them from the start."""
+    """Return the seconds of an update of all weights.
+
+    Its digest must equal a fresh boot's with these weights.
+    """
     fresh = boot(seed=1)
     digest, tensors = fresh.state.digest, new_weights(fresh, 1)
     del fresh
@@ -77,14 +83,20 @@ def measure_update(boot: Callable[..., LLM]) -> dict[str, Any]:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, object]:
-    """Seconds to the first token of ``prompt``, and the token with its log-probabilities."""
+    """Return the seconds to the first token of ``prompt``.
+
+    Also return the token with its log-probabilities.
+    """
     outputs = []
     took = seconds(lambda: outputs.extend(llm.generate([prompt], FIRST, use_tqdm=False)))
     return took, outputs[0].outputs[0]
 
 
 def measure_offload(boot: Callable[..., LLM], length: int, block_size: int) -> dict[str, Any]:
-    """Two prompts of which the cache holds one: each evicts the other to the host."""
+    """Measure two prompts in a cache with room for one.
+
+    Each evicts the other to the host.
+    """
     blocks = length // block_size
     size = 4.0 if length > 1000 else 0.02  # GiB on the host: both prompts
     llm = boot(num_gpu_blocks_override=blocks + 3, kv_offloading_size=size, enable_prefix_caching=True)
@@ -117,7 +129,10 @@ def measure_offload(boot: Callable[..., LLM], length: int, block_size: int) -> d
 
 
 def measure_sleep(boot: Callable[..., LLM], length: int) -> dict[str, Any]:
-    """Level 1 down and up, and requests after it. The engine proves its digest before it is awake."""
+    """Measure level 1 down and up, and requests after it.
+
+    The engine proves its digest before it is awake.
+    """
     llm = boot(enable_sleep_mode=True)
     prompt = [i % 400 + 1 for i in range(length)]
     _, answer = first_token(llm, prompt)
@@ -165,7 +180,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The figures of the parts that are asked for."""
+    """Return the figures of the parts in ``args.parts``."""
     facts, length = facts_of(args.device), 128 if args.tiny else 8192
     block_size = 16 if args.tiny else facts.block_size
     with tempfile.TemporaryDirectory() as folder:

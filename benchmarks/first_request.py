@@ -1,14 +1,14 @@
-"""The first request after ready against the same request later: the promise, measured.
+"""The first request after ready against the same request later.
 
     python -m benchmarks first_request [--repeats 15] [--offline-only] [--boot-options '{"max_num_seqs": 32}']
 
-Every combination of a sampling setting and a prompt length gets boots of its own, one offline and one over HTTP, in
-which it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
+Every combination of a sampling setting and a prompt length gets boots of its own, one offline and one over HTTP. There
+it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
 different, so that none finds another in the prefix cache; over HTTP every request opens a connection.
 
-The threads of an idle engine sleep, and the kernel may wake two of them on one core, which is a matter of chance. The
-first request finds them asleep, the repeats do not. So more requests follow, each after a pause, as a steady state that
-is as idle as the first request found it.
+The threads of an idle engine sleep, and by chance the kernel may wake two of them on one core. The first request finds
+them asleep, the repeats do not. So more requests follow, each after a pause: a steady state as idle as the first
+request found it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def prompts(length: int, count: int) -> list[list[int]]:
 
 
 def timed(ask: Callable[[list[int]], object], length: int, repeats: int) -> list[float]:
-    """Milliseconds of each request: the first one, ``repeats`` at once behind it, ``PAUSES`` after a pause each."""
+    """Return the milliseconds of each request.
+
+    They are the first, ``repeats`` right behind it, and ``PAUSES`` after a pause each.
+    """
     found = []
     for number, prompt in enumerate(prompts(length, 1 + repeats + PAUSES)):
         if number > repeats:
@@ -58,7 +61,7 @@ def timed(ask: Callable[[list[int]], object], length: int, repeats: int) -> list
 
 
 def offline(setting: str, length: int, repeats: int, options: dict[str, Any]) -> list[float]:
-    """In this process, which is a fresh one."""
+    """Measure in this process, a fresh one."""
     from preheat import LLM, SamplingParams
 
     llm = LLM(**options)

@@ -1,10 +1,10 @@
-"""Linear maps on a GPU: what serves against cuBLAS, with and without leave to cut the inputs into parts.
+"""Linear maps on a GPU: the serving kernels against cuBLAS.
 
     python -m benchmarks gemm [--model bundled] [--rows 1 8 32 64 128 256 1024] [--replays 9]
 
-Microseconds of one map, from a CUDA graph that walks copies of the weights larger than the L2 cache; medians. "bytes"
-is the share of the device's bandwidth that reading the weights once would need in that time, where --bandwidth (GB/s)
-is given.
+The kernels run with and without leave to cut the inputs into parts. Microseconds of one map, from a CUDA graph that
+walks copies of the weights larger than the L2 cache; medians. "bytes" is the share of the device's bandwidth that
+reading the weights once would need in that time, where --bandwidth (GB/s) is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from preheat.settings import Settings
 def measure(
     shape: LinearShape, rows: list[int], found: KernelConfigs, replays: int, bandwidth: float | None
 ) -> list[dict[str, Any]]:
-    """One line for each number of rows."""
+    """Return one line for each number of rows."""
     proven, bench, lines = prove(found, [shape], rows), Bench(shape, max(rows)), []
     weights = shape.outputs * shape.inputs * shape.dtype.itemsize
     for size in rows:

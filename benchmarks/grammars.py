@@ -1,13 +1,14 @@
-"""What structured outputs cost: times between tokens beside plain rows, and to the first token of old and new schemas.
+"""The cost of structured outputs, between tokens and to the first one.
 
     python -m benchmarks grammars [--shape llama-3.1-8b] [--rows 64 256] [--steps 100] [--device cuda] [--tiny]
 
-Random weights, and a byte-level BPE that is made here, as large as the model's vocabulary. ``full`` are plain rows at
-the sampler's highest level, which rows with masks need: what is between it and ``nested`` is due to masks alone.
-``nested`` rows write a list of nested objects, longer than what is measured. A step with grammars waits for the masks
-that the model does not hide: ``wait`` is that part of a step. Times to the first token are of one request alone:
-without a grammar, with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first
-request after the start with a grammar that the boot knows, beside the median of later ones.
+Random weights, and a byte-level BPE that is made here, as large as the model's vocabulary. Times between tokens are
+beside plain rows. ``full`` are plain rows at the sampler's highest level, which rows with masks need; the difference
+between ``full`` and ``nested`` is due to masks alone. ``nested`` rows write a list of nested objects, longer than the
+measurement. A step with grammars waits for the part of the masks that the model's time does not hide: ``wait`` is that
+part of a step. Times to the first token are of one request alone: without a grammar, with one that was compiled before,
+and with a new one. ``first`` is the first request after the start with a grammar that the boot knows, beside the median
+of later ones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ OBJECT = {
     "required": ["id", "name", "kind", "address", "tags", "active"], "additionalProperties": False,
 }  # fmt: skip
 ENDLESS = StructuredOutputsParams(json={"type": "array", "items": OBJECT, "minItems": 64})
-"""More tokens than a row is measured for: a list that may end would, with random weights."""
+"""A list with more tokens than a row is measured for.
+
+A list that may end would, with random weights.
+"""
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -58,7 +62,10 @@ TINY = {
 
 
 def tokenizer(size: int) -> Tokenizer:
-    """A byte-level BPE of ``size`` tokens: bytes, pieces of JSON, then words of two to four letters."""
+    """Return a byte-level BPE of ``size`` tokens.
+
+    They are bytes, pieces of JSON, then words of two to four letters.
+    """
     vocabulary = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = list[tuple[str, str]]()
     for left, right in islice(_merges(), size - SPECIAL - len(vocabulary)):
@@ -73,7 +80,7 @@ def tokenizer(size: int) -> Tokenizer:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs of tokens, each of which is there before; no two of them make the same text."""
+    """Yield pairs of earlier tokens; no two pairs make the same text."""
     yield from (('"', ":"), ('"', ","), ("{", '"'), ('"', "}"), ('":', '"'), ('",', '"'))
     yield from product("0123456789", repeat=2)
     pairs = ["".join(pair) for pair in product(ascii_lowercase, repeat=2)]
@@ -85,7 +92,7 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 
 def write_model(folder: Path, shape: str, tiny: bool) -> Path:
-    """The config, with dummy weights to come, and the tokenizer."""
+    """Write the config, for dummy weights, and the tokenizer into ``folder``."""
     config = SHAPES[shape] | (TINY if tiny else {})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     backend = tokenizer(config["vocab_size"])
@@ -96,7 +103,10 @@ def write_model(folder: Path, shape: str, tiny: bool) -> Path:
 
 
 def step_ms(llm: LLM, rows: int, args: argparse.Namespace, **sampling: Any) -> dict[str, float]:
-    """Milliseconds of a step in which ``rows`` decode: median and 99th percentile; and of them waiting for masks."""
+    """Return milliseconds of a step of ``rows`` decoding rows.
+
+    They are mean, median, 99th percentile, and wait for masks.
+    """
     vocabulary = llm.frontend.tokenizer.vocab_size - SPECIAL
     times = []
     with DecodingRows(llm, vocabulary, rows, args.context, args.steps, temperature=1.0, **sampling):
@@ -114,7 +124,10 @@ def step_ms(llm: LLM, rows: int, args: argparse.Namespace, **sampling: Any) -> d
 
 
 def between_tokens(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """By number of rows: each load in turns, the best of each, and by how many percent it is slower than plain."""
+    """Return the best run of each load, by number of rows.
+
+    Loads take turns. Each has the percent by which it exceeds plain.
+    """
     loads: dict[str, dict[str, Any]] = {
         "plain": {}, "full": {"presence_penalty": 0.1}, "nested": {"structured_outputs": ENDLESS},
     }  # fmt: skip
@@ -137,7 +150,10 @@ def between_tokens(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def to_first(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds to the first token of a request alone: medians, and the first request with a known grammar."""
+    """Return milliseconds to the first token of a lone request.
+
+    They are medians, and the first one with a known grammar.
+    """
     chance = random.Random(1)
     vocabulary = llm.frontend.tokenizer.vocab_size - SPECIAL
 

@@ -1,15 +1,15 @@
-"""What the host does in a step of decoding rows, and how long a GPU waits for it.
+"""The host's work in a decoding step, and a GPU's wait.
 
     python -m benchmarks host_step [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256]
         [--options JSON]
 
 Medians in microseconds. First, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing
-at random among filtered tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU
-launching is running. ``idle`` is what a profile shows between the last that the device does of a step, which is to send
-the tokens, and the first of the next one.
+at random among filtered tokens. ``host`` adds up its parts. Waiting for the device is not a part of it, but on a CPU
+launching is running. ``idle`` is from a profile: the time between the device's last work in a step, sending the tokens,
+and its first work in the next step.
 
-Then without a model: schedule, pack, settle, send, with the packer of a CPU and with that of a GPU. Half of the rows
-are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
+Then without a model: schedule, pack, settle, send, with the packer of a CPU and with the packer of a GPU. Half of the
+rows are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ PACKERS = ("cpu", *(["cuda"] if find_spec("triton") else []))
 
 
 def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
-    """``rows`` sequences past their prompt, and the packer of a platform."""
+    """Return a scheduler and the packer of a platform.
+
+    ``rows`` sequences are past their prompt.
+    """
     spec, size = read_spec(read_config(BUNDLED_PATH)), CPU.block_size if packer == "cpu" else 64
     limits = Limits(
         max_model_len=2048,
@@ -90,7 +93,10 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
 
 
 def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuBackend) -> Attention:
-    """A platform's way to cut a step into work; only its host part is used."""
+    """Return a platform's attention, which cuts a step into work.
+
+    Only its host part is used.
+    """
     if packer == "cpu":
         return backend.attention([layer], limits, contiguous=True)
     from preheat.backends.cuda.attention import CudaAttention
@@ -99,7 +105,7 @@ def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuB
 
 
 def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
-    """Median microseconds of each part, and of the whole."""
+    """Return the median microseconds of each part, and of the whole."""
     scheduler, packer = make(rows, steps, platform)
     encode = msgspec.msgpack.Encoder().encode
     spent: dict[str, list[float]] = {name: [] for name in ("compact", "schedule", "pack", "settle", "send", "total")}
@@ -134,7 +140,7 @@ PROFILED = 50
 
 @contextmanager
 def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
-    """Seconds of every call of each part, while this lasts."""
+    """Yield the seconds of every call of each part inside the block."""
     loop = llm.loop
     parts = {
         "schedule": (loop.scheduler, "schedule"),
@@ -166,7 +172,10 @@ def _timing(method: Any, times: list[float]) -> Any:
 
 
 def gaps(listed: Sequence[Span]) -> list[float]:
-    """Microseconds in which nothing runs after each step but the last; ``listed`` is in order of start."""
+    """Return the idle microseconds behind each step but the last.
+
+    ``listed`` is in order of start.
+    """
     found, busy_until = [], 0.0
     for span, behind in pairwise(listed):
         busy_until = max(busy_until, span.end)
@@ -176,7 +185,10 @@ def gaps(listed: Sequence[Span]) -> list[float]:
 
 
 def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
-    """Median microseconds of the parts of a step, and what a step takes."""
+    """Return the median microseconds of a step's parts.
+
+    The whole step is the mean.
+    """
     with timed(llm) as spent:
         started = time.perf_counter()
         for _ in range(steps):
@@ -188,7 +200,7 @@ def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
 
 
 def idle(llm: LLM, steps: int) -> dict[str, float]:
-    """Microseconds that a GPU waits between steps."""
+    """Return the median and the most microseconds that a GPU waits between steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             llm.advance()
@@ -198,7 +210,7 @@ def idle(llm: LLM, steps: int) -> dict[str, float]:
 
 
 def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every number of rows with every kind of sampling.
+    """Return the figures of every number of rows with every kind of sampling.
 
     A process that was profiled once launches more slowly from then on, so profiles are taken last.
     """

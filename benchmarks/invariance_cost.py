@@ -1,10 +1,11 @@
-"""What invariance costs: times between tokens, to the first one, and of reading prompts, with it and without, on a GPU.
+"""The cost of batch invariance on a GPU.
 
     python -m benchmarks invariance_cost --shape llama-3.1-8b --seconds 120
 
-runs `preheat bench latency` with and without in turns, each time in a process of its own and for so many seconds at
-most, and takes the best figure of each: who goes first finds a cooler card. The table goes into docs/determinism.md
-(`python -m benchmarks.performance_doc`). A CPU has nothing faster to choose and says so.
+Figures are times between tokens, to the first one, and of reading prompts. `preheat bench latency` runs with and
+without invariance in turns, each time in a process of its own and for at most ``--seconds``. The best figure of each
+counts, since the first process finds a cooler card. The table goes into docs/determinism.md
+(`python -m benchmarks.performance_doc`). A CPU refuses, since it has nothing faster to choose.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
-    """The figures of one engine, by name. Ends this process as that one ended, where it failed."""
+    """Return the figures of one engine, by name.
+
+    If it failed, end this process with its status.
+    """
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         asked = [f"--shape={own.shape}", f"--output={folder}", f"--seconds={own.seconds:g}", *(["--tiny"] * own.tiny)]
         command = [sys.executable, "-m", "benchmarks", "latency", *asked, *flags]
@@ -55,18 +59,18 @@ def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
 
 
 def best(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure that all of the ``runs`` have."""
+    """Return the best value of each figure that all of the ``runs`` have."""
     shared = [what for what in runs[0] if all(what in run for run in runs)]
     return {what: (max if is_rate(what) else min)(run[what] for run in runs) for what in shared}
 
 
 def is_rate(what: str) -> bool:
-    """Whether more is better."""
+    """Return whether more is better."""
     return "tokens/s" in what
 
 
 def beside(invariant: dict[str, float], varying: dict[str, float]) -> list[dict[str, Any]]:
-    """What both engines measured, and by how many percent invariance takes longer."""
+    """Return the figures of both engines, and by how many percent invariance takes longer."""
     rows = []
     for what, ours in invariant.items():
         if theirs := varying.get(what):

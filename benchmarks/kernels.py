@@ -1,11 +1,11 @@
-"""Where the time of a decoding step goes: each kernel, beside what its bytes cost at least, and the idle time between.
+"""The time of a decoding step by kernel, and its idle time.
 
     python -m benchmarks kernels [--shape llama-3.1-8b] [--format fp8] [--rows 1 32 256] [--context 1024] [--steps 20]
 
-Profiles steps in which all rows decode. The bandwidth is that of a copy on this device, read and written bytes counted.
-Kernels are told apart by their names; a kind's floor is its bytes over that bandwidth. Kernels that are launched behind
-each other overlap: one's time is what it adds, from the end of those before it. On a CPU, where there are no
-kernels, torch's operations stand in for them.
+Profiles steps in which all rows decode. A kernel's time is beside the least time of its bytes. The bandwidth is
+measured by a copy on this device, read and written bytes counted. Kernels are told apart by their names; a kind's floor
+is its bytes over that bandwidth. Kernels launched behind each other overlap: a kernel's time runs from the end of the
+kernels before it. On a CPU, where there are no kernels, torch's operations stand in for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ KINDS = {
     "embedding": ("embed", "index_select"),
     "linear": ("in_order", "_wide", "linear", "gemm", "matmul", "_dequantize", "nvjet", "cutlass", "sm90_", "splitk"),
 }
-"""A kernel is of the first kind one of whose words is in its name."""
+"""The words of each kind of kernel.
+
+A kernel is of the first kind with a word in the kernel's name.
+"""
 
 
 def kind_of(name: str) -> str:
@@ -47,8 +50,10 @@ def kind_of(name: str) -> str:
 
 
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
-    """Bytes that a step must read at least, bfloat16 where they are not quantized: each weight of a linear map once,
-    each key and value once.
+    """Return the least bytes that a step reads.
+
+    It reads each weight of a linear map once, and each key and value once. Weights that are not quantized are bfloat16,
+    and so is the cache.
     """
     weights = sum(spec.weight_bytes(2).values()) - (0 if spec.tied else 2 * spec.embedding.params)
     cache = rows * context * spec.kv_bytes_per_token(2)
@@ -56,7 +61,7 @@ def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy moves, read and written."""
+    """Return the bytes a second that a copy moves, read and written."""
     size = 1 << (30 if device.type == "cuda" else 26)
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device).unbind()
     best = float("inf")
@@ -74,7 +79,10 @@ def bandwidth(device: torch.device) -> float:
 
 
 def idle(listed: Iterable[Span]) -> float:
-    """Microseconds between the first start and the last end in which nothing runs; ``listed`` is in order of start."""
+    """Return the idle microseconds between the first start and the last end.
+
+    ``listed`` is in order of start.
+    """
     total, busy_until = 0.0, None
     for span in listed:
         if busy_until is not None:
@@ -84,7 +92,10 @@ def idle(listed: Iterable[Span]) -> float:
 
 
 def table(listed: list[Span], steps: int, floors: dict[str, float]) -> list[dict[str, Any]]:
-    """A line for each kernel and one for each kind, microseconds and calls of one step, the longest first."""
+    """Return the microseconds and calls of one step by kernel.
+
+    There is a line for each kernel and each kind, the longest first.
+    """
     spent: dict[tuple[str, str], list[float]] = defaultdict(list)
     busy_until = 0.0
     for span in listed:

@@ -1,8 +1,9 @@
-"""What `preheat verify` says of an engine whose linear maps are left to cuBLAS: the negative control, at the 8B shape.
+"""The negative control: `preheat verify` on an engine left to cuBLAS.
 
     python -m benchmarks left_to_cublas [--layers 2] [--prompts 300]
 
-On a GPU. cuBLAS may cut the inputs of a map into parts, as torch lets it by default, and does so for a few rows.
+The engine has the 8B shape and leaves its linear maps to cuBLAS, on a GPU. cuBLAS may cut the inputs of a map into
+parts, as torch lets it by default, and does so for a few rows.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""What adapters cost, and what loading one costs those that decode.
+"""The cost of adapters, and of loading one while other rows decode.
 
     python -m benchmarks lora [--shape llama-3.1-8b] [--adapters 8] [--rank 16] [--context 32768] [--experts]
         [--itl-alone] [--tiny] [--output FOLDER] [OPTION ...]
 
-First over HTTP: streams that decode, without an adapter and with half of ``--adapters`` in turn, while ``--adapters``
-others are loaded one after the other, each of which then has its first request. The rest in this process:
+First over HTTP: streams decode, without an adapter and with half of ``--adapters`` in turn. Meanwhile ``--adapters``
+other adapters are loaded one after the other, and each then has its first request. The rest runs in this process.
 
-An engine without adapters, and beside it one with places for ``--adapters`` of them, each for every linear layer of the
-decoder, and with ``--experts`` for all routed experts. In turns they take rows without adapters (both), with one, and
-with all of them in turn. Reported are the milliseconds between tokens for batches of such rows; the same for reading
-prompts; the seconds until each engine is ready, which are made one after the other; and, while rows decode,
-the seconds that it takes to read another adapter and to put it into its place, and the longest gaps between steps
-meanwhile. Then an engine for 8 prompts of ``--context`` tokens: the milliseconds to read one, and between tokens while
-all of them decode, without adapters and with all of them in turn.
+There is an engine without adapters, and beside it one with ``--adapters`` adapter slots. An adapter is for every linear
+layer of the decoder, and with ``--experts`` for all routed experts. In turns the engines take rows without adapters
+(both), with one, and with all adapters in turn. Reported are:
+
+- milliseconds between tokens for batches of such rows, and for reading prompts;
+- seconds until each engine is ready; they are made one after the other;
+- while rows decode: seconds to read another adapter and to put it into its slot, and the longest gaps between steps.
+
+Then an engine for 8 prompts of ``--context`` tokens: the milliseconds to read one, and between tokens while all of them
+decode, without adapters and with all of them in turn.
 
 Weights and adapters are random numbers. Further arguments are options of the engine, as NAME=VALUE.
 """
@@ -60,12 +63,12 @@ from preheat.warmup.cold_monitor import ColdMonitor
 Adapters = Sequence[LoRARequest | None]
 
 TRIES = 4
-"""Of each figure."""
+"""Runs of each figure; the best counts."""
 
 
 @dataclass
 class Measured:
-    """An engine, and how it was made."""
+    """An engine with its sizes and the seconds until it was ready."""
 
     llm: LLM
     sizes: Sizes
@@ -79,9 +82,9 @@ class Measured:
         return [{"prompt_token_ids": self._random.choices(range(self.vocabulary), k=length)} for _ in range(count)]
 
     def seconds(self, rows: int, length: int, tokens: int, adapters: Adapters) -> float:
-        """It takes to answer ``rows`` prompts, which have ``adapters`` in turn."""
+        """Return the seconds to answer ``rows`` prompts with ``adapters`` in turn."""
         if isinstance(monitor := self.llm.loop.listener, ColdMonitor):
-            monitor.forget()  # what another engine did meanwhile is not this one's
+            monitor.forget()  # cold events of another engine do not count here
         prompts = self.prompts(rows, length)
         asked = [adapters[row % len(adapters)] for row in range(rows)] if any(adapters) else None
         began = time.perf_counter()
@@ -98,7 +101,7 @@ class Measured:
         return states
 
     def advance(self, until: Callable[[], bool]) -> list[float]:
-        """Step until then; the seconds of each step."""
+        """Step until ``until()`` is true, and return the seconds of each step."""
         gaps = []
         while not until():
             began = time.perf_counter()
@@ -107,7 +110,7 @@ class Measured:
         return gaps
 
     def stop(self, states: Sequence[RequestState]) -> None:
-        """Let requests go."""
+        """Abort the requests of ``states``."""
         for state in states:
             self.llm.frontend.abort(state)
         self.llm.loop.take(0)
@@ -115,8 +118,9 @@ class Measured:
         self.llm.advance()
 
     def long(self, rows: int, context: int, adapters: Adapters) -> dict[str, float]:
-        """Milliseconds to read a prompt of ``context`` tokens, of ``rows`` given at once, and between tokens while all
-        of those decode.
+        """Return milliseconds to read a prompt, and between tokens.
+
+        One of ``rows`` prompts given at once is read; then all decode. Each prompt has ``context`` tokens.
         """
         prompt = min(self.seconds(rows, context, 1, adapters) for _ in range(2)) / rows
         asked = [adapters[row % len(adapters)] for row in range(rows)]
@@ -131,11 +135,14 @@ class Measured:
 
 
 Kinds = Mapping[str, tuple[Measured, Adapters]]
-"""Of rows: an engine, and the adapters that they have in turn."""
+"""Kinds of rows: an engine, and the adapters of its rows in turn."""
 
 
 def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, float]:
-    """See :meth:`Measured.seconds`; the kinds take turns, and the best of ``TRIES`` counts."""
+    """Return the best seconds of ``TRIES`` by kind, see :meth:`Measured.seconds`.
+
+    The kinds take turns.
+    """
     best = dict.fromkeys(kinds, math.inf)
     for _ in range(TRIES):
         for kind, (engine, adapters) in kinds.items():
@@ -144,8 +151,9 @@ def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, floa
 
 
 def figures(kinds: Kinds, batches: Sequence[int], sizes: Sizes) -> dict[str, dict[str, float]]:
-    """Of each kind milliseconds between tokens, by rows, and those that a prompt takes, of several read one after the
-    other.
+    """Return by kind the milliseconds between tokens and of a prompt.
+
+    Times between tokens are by rows. A prompt's time is taken of several read one after the other.
     """
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     for rows in batches:
@@ -159,13 +167,13 @@ def figures(kinds: Kinds, batches: Sequence[int], sizes: Sizes) -> dict[str, dic
 
 
 def options_of(args: argparse.Namespace, sizes: Sizes, more: dict[str, Any]) -> dict[str, Any]:
-    """What an engine is told; ``more`` wins."""
+    """Return the options of an engine; ``more`` wins."""
     usual = {"max_num_seqs": max(sizes.batches), "kv_cache_memory_bytes": 1 << (26 if args.tiny else 33)}
     return usual | dict(option.split("=", 1) for option in args.options) | more
 
 
 def make(args: argparse.Namespace, folder: Path, sizes: Sizes, **more: Any) -> Measured:
-    """An engine; ``folder`` is for its config."""
+    """Return an engine; ``folder`` is for its config."""
     shape = BUNDLED if args.tiny else args.shape
     options = engine_options(shape, options_of(args, sizes, more), folder, tiny=args.tiny)
     began = time.perf_counter()
@@ -173,9 +181,10 @@ def make(args: argparse.Namespace, folder: Path, sizes: Sizes, **more: Any) -> M
 
 
 def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) -> dict[str, float | None]:
-    """What it takes to load ``new`` while ``rows`` decode, and the gaps between their steps, in milliseconds: while
-    nothing else happens, while a request without an adapter begins, and while ``new`` is read and a request with it
-    begins.
+    """Return the milliseconds to load ``new``, and gaps meanwhile.
+
+    ``rows`` rows decode; gaps are between their steps. Gaps are taken while nothing else happens, while a request
+    without an adapter begins, and while ``new`` is read and a request with it begins.
     """
     executor, advance, context = engine.llm.loop.executor, engine.advance, engine.sizes.context
     placed = list[float]()
@@ -217,7 +226,10 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
 
 
 def table(plain: dict[str, float], found: dict[str, dict[str, float]]) -> str:
-    """Milliseconds of the engine without adapters, and what each kind of rows takes more, in percent."""
+    """Return the milliseconds without adapters, and the excess with.
+
+    The excess is in percent for each kind of rows.
+    """
     kinds = [kind for kind in found if kind != "without"]
     lines = [f"{'rows':<8}{'without, ms':>13}" + "".join(f"{kind:>22}" for kind in kinds)]
     for what, before in plain.items():
@@ -248,7 +260,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """How much is run; its first long case is the only one."""
+    """Return the sizes of the run.
+
+    The first long case is the only one.
+    """
     sizes = TINY if args.tiny else replace(FULL, batches=(1, 32, 128), prompts=8, streams=16, long=((8, 32768),))
     rows, context = sizes.long[0]
     batches = tuple(args.batches) if args.batches else sizes.batches
@@ -256,7 +271,10 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """The figures of the server, then those of the engines here, one at a time."""
+    """Return the figures of the server, then of the engines here.
+
+    Engines run one at a time.
+    """
     spec, served = read_spec(config_of(args.shape if not args.tiny else BUNDLED)), list[LoRARequest]()
     modules = {name: shape for name, shape in adapted_modules(spec).items() if not name.endswith("lm_head")}
     modules |= expert_modules(spec) if args.experts else {}
@@ -282,10 +300,10 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
         running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
         more["loading"] = loading(engine, rows, running, served[args.adapters])
         show("loading, ms", more["loading"])
-    seats = engine.llm.loop.executor.adapters
-    assert seats is not None
-    places = round(seats.bytes / 2**20, 1)
-    del engine, seats
+    adapter_slots = engine.llm.loop.executor.adapters
+    assert adapter_slots is not None
+    places = round(adapter_slots.bytes / 2**20, 1)
+    del engine, adapter_slots
     forget()
     if not args.itl_alone:
         more["long"] = long_contexts(args, folder, sizes, every, adapted)
@@ -294,12 +312,12 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def show(section: str, figures: dict[str, Any]) -> None:
-    """As soon as there are any."""
+    """Print the figures of a section as soon as there are any."""
     print(f"{section}: " + ", ".join(f"{what} {value}" for what, value in figures.items()), flush=True)
 
 
 def forget() -> None:
-    """Give back the memory of engines that nobody has any longer."""
+    """Free the memory of engines that nobody uses any longer."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing, without a GPU
 
@@ -307,7 +325,7 @@ def forget() -> None:
 def over_http(
     args: argparse.Namespace, folder: Path, sizes: Sizes, served: Sequence[LoRARequest], adapted: dict[str, Any]
 ) -> dict[str, Any]:
-    """See :func:`loading_over_http`."""
+    """Return the figures of :func:`loading_over_http`."""
     few = max(args.adapters // 2, 1)
     given = options_of(args, sizes, adapted | {
         "max_num_seqs": sizes.streams + 2, "max_cpu_loras": few + args.adapters, "lora_root": str(folder)
@@ -323,7 +341,10 @@ def over_http(
 def long_contexts(
     args: argparse.Namespace, folder: Path, sizes: Sizes, adapters: Adapters, adapted: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of long prompts without adapters, and with all of them in turn."""
+    """Return the figures of long prompts.
+
+    They run without adapters, and with all of them in turn.
+    """
     (rows, context), length = sizes.long[0], long_length(sizes)
     config = config_of(BUNDLED if args.tiny else args.shape)
     token = (8 if args.tiny else 4) * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]

@@ -1,12 +1,12 @@
-"""What adapters add to the time of single layers on a GPU, the plain layer and those with adapters in turns.
+"""The time that adapters add to single layers on a GPU.
 
     python -m benchmarks lora_layers [--shape llama-3.1-8b] [--rows 1 32 128 2048] [--adapters 8] [--rank 16]
         [--replays 30]
 
-A graph walks copies of a layer, with adapters of their own, each behind a kernel that writes its inputs; the weights of
-all are larger than the L2 cache. Medians, in microseconds a layer: plain, with one adapter for all rows, and with all
-adapters: each row has the next one, as where many requests decode, or, from 512 rows on, the rows of each follow each
-other, as those of prompts do.
+The plain layer and layers with adapters take turns. A graph walks copies of a layer, with adapters of their own, each
+behind a kernel that writes its inputs; the weights of all are larger than the L2 cache. Medians, in microseconds a
+layer: plain, with one adapter for all rows, and with all adapters. Below 512 rows each row then has the next adapter,
+as where many requests decode. From 512 rows on the rows of an adapter follow each other, as the rows of prompts do.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from preheat.ops.values import Finish, LowRank, Matmul, WeightFormat
 from preheat.settings import Settings
 
 COPIED_BYTES = 200 << 20
-"""Of weights that a graph walks."""
+"""Bytes of weights that a graph walks, about."""
 
 
 def layers_of(shape: str) -> dict[str, tuple[int, tuple[int, ...], bool]]:
-    """Inputs of each linear layer of a decoder's layer, the outputs of its parts, and whether it is gated."""
+    """Return the sizes of each linear layer of a decoder layer.
+
+    They are inputs, outputs of its parts, and whether it is gated.
+    """
     config = config_of(shape)
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
@@ -47,7 +50,7 @@ def layers_of(shape: str) -> dict[str, tuple[int, tuple[int, ...], bool]]:
 
 
 class Layers:
-    """Copies of one layer, with adapters in all places."""
+    """Copies of one layer, with adapters in all slots."""
 
     def __init__(self, configs: KernelConfigs, inputs: int, outputs: tuple[int, ...], gated: bool, args: Any) -> None:
         self.inputs, device = inputs, torch.device("cuda")
@@ -71,7 +74,7 @@ class Layers:
             self.made.append(made)
 
     def graph(self, rows: int, adapters: int) -> Any:
-        """Of all copies, with so many adapters in turn, or without any."""
+        """Return a graph of all copies, with ``adapters`` adapters in turn, or without any."""
         source = random(rows, self.inputs).cuda()
         x = torch.empty_like(source)
         self.describe(rows, adapters)
@@ -80,7 +83,7 @@ class Layers:
             for made in self.made:
                 made(torch.add(source, 0, out=x))
 
-        work()  # compiles, which is not for a graph
+        work()  # compiles; a graph cannot
         return capture(work)
 
     def describe(self, rows: int, adapters: int) -> None:
@@ -106,13 +109,13 @@ def microseconds(run: Callable[[], None]) -> float:
 
 
 def measure(layers: Layers, rows: int, kinds: dict[str, int], replays: int) -> dict[str, float]:
-    """Of each kind of rows, microseconds a layer."""
+    """Return microseconds a layer for each kind of rows."""
     graphs = {kind: layers.graph(rows, adapters) for kind, adapters in kinds.items()}
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(replays):
         for kind, adapters in kinds.items():
             layers.describe(rows, adapters)
-            graphs[kind].replay()  # its L2 cache, and the clock that it runs at
+            graphs[kind].replay()  # fills the L2 cache and raises the clock
             found[kind].append(microseconds(graphs[kind].replay))
     return {kind: round(statistics.median(each) / len(layers.made), 2) for kind, each in found.items()}
 

@@ -1,10 +1,11 @@
-"""The loss of a model on text that it was not trained on, plain and with other numerics.
+"""The loss on held-out text, plain and with other numerics.
 
     python -m benchmarks loss --set kv_cache_dtype=fp8
     python -m benchmarks loss --set quantization=inc --set quant_config=FILE --set kv_cache_dtype=fp8_inc
 
-The text is what the bundled model's training held out of Python's standard library, by the same hash of the paths, as
-it is in the Python that runs this: nats per token over pieces of up to 1,024 tokens, from the engine's prompt logprobs.
+The text is the part of Python's standard library that the bundled model's training held out, by the same hash of the
+paths. It has the version of the Python that runs this. The loss is in nats per token over pieces of up to 1,024 tokens.
+It comes from the engine's prompt logprobs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def loss(options: dict[str, Any], tokens: int) -> tuple[float, int]:
-    """Mean nats per token, and over how many."""
+    """Return the mean nats per token, and the number of tokens."""
     llm = LLM(**options, max_num_seqs=4, skip_warmup=True, boot_check="off", on_cold="off", enable_prefix_caching=False)
     tokenizer = llm.frontend.tokenizer
     pieces: list[Sequence[int]] = []
@@ -68,7 +69,7 @@ def loss(options: dict[str, Any], tokens: int) -> tuple[float, int]:
 
 
 def held_out() -> list[str]:
-    """The files of this Python's library that training held out."""
+    """Return the files of this Python's library that training held out."""
     from examples.train_bundled.corpus import HELDOUT_ONE_IN, library_files, path_hash
 
     files = library_files(Path(os.__file__).parent)

@@ -1,9 +1,10 @@
-"""Where the time of the mix of `preheat bench throughput` goes: each size of step, and what lies between steps.
+"""The time of the mix of `preheat bench throughput` by step size.
 
     python -m benchmarks mix [--shape llama-3.1-8b] [--options JSON] [--tiny]
 
-Milliseconds of a step are those between two events on the device, around its two programs; on a CPU, of the call. The
-second run of the mix is told. ``--tiny``: a smoke test, whose figures mean nothing.
+The time between steps is summed, too. Milliseconds of a step are taken between two events on the device, around its two
+programs; on a CPU, of the call. The second run of the mix is reported. ``--tiny`` is a smoke test: its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ Moment = torch.cuda.Event | float
 
 
 class TimedStep(NamedTuple):
-    """A step that was padded to ``shape``, of whose rows ``sampled`` had a token drawn."""
+    """A step that was padded to ``bucket``, with ``sampled`` sampled rows."""
 
-    shape: Bucket
+    bucket: Bucket
     sampled: int
     begin: Moment
     end: Moment
 
 
 class StepWatch:
-    """Takes the place of an executor's ``launch`` and notes each step."""
+    """Replaces an executor's ``launch`` and notes each step."""
 
     def __init__(self, executor: Any) -> None:
         self._launch, self.steps = executor.launch, list[TimedStep]()
@@ -44,12 +45,12 @@ class StepWatch:
     def __call__(self, batch: Any) -> Any:
         begin = now()
         running = self._launch(batch)
-        self.steps.append(TimedStep(batch.shape, len(batch.sampled_rows), begin, now()))
+        self.steps.append(TimedStep(batch.bucket, len(batch.sampled_rows), begin, now()))
         return running
 
 
 def now() -> Moment:
-    """This moment, in the order of what the device does."""
+    """Return this moment in the order of the device's work."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -65,10 +66,10 @@ def milliseconds(begin: Moment, end: Moment) -> float:
 
 
 def by_size(steps: list[TimedStep]) -> list[dict[str, Any]]:
-    """A line for each shape, in the order of its tokens."""
+    """Return a line for each shape, in the order of its tokens."""
     found: dict[Bucket, list[TimedStep]] = defaultdict(list)
     for step in steps:
-        found[step.shape].append(step)
+        found[step.bucket].append(step)
     lines = []
     for shape in sorted(found, key=lambda shape: (shape.phase, shape.tokens)):
         each = found[shape]

@@ -1,11 +1,12 @@
-"""How long /health takes while clients send what is large or hostile, and the server's memory before and after.
+"""Times of /health while clients send large or hostile requests.
 
     python -m benchmarks overload [--seconds 10] [--clients 4] [--only NAME ...]
 
 A scripted engine answers, so that the server alone is measured, with the bundled model's tokenizer; where files are
 read, the real one does. ``--clients`` connections, in a process of their own, send a row of ``tests/api/abuse.py``
 again and again for ``--seconds``. Meanwhile this process asks for /health every 20 ms, whether it has answered or not,
-and keeps a stream open, whose longest pause it reports. The last figures, of "all", are those of all rows together.
+and keeps a stream open and reports its longest pause. The server's memory is read before and after. The last figures,
+"all", are of all rows together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.api.abuse import ROWS, Row, abused, http
 from tests.api.conftest import Server
 
 BODY_BYTES = 16 * 2**20
-"""What --max-body-bytes is by default."""
+"""The default of --max-body-bytes."""
 
 REST = Row("/health", lambda _: b"", frozenset())
 ATTACKS = {"rest": REST, **ROWS}
@@ -35,7 +36,7 @@ PATIENCE_SECONDS = 60.0
 
 
 async def _attack(port: int, name: str, seconds: float, clients: int) -> Counter[str]:
-    """Send ``name`` until the time is over; the answers' statuses."""
+    """Send ``name`` until the time is over; return the answers' statuses."""
     payload, seen = ATTACKS[name].payload(BODY_BYTES), Counter[str]()
     end = time.monotonic() + seconds
 
@@ -58,7 +59,7 @@ async def _attack(port: int, name: str, seconds: float, clients: int) -> Counter
 
 
 async def _health(port: int) -> float:
-    """Milliseconds for one answer of /health."""
+    """Return the milliseconds of one answer of /health."""
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -72,7 +73,10 @@ async def _health(port: int) -> float:
 
 
 async def _longest_pause(port: int) -> float:
-    """Milliseconds between two reads of a stream that never ends, the longest; until cancelled."""
+    """Return the most milliseconds between two reads of an endless stream.
+
+    Runs until cancelled.
+    """
     longest = 0.0
     try:
         while True:
@@ -89,8 +93,10 @@ async def _longest_pause(port: int) -> float:
 
 
 async def _probe(port: int, attack: subprocess.Popen[str], *, streams: bool) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds of /health, asked for at a fixed pace, whatever the answers take: a stall delays many. And their
-    figures, with those of a stream if the server ``streams``.
+    """Return the milliseconds of /health, and their figures.
+
+    A stream's figures are included if the server ``streams``. /health is asked for at a fixed pace, however long
+    answers take: a stall delays many.
     """
     stream, asked = asyncio.create_task(_longest_pause(port)) if streams else None, list[asyncio.Task[float]]()
     while attack.poll() is None:
@@ -111,13 +117,16 @@ def _figures(times: Sequence[float]) -> dict[str, float]:
 
 
 def _memory(server: Server) -> int:
-    """The server's resident memory in MiB."""
+    """Return the server's resident memory in MiB."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
 def measure(name: str, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
-    """The times of /health during one attack, on a server of its own, and all of its figures."""
+    """Return the times of /health during one attack, and its figures.
+
+    The attack has a server of its own.
+    """
     with abused(ATTACKS[name].server) as server:
         before = _memory(server)
         command = [sys.executable, "-m", "benchmarks.overload", str(server.port), name]

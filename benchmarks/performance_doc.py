@@ -1,6 +1,6 @@
 """Write the tables of figures in docs/ from benchmarks/results/*.json: ``python -m benchmarks.performance_doc``.
 
-What stands between two marks is written here; a figure without a file is a dash, never a number from somewhere else.
+The text between two marks is written here; a figure without a file is a dash, never a number from somewhere else.
 """
 
 import json
@@ -27,12 +27,15 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 720, 300, 50, 40
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """``text`` with what belongs between its marks: a name of ``WRITERS`` and a shape."""
+    """Return ``text`` with new text between its marks.
+
+    A mark has a name of ``WRITERS`` and a shape.
+    """
     return BLOCK.sub(lambda found: found[1] + WRITERS[found[2]](found[3], results) + found[4], text)
 
 
 def beside_vllm(shape: str, results: Path) -> str:
-    """All figures of ``shape`` in one table, and where ours were taken."""
+    """Return all figures of ``shape`` in one table, and the machine of ours."""
     parts, name = read_parts(results / f"{shape}.json"), anchors()["engine"]
     lines = [
         f"\n{taken(parts)}\n",
@@ -54,7 +57,10 @@ FORMAT_FIGURES = (
 
 
 def by_format(shape: str, results: Path) -> str:
-    """``shape`` in the model's dtype and in each format that was measured, ours and vLLM's, a line each."""
+    """Return a table of ``shape`` in each measured format.
+
+    The model's dtype comes first. Ours and vLLM's have a line each.
+    """
     kinds = ["", *(f"_{name}" for name in FORMATS)]
     names = [f"{shape}{kind}{kv}" for kind in kinds for kv in ("", "_kv_fp8")]
     lines = ["\n| Format | | " + " | ".join(FORMAT_FIGURES) + " |\n", "| --- " * (2 + len(FORMAT_FIGURES)) + "|\n"]
@@ -76,7 +82,7 @@ def by_format(shape: str, results: Path) -> str:
 
 
 def taken(parts: dict[str, Any]) -> str:
-    """The machines, versions and commits of our figures, in a sentence."""
+    """Return a sentence with the machines, versions and commits of our figures."""
     if not parts:
         return "preheat has not been measured here yet."
     found = {_machine(entry["machine"]) for entry in parts.values()}
@@ -93,7 +99,10 @@ def left_out(parts: dict[str, Any]) -> list[str]:
 
 
 def kernels(shape: str, results: Path) -> str:
-    """Kinds of kernels in a decoding step, for each number of rows."""
+    """Return a table of the kinds of kernels in a decoding step.
+
+    There are lines for each number of rows.
+    """
     path = results / f"kernels_{shape}.json"
     if not path.exists():
         return "\nNot measured yet.\n\n"
@@ -113,7 +122,7 @@ def kernels(shape: str, results: Path) -> str:
 
 
 def invariance_cost(shape: str, results: Path) -> str:
-    """An engine with invariance beside one without, and what it costs."""
+    """Return a table of an engine with invariance beside one without, and the cost."""
     path = results / f"invariance_cost_{shape}.json"
     if not path.exists():
         return f"\n{shape}: not measured yet.\n\n"
@@ -130,13 +139,16 @@ def invariance_cost(shape: str, results: Path) -> str:
 
 
 def plot(shape: str, results: Path) -> str:
-    """A picture of the time between tokens, where there is one to show."""
+    """Return the picture of the time between tokens, if there is one."""
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
     return f'\n<img src="itl-{shape}.svg" alt="Time between tokens by batch size" width="720">\n\n' if ours else "\n"
 
 
 def svg(shape: str, results: Path) -> str | None:
-    """That picture: bars for ours and for vLLM's figures; None without ours."""
+    """Return the picture of :func:`plot`: bars for our and vLLM's figures.
+
+    Returns None without ours.
+    """
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
     if not ours:
         return None
@@ -144,7 +156,9 @@ def svg(shape: str, results: Path) -> str | None:
     series = [ours, *(theirs.get(kind, {}).get("itl_ms", {}) for kind in ("default", "invariant"))]
     top = max(value for each in series for value in each.values())
     step = (WIDTH - LEFT) / len(ours)
-    parts = [f'<text x="4" y="16">ms between tokens, by batch size ({shape})</text>']
+    parts = ['<rect width="100%" height="100%" fill="white"/>']  # readers may have a dark page
+    parts.append(f'<text x="4" y="16">ms between tokens, by batch size ({shape})</text>')
+    labels = []  # above all bars
     for place, batch in enumerate(ours):
         left = LEFT + place * step
         parts.append(f'<text x="{left + step / 2 - 12:.0f}" y="{HEIGHT - 18}">{batch}</text>')
@@ -155,7 +169,9 @@ def svg(shape: str, results: Path) -> str | None:
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{step / 5:.1f}" height="{height:.1f}" fill="{color}"/>'
                 )
-                parts.append(f'<text x="{x:.1f}" y="{y - 4:.1f}" font-size="10">{each[batch]:g}</text>')
+                at = f'x="{x + step / 10:.1f}" y="{y - 4:.1f}"'
+                labels.append(f'<text {at} font-size="8.5" text-anchor="middle">{each[batch]:g}</text>')
+    parts += labels
     for number, (name, color) in enumerate(zip(PLOTTED, COLORS, strict=True)):
         label = name if number == 0 else f"{anchors()['engine']} {name}"
         x = LEFT + number * 200

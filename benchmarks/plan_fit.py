@@ -1,9 +1,9 @@
-"""How long the plan takes to make, and to answer for one step.
+"""The time to make a plan, and to choose the bucket of one step.
 
     python -m benchmarks plan_fit
 
-Plans of growing size; the seconds of planning with 10,000 and with 100,000 candidate buckets; and what ``preheat plan``
-takes for Llama-3.1-8B from start to end: processor time (user and system, of the whole process) and wall time.
+Plans of growing size; the seconds of planning with 10,000 and with 100,000 candidate buckets; and the time of ``preheat
+plan`` for Llama-3.1-8B from start to end: processor time (user and system, of the whole process) and wall time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def command_seconds() -> dict[str, float]:
-    """The best of five runs of ``preheat plan`` for the config of Llama-3.1-8B."""
+    """Return the best of five runs of ``preheat plan`` for the config of Llama-3.1-8B."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"]), encoding="utf-8")
         command = [sys.executable, "-m", "preheat", "plan", folder, "--max-num-seqs", "256", "--max-model-len", "4096"]
@@ -66,7 +66,10 @@ def command_seconds() -> dict[str, float]:
 
 
 def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
-    """Milliseconds to make a plan; nanoseconds to choose a bucket in it, with and without making the StepSize."""
+    """Return the times to make a plan and to choose a bucket.
+
+    A plan is in milliseconds. A choice is in nanoseconds, with and without making the StepSize.
+    """
     seconds = _best(lambda: make_plan(limits, options), 5)
     plan = make_plan(limits, options)
     size = StepSize("decode", 200, 200, longest=900, blocks=3000)
@@ -83,7 +86,10 @@ def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
 
 
 def planning_seconds(count: int) -> float:
-    """The best of five plans of about ``count`` candidate shapes, in seconds of this process: others do not blur it."""
+    """Return the best seconds of five plans of about ``count`` candidates.
+
+    Other processes do not count.
+    """
     side = round(count**0.5)
     limits = Limits(
         max_model_len=side * 16,

@@ -1,10 +1,10 @@
-"""What a card's power limit leaves of it: speed, clock and power, from the first prompt on an idle card on.
+"""The speed, clock and power of a card under its power limit.
 
     python -m benchmarks power [--shape llama-3.1-8b] [--seconds 6]
 
 Three phases: one prompt of 2,048 tokens after five idle seconds, prompts of 2,048 tokens without a pause, and 256
-sequences that decode from 128 tokens on. Of the second half of each longer phase, medians of what nvidia-smi says every
-tenth of a second. The share is that of what the matrix units could do at that clock; operations are those of linear
+sequences that decode from 128 tokens on. nvidia-smi reports every tenth of a second; medians are of the second half of
+each longer phase. The share is of the operations that the matrix units could do at that clock. Operations are of linear
 maps, two for each number of a layer's weights and token. On Hopper.
 """
 
@@ -46,7 +46,7 @@ class Card:
             self.seen.append((time.perf_counter(), clock, power))
 
     def since(self, moment: float) -> dict[str, float]:
-        """Medians."""
+        """Return the medians of clock and power since ``moment``."""
         seen = [each for each in self.seen if each[0] >= moment]
         return {
             "mhz": statistics.median(each[1] for each in seen),
@@ -58,7 +58,10 @@ class Card:
 
 
 def steadily(work: Callable[[], int], seconds: float, card: Card, numbers: int) -> dict[str, Any]:
-    """``work`` over and over, which returns how many tokens it did; the figures of the second half."""
+    """Repeat ``work``, which returns its number of tokens.
+
+    Returns the figures of the second half.
+    """
     half = time.perf_counter() + seconds / 2
     while time.perf_counter() < half:
         work()

@@ -1,10 +1,11 @@
-"""What a format of weights costs: the held-out loss of the bundled model, and its bytes.
+"""The cost of weight formats in loss and bytes.
 
     python -m benchmarks quantization [--windows 24] [--write KIND FOLDER]
 
-The text is the code of this Python's library that training left out (one file in 64, by a hash of its path), in windows
-of 1,024 tokens that know nothing of each other, through the whole engine. Checkpoints are rounded to nearest, without
-calibration. ``--write`` only leaves such a checkpoint of the bundled model in FOLDER.
+The loss is the bundled model's on held-out text, through the whole engine. The text is the code of this Python's
+library that training left out (one file in 64, by a hash of its path). It is cut into windows of 1,024 tokens that know
+nothing of each other. Checkpoints are rounded to nearest, without calibration. ``--write`` only leaves such a
+checkpoint of the bundled model in FOLDER.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WINDOW = 1024
 
 
 def heldout(llm: LLM, windows: int) -> list[list[int]]:
-    """The first ``windows`` windows of the held-out code, as token ids."""
+    """Return the first ``windows`` windows of the held-out code, as token ids."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = (path for name, path in library_files(stdlib) if path_hash(name) % HELDOUT_ONE_IN == 0)
     found: list[list[int]] = []
@@ -39,7 +40,7 @@ def heldout(llm: LLM, windows: int) -> list[list[int]]:
 
 
 def loss_of(windows: int, **options: Any) -> float:
-    """Nats per token."""
+    """Return the loss in nats per token."""
     llm = LLM(max_model_len=WINDOW + 1, skip_warmup=True, boot_check="off", cache_dir="off", on_cold="off", **options)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
@@ -53,7 +54,7 @@ def loss_of(windows: int, **options: Any) -> float:
 
 
 def sizes_of(folder: Path, method: str | None) -> dict[str, int]:
-    """Bytes of the weights on a GPU."""
+    """Return the bytes of the weights on a GPU, by scheme."""
     return bytes_by_scheme(read_spec(read_config(folder), method), facts_of("cuda"), 2)
 
 

@@ -1,9 +1,10 @@
-"""Microseconds that two ranks on CPUs take to exchange: through memory, by TCP as between nodes, and by gloo.
+"""Microseconds of exchanges between two ranks on CPUs.
 
     python -m benchmarks ranks [--calls 300] [--output FOLDER]
 
-Both are processes on this machine, so TCP goes over the loopback. Of gathering bytes of each rank the best of several
-rounds counts, of telling a step the median of the leader's calls. A step is told as so many bytes of integers.
+They exchange through memory, by TCP as between nodes, and by gloo. Both ranks are processes on this machine, so TCP
+goes over the loopback. The figure of gathering bytes of each rank is the best of several rounds; the figure of telling
+a step is the median of the leader's calls. A step is 8 KiB of integers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common.report import RESULTS, parser, save
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.parallel.sites import Memory, Network, Site
 from preheat.parallel.wire import Door
 
@@ -36,11 +37,11 @@ KEY = b"of a benchmark"
 
 
 def nothing() -> None:
-    """No rank has died."""
+    """Do nothing: no rank has died."""
 
 
 class Rank:
-    """Rank 0 or 1, which has a ``pipe`` to the other one and shares ``folder`` with it."""
+    """Rank 0 or 1, with a ``pipe`` to the other one, which shares ``folder``."""
 
     def __init__(self, rank: int, pipe: Connection, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -50,7 +51,7 @@ class Rank:
         theirs = pipe.recv()
         pairs = [(door.address, other) for door, other in zip(self.doors, theirs, strict=True)]
         networks = [Network(pair if rank == 0 else pair[::-1]) for pair in pairs]
-        peers = [network.meeting(rank, door, nothing) for network, door in zip(networks, self.doors, strict=True)]
+        peers = [network.rendezvous(rank, door, nothing) for network, door in zip(networks, self.doors, strict=True)]
         (folder / "ranks").mkdir(exist_ok=True)
         self._links = {
             "memory": CpuSharing().join(OneNode(folder / "ranks", rank, 2), nothing).gather,
@@ -71,7 +72,7 @@ class Rank:
         return gather
 
     def gathering(self, calls: int) -> list[dict[str, Any]]:
-        """Of each number of bytes."""
+        """Return the microseconds of gathering each number of bytes."""
         figures = []
         for size in SIZES:
             x = torch.zeros(size, dtype=torch.uint8)
@@ -88,7 +89,10 @@ class Rank:
         return round(min(found[1:]), 1)
 
     def telling(self, calls: int) -> dict[str, float]:
-        """Of a step, by the leader. The other rank has read it before the next one is told."""
+        """Return the microseconds of telling a step.
+
+        The other rank reads it before the next one is told.
+        """
         figures, step, together = {}, np.zeros(STEP_BYTES, np.uint8), self._links["memory"]
         for way, site in self._sites.items():
             assert self._line is not None
@@ -107,7 +111,7 @@ class Rank:
 
 
 def work(number: int, pipe: Connection, folder: Path, calls: int, results: Connection) -> None:
-    """One process."""
+    """Run one rank's process."""
     rank = Rank(number, pipe, folder)
     results.send((rank.gathering(calls), rank.telling(calls)))
 

@@ -1,4 +1,4 @@
-"""The name of every benchmark, and what it measures. Nothing here imports torch."""
+"""The name of every benchmark and its measurement. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUITE = {
     "serve": "load over HTTP",
     "long": "time between tokens with long contexts",
 }
-"""Run on a whole engine by ``suite/command.py``, several of them in one call if asked to."""
+"""Benchmarks of a whole engine; ``suite/command.py`` runs one or several in a call."""
 
 ALL = "all"
 """Every benchmark of the suite."""
@@ -50,7 +50,7 @@ SINGLE = {
 
 
 def listing() -> str:
-    """All names with what they measure, as text."""
+    """Return all names with their measurements, as text."""
     lines = [f"  {name:<16} {what}" for name, what in {**SUITE, ALL: "all of the above"}.items()]
     lines += ["", *(f"  {name:<16} {what}" for name, what in SINGLE.items())]
     return "\n".join(["benchmarks (NAME --help shows the arguments):", "", *lines])

@@ -1,10 +1,11 @@
-"""What sampling costs a step: microseconds by rows, vocabulary and kind of request, packing and drawing apart.
+"""The cost of sampling a step, in microseconds.
 
     python -m benchmarks sampler [--device cuda] [--rows 1 32 256] [--vocab 4096 128256] [--repeats 9]
 
-Logits are normal with a standard deviation of 3; prompts have 500 tokens. "logprobs" asks for 5 alternatives. Medians;
-copying the logits, which the sampler may overwrite, is not counted. On a GPU: the kernels of a step, one after another
-in a graph, on bfloat16 logits.
+Times are by rows, vocabulary and kind of request, packing and drawing apart. Logits are normal with a standard
+deviation of 3; prompts have 500 tokens. "logprobs" asks for 5 alternatives. Medians; copying the logits, which the
+sampler may overwrite, is not counted. On a GPU: the kernels of a step, one after another in a graph, on bfloat16
+logits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STEPS = 50  # of a GPU, in one graph
 
 
 def median(prepare: Callable[[], None], run: Callable[[], object], repeats: int) -> float:
-    """Median microseconds of ``run`` after ``prepare``, the first time left out."""
+    """Return the median microseconds of ``run`` after ``prepare``, the first time left out."""
     spent = []
     for _ in range(repeats + 1):
         prepare()
@@ -52,7 +53,7 @@ def median(prepare: Callable[[], None], run: Callable[[], object], repeats: int)
 
 
 def filled(rows: int, vocab: int, params: SamplingParams) -> Slots:
-    """So many sequences that are sampled under ``params``."""
+    """Return slots with ``rows`` sequences sampled under ``params``."""
     rng, slots = np.random.default_rng(0), Slots(rows, 1024, 64)
     for number in range(rows):
         prompt = rng.integers(0, min(vocab, 4096), PROMPT)
@@ -61,7 +62,10 @@ def filled(rows: int, vocab: int, params: SamplingParams) -> Slots:
 
 
 def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Figures of each kind, for a step in which all rows are of that kind."""
+    """Return the figures of each kind of sampling.
+
+    A step has all rows of one kind.
+    """
     rng, places = np.random.default_rng(0), np.arange(rows)
     fresh = torch.from_numpy((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
     logits, figures = fresh.clone(), {}
@@ -89,7 +93,7 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def on_gpu(rows: int, vocab: int, repeats: int) -> dict[str, float]:
-    """Microseconds that the kernels of each kind's step take."""
+    """Return the microseconds of the kernels of each kind's step."""
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.sampler import CudaSampler
 

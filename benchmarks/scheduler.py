@@ -1,8 +1,9 @@
-"""What the scheduler costs: microseconds of a step with many decoding rows; time and memory of a long queue.
+"""The cost of the scheduler for many rows and long queues.
 
     python -m benchmarks scheduler [--rows 256] [--steps 2000]
 
-No model runs: the device's part is a constant array.
+Figures are microseconds of a step with many decoding rows, and time and memory of a long queue. No model runs: the
+device's part is a constant array.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def answer(schedule: Schedule) -> StepResult:
 
 
 def decode(rows: int, steps: int, aligned: bool) -> dict[str, dict[str, float]]:
-    """Steps of decoding rows only. Aligned rows all fill a block, and all need the next, in the same step."""
+    """Return the microseconds of steps of decoding rows only.
+
+    Aligned rows all fill a block, and all need the next one, in the same step.
+    """
     scheduler, rng = make(rows), random.Random(0)
     for number in range(rows):
         scheduler.add(request(number, 100 if aligned else rng.randrange(32, 160), steps + 1_000, rng))
@@ -73,7 +77,10 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 def queue(count: int) -> dict[str, float]:
-    """``count`` requests arrive, a step runs while they wait, they leave in random order; then as many are served."""
+    """Measure a queue of ``count`` requests.
+
+    They arrive, leave in random order before any step, and arrive again to be served.
+    """
     rng = random.Random(0)
     requests = [request(number, 64, 2, rng) for number in range(count)]
     order = list(range(count))

@@ -26,13 +26,13 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all its threads."""
+    """Return the user and system time of a process, all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def request_for(kind: str, tokens: int) -> bytes:
-    """A raw HTTP request for one stream."""
+    """Return a raw HTTP request for one stream."""
     body: dict[str, Any] = {"max_tokens": tokens, "stream": True, "ignore_eos": True}
     text = "def add(a, b): return a + b"
     body |= {"prompt": text} if kind == "completions" else {"messages": [{"role": "user", "content": text}]}
@@ -42,7 +42,7 @@ def request_for(kind: str, tokens: int) -> bytes:
 
 
 async def stream(port: int, request: bytes) -> int:
-    """Events received."""
+    """Return the number of events received."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     events = 0

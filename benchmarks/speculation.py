@@ -1,20 +1,20 @@
-"""Speculation: what each proposer gets right, and what it gains or costs.
+"""Speculation: the hits of each proposer, and its gain or cost.
 
     python -m benchmarks speculation [--batch 1] [--tokens 64] [--prompts 8] [--drafts 4] [--draft PATH]
         [--eagle3 PATH] [--model NAME]
     python -m benchmarks speculation --shape llama-3.1-8b [--batches 1 32 256] [--turns 3] [--options JSON] [--save]
 
-Every run must say the same tokens as the one without speculation, which is checked. ``held-out`` are beginnings of
-Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces
-of the same files, twice in a prompt, with the beginning of a third copy: text that repeats itself, as an edit of code
-does. ``right A`` knows each token of the answer with a probability of A, ``wrong`` is never right: they show what steps
-with drafts cost. Each is run with a fixed number of drafts and with ``auto``, which chooses by measured times.
+Every run must give the same tokens as the one without speculation; this is checked. ``held-out`` are beginnings of
+Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces of
+the same files, twice in a prompt, with the beginning of a third copy: text that repeats itself, as an edit of code
+does. ``right A`` knows each token of the answer with a probability of A, ``wrong`` is never right: they show the cost
+of steps with drafts. Each is run with a fixed number of drafts and with ``auto``, which chooses by measured times.
 
-Reported are accepted drafts and tokens a step, and the processor time of a token beside that without speculation, which
-is less disturbed by other work on the machine than a clock is.
+Reported are accepted drafts and tokens a step, and the processor time of a token beside plain decoding. Other work on
+the machine disturbs processor time less than the clock.
 
-With ``--shape`` a model of that shape with random weights is timed by the clock, beside an engine in the same process
-that does not speculate, see :mod:`benchmarks.common.speculating`: for a GPU that does nothing else.
+With ``--shape`` a model of that shape with random weights is timed by the clock. An engine in the same process does
+not speculate, for comparison, see :mod:`benchmarks.common.speculating`. The GPU should do nothing else.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from preheat.schedule.drafting import Drafting
 from preheat.schedule.proposer import Proposer
 
 PIECE, CONTINUED = 120, 24
-"""Tokens of a piece that is copied, and of the last copy those that the prompt has."""
+"""Tokens of a copied piece, and of the last copy's beginning in the prompt."""
 
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
-    """The first tokens of files that the bundled model was not trained on."""
+    """Return the first tokens of files that the bundled model was not trained on."""
     found = list[list[int]]()
     for name, path in library_files(Path(sysconfig.get_path("stdlib"))):
         if path_hash(name) % HELDOUT_ONE_IN == 0 and len(found) < count:
@@ -53,12 +53,15 @@ def held_out(llm: LLM, count: int) -> list[list[int]]:
 
 
 def copies(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """A piece of each prompt twice, and its beginning once more."""
+    """Return a piece of each prompt twice, and its beginning once more."""
     return [[*prompt[:PIECE], *prompt[:PIECE], *prompt[:CONTINUED]] for prompt in prompts]
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], dict[str, float]]:
-    """The answers, and the figures of their decoding: prompts are in the prefix cache, but for their last tokens."""
+    """Return the answers and the figures of decoding.
+
+    All but the last prompt tokens are in the prefix cache.
+    """
     llm.reset_prefix_cache()
     llm.generate(prompts, replace(params, max_tokens=1), use_tqdm=False)
     llm.loop.scheduler.forget()
@@ -157,7 +160,10 @@ def _report(
     ran: tuple[list[list[int]], dict[str, float]],
     right: list[list[int]],
 ) -> None:
-    """Keep and print the figures of a run, whose answers must be ``right``."""
+    """Keep and print the figures of a run.
+
+    Its answers must be ``right``.
+    """
     answers, found = ran
     if answers != right:
         raise AssertionError(f"{name}: {label} changed an answer")

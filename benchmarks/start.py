@@ -1,8 +1,8 @@
-"""Seconds from the command to the open port and to ready, those of one token, and what is imported on the way.
+"""Seconds from the command to the open port and to ready.
 
     python -m benchmarks start [--runs 3] [--options '{"max_num_seqs": 16}']
 
-Without warm-up (what the engine itself costs) and with it; the first boot of each is left out, as it leaves the others
+Without warm-up (the cost of the engine itself) and with it; the first boot of each is left out, as it leaves the others
 its store. `preheat generate` of one token is compared with importing torch alone. One more boot lists the imports of
 both processes: nothing may import transformers, and torch belongs to one process alone.
 """
@@ -24,7 +24,10 @@ from benchmarks.common.report import parser, save
 
 
 def boot(options: dict[str, Any], *, imports: bool = False) -> dict[str, Any]:
-    """Serve once; seconds until anything answers and until ready, and the modules imported."""
+    """Serve once and time the start.
+
+    Returns seconds until anything answers and until ready, and counts of imported modules.
+    """
     env = os.environ | ({"PYTHONPROFILEIMPORTTIME": "1"} if imports else {})
     with tempfile.TemporaryFile() as log:
         with serving(options | {"log_level": "error"}, stderr=log, env=env) as server:
@@ -38,7 +41,7 @@ def boot(options: dict[str, Any], *, imports: bool = False) -> dict[str, Any]:
 
 
 def seconds(command: list[str]) -> float:
-    """What Python takes for ``command``, in a process of its own."""
+    """Return the seconds of ``command`` in a Python process of its own."""
     began = time.perf_counter()
     subprocess.run([sys.executable, *command], env=environment(), capture_output=True, check=True)
     return round(time.perf_counter() - began, 2)

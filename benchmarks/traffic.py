@@ -1,10 +1,10 @@
-"""Bucket sizes solved from recorded traffic against exponential ones, on three mixes.
+"""Bucket sizes solved from recorded traffic against exponential ones.
 
     python -m benchmarks traffic [--rounds 3] [--options '{"max_num_seqs": 32}']
 
-Each mix runs on an engine with exponential sizes, whose record `preheat plan --from-traffic` solves; then on one with
-the sizes that come out. Reported: buckets, warm-up seconds, padding of the tokens computed, and the seconds of the mix,
-the median of rounds in turns.
+There are three mixes. Each mix runs on an engine with exponential sizes, and `preheat plan --from-traffic` solves its
+record. Then the mix runs on an engine with the solved sizes. Reported: buckets, warm-up seconds, padding of the tokens
+computed, and the seconds of the mix, the median of rounds in turns.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GROUPS = 12
 
 
 def chat(chance: random.Random) -> list[tuple[int, int]]:
-    """Short turns, a few at a time."""
+    """Return short turns, a few at a time."""
     return [(int(chance.lognormvariate(4.0, 0.5)) + 8, chance.randrange(8, 24)) for _ in range(chance.randrange(1, 6))]
 
 
 def documents(chance: random.Random) -> list[tuple[int, int]]:
-    """Long prompts with short answers, one or two at a time."""
+    """Return long prompts with short answers, one or two at a time."""
     return [(chance.randrange(500, 900), 4) for _ in range(chance.randrange(1, 3))]
 
 
 def bursts(chance: random.Random) -> list[tuple[int, int]]:
-    """Thirty-two at once, of one template."""
+    """Return thirty-two prompts of one template at once."""
     return [(chance.randrange(40, 48), 8) for _ in range(32)]
 
 
@@ -45,7 +45,7 @@ MIXES = {"chat": chat, "documents": documents, "bursts": bursts}
 
 
 def run(llm: LLM, name: str) -> float:
-    """Seconds of the mix, whose groups follow each other."""
+    """Return the seconds of the mix; its groups follow each other."""
     chance, began = random.Random(name), time.perf_counter()
     for _ in range(GROUPS):
         load = MIXES[name](chance)

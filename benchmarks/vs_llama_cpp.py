@@ -1,10 +1,11 @@
-"""Tokens a second against llama.cpp: the same weights in GGUF, the same threads, prompts and greedy outputs.
+"""Tokens a second against llama.cpp.
 
     python -m benchmarks vs_llama_cpp [--runs 3] [--threads 2] [--type f16] [--environment FOLDER]
 
-llama.cpp's Python wheel is built from its sources in an environment of its own, the first time, which takes a compiler
-and some minutes; it is no part of preheat's. There is no aim: the figures are reported whatever they say. The two take
-turns by load, not by run.
+Both have the same weights, in GGUF for llama.cpp, and the same threads, prompts and greedy outputs. llama.cpp's Python
+wheel is built from its sources in an environment of its own, the first time, with a compiler and in some minutes; it is
+no part of preheat's. There is no aim: the figures are reported whatever they say. The two take turns by load, not by
+run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ CHILD = Path(__file__).parent / "common" / "llama_cpp_run.py"
 
 
 def environment(folder: Path) -> Path:
-    """The Python of an environment that has llama.cpp, made in ``folder`` unless it is there."""
+    """Return the Python of an environment with llama.cpp.
+
+    It is made in ``folder`` unless it is there.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -43,7 +47,7 @@ def environment(folder: Path) -> Path:
 
 
 def write_weights(folder: Path, out: Path) -> None:
-    """All tensors of a checkpoint in ``folder`` as float32, for :data:`CHILD`."""
+    """Write all tensors of a checkpoint in ``folder`` as float32, for :data:`CHILD`."""
     tensors: dict[str, np.ndarray] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -54,7 +58,7 @@ def write_weights(folder: Path, out: Path) -> None:
 def theirs(
     python: Path, folder: Path, config: Mapping[str, Any], load: TokenLoad, *, threads: int, runs: int, kind: str
 ) -> list[float]:
-    """Seconds of each run of ``load`` by llama.cpp."""
+    """Return the seconds of each run of ``load`` by llama.cpp."""
     task = {
         "weights": str(folder / "weights.npz"), "gguf": str(folder / f"{kind}.gguf"), "type": kind, "config": config,
         "threads": threads, "runs": runs, "prompts": load.prompts, "outputs": load.outputs,
@@ -70,6 +74,7 @@ def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("--runs", type=int, default=3)
     flags.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="preheat's")
+    flags.add_argument("--execution-mode", default="auto", choices=("auto", "eager", "llvm"), help="preheat's")
     flags.add_argument("--type", default="f16", choices=("f16", "bf16", "f32"), help="llama.cpp's weights")
     flags.add_argument("--threads", type=int, default=torch.get_num_threads())
     flags.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "preheat-llama-cpp")
@@ -77,7 +82,7 @@ def main(words: Sequence[str]) -> None:
     folder = find_checkpoint("bundled", None)
     config = read_config(folder)
     python = environment(args.environment)
-    ours = make_preheat("bundled", args.dtype, args.threads, {})
+    ours = make_preheat("bundled", args.dtype, args.threads, {"execution_mode": args.execution_mode})
     torch.set_num_threads(args.threads)
     figures: dict[str, object] = {name: str(value) for name, value in vars(args).items() if name != "environment"}
     with tempfile.TemporaryDirectory() as temporary:

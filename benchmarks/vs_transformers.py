@@ -1,12 +1,12 @@
-"""Tokens a second against transformers' generate: same model, dtype, threads and machine, in one run.
+"""Tokens a second against transformers' generate.
 
     python -m benchmarks vs_transformers [--runs 5] [--dtype bfloat16] [--threads 2] [--loads batch_1]
 
-Greedy, end-of-sequence ignored, so that both sides generate exactly the tokens asked for. Loads: one sequence; 32 of
-equal lengths; 32 of ragged lengths, 16-256 in and 16-256 out; and 128 such, at most 32 at a time. transformers takes
-batches of up to 32 as they come, pads the prompts on the left and runs until the longest output is done; only the
-tokens asked for count. The two take turns; medians are reported, by the clock and by the processor time of the process,
-which says more while others use the machine.
+Both have the same model, dtype, threads and machine, in one run. Greedy, end-of-sequence ignored, so that both sides
+generate exactly the tokens asked for. Loads: one sequence; 32 of equal lengths; 32 of ragged lengths, 16-256 in and
+16-256 out; and 128 such, at most 32 at a time. transformers takes batches of up to 32 as they come, pads the prompts on
+the left and runs until the longest output is done; only the tokens asked for count. The two take turns; medians are
+reported, by the clock and by the processor time of the process. Processor time says more while others use the machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def make_loads(vocab_size: int) -> dict[str, TokenLoad]:
 
 
 def make_preheat(model: str, dtype: str, threads: int, options: dict[str, Any]) -> Run:
-    """Prefix caching is off, or every run but the first would find its prompts in the cache."""
+    """Return a run of preheat.
+
+    With prefix caching, every run but the first would find its prompts in the cache.
+    """
     asked = {"enable_prefix_caching": False, "max_num_seqs": SEATS} | options
     llm = LLM(model, dtype=dtype, num_threads=threads, **asked)
 
@@ -91,7 +94,7 @@ def make_transformers(model: str, dtype: str) -> tuple[Run, int]:
 
 
 def seconds(run: Run, load: TokenLoad) -> tuple[float, float]:
-    """By the clock, and of processor time."""
+    """Return the seconds by the clock, and of processor time."""
     start, busy = time.perf_counter(), time.process_time()
     run(load)
     return time.perf_counter() - start, time.process_time() - busy

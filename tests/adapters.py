@@ -14,7 +14,7 @@ from preheat.model.files import BUNDLED_PATH, read_config
 
 
 def write_adapter(folder: Path, seed: int, rank: int = 4, model: Path = BUNDLED_PATH, **fields: Any) -> Path:
-    """An adapter of a model's attention, strong enough that its answers are others."""
+    """Write an adapter of a model's attention, strong enough to change the model's answers."""
     from preheat.lora.adapter import adapted_modules
 
     draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The command lines that pages of the documentation show beside those of another server."""
+"""Pairs of command lines in the documentation: another server's and preheat's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHOWN = re.compile(r"<!-- served -->\n```diff\n(.*?)```", re.DOTALL)
 
 
 def pairs(page: str) -> list[tuple[str, str]]:
-    """The command lines of the other server and of preheat."""
+    """Return the command lines of the other server and of preheat."""
     text = "\n".join(SHOWN.findall((DOCS / page).read_text()))
     lines = [line for line in text.splitlines() if line]
     assert [line[:2] for line in lines] == ["- ", "+ "] * (len(lines) // 2)

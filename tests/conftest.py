@@ -1,8 +1,8 @@
-"""What holds for all tests.
+"""Settings for all tests.
 
-Most of them boot an engine for a few steps and look at what it computes: they leave warm-up to those that test it.
-Their models are small: one thread computes them faster than two that wait for each other. Those that are about threads
-set them; the waiting ones must then not spin, as other tests may run beside them.
+Most tests boot an engine for a few steps and look at its results: they leave warm-up to the tests of the warm-up. Their
+models are small: one thread computes them faster than two that wait for each other. Tests about threads set the number
+of threads. Waiting threads must not spin, as other tests may run beside them.
 """
 
 import os

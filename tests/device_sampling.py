@@ -24,7 +24,7 @@ DEFAULT = Cut()
 
 
 def backend_of(device: str) -> Backend:
-    """Where a sampler's memory lies: on the GPU, or on the host, whose kernels are then interpreted."""
+    """Return the backend for a sampler's memory: the GPU's, or the host's, whose kernels are then interpreted."""
     return CudaBackend() if device == "cuda" else CpuBackend()
 
 
@@ -36,7 +36,7 @@ def prepared(
     spare: int = 1,
     masks: np.ndarray | None = None,
 ) -> tuple[CudaSampler, SamplingInput]:
-    """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
+    """Return a sampler with ``rows`` described as its next step, and room for ``spare`` more."""
     slots, n = fill(rows), len(rows)
     batch = sampling_input(slots, np.arange(n))
     masked = masks is not None
@@ -54,7 +54,7 @@ def prepared(
 
 
 def logits_of(rows: list[Row], dtype: torch.dtype, device: str, spare: int = 1) -> torch.Tensor:
-    """[rows + spare, vocab]; what pads is not a number."""
+    """Return logits [rows + spare, vocab]; padding is not a number."""
     logits = torch.from_numpy(np.stack([row.logits for row in rows])).to(device, dtype)
     return torch.cat([logits, torch.full((spare, logits.shape[1]), torch.nan, dtype=dtype, device=device)])
 
@@ -68,8 +68,9 @@ def sample_on(
     cut: Cut = DEFAULT,
     masks: np.ndarray | None = None,
 ) -> list[int]:
-    """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way.
-    ``masks`` int32 [rows, words] are those of the rows with a grammar.
+    """Return the token of each row, at the rows' own level or at ``level``.
+
+    A padding row is checked on the way. ``masks``, int32 [rows, words], are masks of the rows with a grammar.
     """
     sampler, batch = prepared(rows, device, duplicates, cut, masks=masks)
     sampler.sample(batch.level if level is None else level, logits_of(rows, dtype, device))
@@ -97,7 +98,10 @@ def plain_kernel(settings, logits, tokens, VOCAB: tl.constexpr, BLOCK: tl.conste
 
 
 def race_plainly(rows: list[Row], device: str = "cpu") -> list[int]:
-    """The token of each row, which has a temperature and neither top_k nor top_p, by scoring every token."""
+    """Return the token of each row by scoring every token.
+
+    Rows have a temperature and neither top_k nor top_p.
+    """
     sampler, _ = prepared(rows, device)
     logits, tokens = logits_of(rows, torch.float32, device), sampler.tokens
     plain_kernel[len(rows),](sampler.settings, logits, tokens, logits.shape[1], 1024, enable_fp_fusion=False)
@@ -111,7 +115,7 @@ def logprobs_on(
     most: int = 20,
     cut: Cut = DEFAULT,
 ) -> list[TokenLogprobs]:
-    """What the device reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
+    """Return the device's reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
     n, vocab = logits.shape
     sampler = CudaSampler(1, vocab, backend_of(logits.device.type), n, max_logprobs=most, cut=cut)
     live = torch.tensor([n], dtype=torch.int32, device=logits.device)
@@ -121,10 +125,16 @@ def logprobs_on(
 
 
 def told_on(logits: torch.Tensor, told: dict[int, list[int]] | None) -> list[TokenLogprobs]:
-    """What a greedy step reports of its ``logits`` [rows, vocab], with all alternatives unless ``told`` says which."""
+    """Return a greedy step's reports of its ``logits`` [rows, vocab].
+
+    They have all alternatives, or by ``told`` only the given tokens of a row.
+    """
     n, vocab = logits.shape
     sampler = CudaSampler(n, vocab, backend_of(logits.device.type), n, max_logprobs=min(vocab, 60), cut=DEFAULT)
-    for step in (SamplingInput(n, None, None, None, told={0: [0]}), SamplingInput(n, None, None, None, told=told)):
+    for step in (
+        SamplingInput(n, None, None, None, logprob_ids={0: [0]}),
+        SamplingInput(n, None, None, None, logprob_ids=told),
+    ):
         sampler.describe(0, step, np.arange(n))  # the second says something else
     sampler.sample(Level.GREEDY, logits)
     sampler.report(logits)
@@ -133,7 +143,7 @@ def told_on(logits: torch.Tensor, told: dict[int, list[int]] | None) -> list[Tok
 
 
 def told_like_the_likeliest(logits: torch.Tensor) -> None:
-    """Tokens that are asked for have the bits that they have among the most likely ones, alone and in company."""
+    """Assert that given tokens have their bits among the likeliest ones, alone and beside other rows."""
     usual = told_on(logits, None)
     order = [[token for token, _ in entry.top][::-3] for entry in usual]
     told = {row: ids for row, ids in enumerate(order) if row % 3 != 1}
@@ -146,7 +156,7 @@ def told_like_the_likeliest(logits: torch.Tensor) -> None:
 
 
 def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault: noise keyed by a row's place in the step."""
+    """Plant noise keyed by a row's place in the step."""
     pack = SamplerLayout.pack
 
     def by_place(self: SamplerLayout, host: np.ndarray, batch: SamplingInput, slots: np.ndarray) -> int:

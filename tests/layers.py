@@ -31,7 +31,7 @@ def name_of(dtype: Any) -> Dtype:
 
 
 def value_of(weight: Weight, order: SumOrder = ONE_SUM, **more: Any) -> Matmul:
-    """The value of a layer of ``weight`` [..., outputs, inputs of this rank]."""
+    """Return the value of a layer of ``weight`` [..., outputs, inputs of this rank]."""
     scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None
     stored = WeightFormat(name_of(weight.dtype), scheme)
     read = (scheme.activations if scheme else None) or "plain"
@@ -39,7 +39,7 @@ def value_of(weight: Weight, order: SumOrder = ONE_SUM, **more: Any) -> Matmul:
 
 
 def splits(own: int, rank: int = 0, count: int = 4) -> SumOrder:
-    """The order of a layer of which a rank has ``own`` of ``count`` splits."""
+    """Return the sum order of a layer with ``own`` of ``count`` K splits on each rank."""
     return SumOrder(count, (rank * own, (rank + 1) * own))
 
 
@@ -62,7 +62,7 @@ def linear(
 def experts_value(gate_up: Weight, down: Weight, routing: Routing, order: SumOrder = ONE_SUM) -> Experts:
     groups = Groups(down.shape[0], routing.top_k)
     inner = down.shape[-1]
-    halves = SumOrder(tiles=(inner // order.own,) * (2 * order.own)) if order.is_split else ONE_SUM
+    halves = SumOrder(tiles=(inner // order.own_k_splits,) * (2 * order.own_k_splits)) if order.is_split else ONE_SUM
     return Experts(
         gate_up=value_of(gate_up, halves, groups=groups, finish=Finish(activation="silu_and_mul")),
         down=value_of(down, order, groups=groups),
@@ -71,7 +71,7 @@ def experts_value(gate_up: Weight, down: Weight, routing: Routing, order: SumOrd
 
 
 def with_room(value: Experts, slots: int, rank: int, dtype: Any) -> Experts:
-    """``value`` with room for adapters."""
+    """Return ``value`` with room for adapters."""
     name, inner, split = name_of(dtype), value.down.inputs, value.down.order.is_split
     first = LowRank((inner, inner), slots, rank, name)
     last = LowRank((value.down.outputs,), slots, rank, name)

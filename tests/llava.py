@@ -1,4 +1,4 @@
-"""A tiny random LLaVA, written by Hugging Face transformers, which also says what is right."""
+"""A tiny random LLaVA, written by Hugging Face transformers, with its logits as reference."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 Reference = Callable[..., Tensor]
-"""Text, its images and the tokens that follow -> fp32 logits at each of those tokens and behind the last; without
-``special`` the text does not begin with <s>."""
+"""Function from a text, its images and the next tokens to float32 logits.
+
+The logits are at each of these tokens and behind the last one. Without ``special`` the text does not begin with <s>.
+"""
 
 
 def save_llava(folder: Path, seed: int = 0, **changes: Any) -> Reference:
-    """Write a checkpoint with tokenizer and processor; returns the reference."""
+    """Write a checkpoint with tokenizer and processor, and return the reference."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
@@ -76,7 +78,10 @@ def save_llava(folder: Path, seed: int = 0, **changes: Any) -> Reference:
 
 
 def save_adapter(folder: Path, out: Path, seed: int = 0) -> Reference:
-    """Write a random adapter, by PEFT, of layers of the decoder of the checkpoint in ``folder``; the model with it."""
+    """Write a random adapter of the decoder's layers, by PEFT, and return the reference with it.
+
+    ``folder`` holds the checkpoint.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -96,7 +101,7 @@ def save_adapter(folder: Path, out: Path, seed: int = 0) -> Reference:
 
 
 def reference(model: Any, processor: Any) -> Reference:
-    """See :data:`Reference`."""
+    """Return a :data:`Reference` of the model."""
 
     @torch.inference_mode()
     def logits(text: str, pictures: Sequence[PIL.Image.Image], after: Sequence[int], special: bool = True) -> Tensor:
@@ -110,7 +115,7 @@ def reference(model: Any, processor: Any) -> Reference:
 
 
 def as_modules(source: Path, target: Path) -> None:
-    """The same checkpoint with the names that the modules of transformers 5 have."""
+    """Write the same checkpoint with the module names of transformers 5."""
     target.mkdir()
     for file in source.iterdir():
         if file.name != "model.safetensors":
@@ -125,14 +130,14 @@ def as_modules(source: Path, target: Path) -> None:
 
 
 def picture(number: int, width: int = 45, height: int = 33, mode: str = "RGB") -> PIL.Image.Image:
-    """Noise."""
+    """Return an image of noise."""
     shape = (height, width, len(PIL.Image.new(mode, (1, 1)).getbands()))
     values = np.random.default_rng(number).integers(0, 256, shape, np.uint8)
     return PIL.Image.fromarray(values[:, :, 0] if shape[2] == 1 else values)
 
 
 def data_url(image: PIL.Image.Image, form: str = "PNG") -> str:
-    """``image`` as a data URL."""
+    """Return ``image`` as a data URL."""
     file = io.BytesIO()
     image.save(file, form)
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,4 +1,4 @@
-"""Records as a boot would leave them, without one: made from a real plan, with times and counts drawn at random."""
+"""Records as after a boot, without a boot: made from a real plan, with random times and counts."""
 
 import random
 from typing import Any
@@ -19,7 +19,10 @@ def make(options: dict[str, Any] | None = None, **limits: Any) -> Plan:
 
 
 def warmed(plan: Plan, *, hits: bool = True, seed: int = 0) -> Record:
-    """All items ready, one in nine reused; with ``hits``, as if a day's requests had come."""
+    """Return a record of all items ready, one in nine reused.
+
+    With ``hits``, it is the record after a day of requests.
+    """
     draw = random.Random(seed)
     record = Record.of(plan, model="org/model-8b", platform="cpu", dtype="bfloat16", mode="eager", fingerprint="f00d")
     begin = 0.0
@@ -46,7 +49,7 @@ def warmed(plan: Plan, *, hits: bool = True, seed: int = 0) -> Record:
 
 
 def troubled(plan: Plan) -> Record:
-    """A record with everything that can go wrong in it."""
+    """Return a record with everything that can go wrong in it."""
     record = warmed(plan)
     record.entries[1].outcome, record.entries[1].reason = "failed", "RuntimeError: <out> of memory & patience"
     record.entries[2].outcome = "pending"

@@ -1,4 +1,7 @@
-"""JSON schemas of our own: by hand, keyword for keyword, and drawn at random. Every text of them is short."""
+"""JSON schemas of our own, and random ones.
+
+Our own are written by hand, keyword for keyword. Every text of a schema is short.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ SMALL: Schema = {"type": "integer", "minimum": 0, "maximum": 999}
 
 
 def closed(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> Schema:
-    """An object of these properties and no others, all of them required unless named."""
+    """Return an object schema of these properties and no others, all required unless ``required`` names some."""
     needed = list(properties) if required is None else required
     return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False, **more}
 
@@ -84,7 +87,7 @@ SERVED: dict[str, Schema] = {
                                   "age": {"anyOf": [SMALL, {"type": "null"}], "default": None}}, ["name"]),
     "unicode": {"enum": ["grün", "你好", "😀", "a\tb", "\\", '"']},
 }  # fmt: skip
-"""By the keyword that each is about."""
+"""Schemas by the keyword that each is about."""
 
 REFUSED: dict[str, Schema] = {
     "not": {"not": {"type": "string"}},
@@ -107,11 +110,11 @@ REFUSED: dict[str, Schema] = {
     "x-guidance": {"type": "object", "x-guidance": {"lenient": True}},
     "keywords: misspelt": {"type": "string", "minlength": 3, "not": {}},
 }
-"""What is refused, by keyword."""
+"""Refused schemas, by keyword."""
 
 
 def drawn(seed: int) -> Schema:
-    """A schema at random."""
+    """Return a schema at random."""
     return _drawn(random.Random(seed), 3)
 
 
@@ -175,5 +178,5 @@ DRAWN = 200 - len(SERVED)
 
 
 def corpus() -> dict[str, Schema]:
-    """200 schemas by name: those that are served, then those drawn."""
+    """Return 200 schemas by name: the served ones, then random ones."""
     return {**SERVED, **{f"drawn {seed}": drawn(seed) for seed in range(DRAWN)}}

@@ -1,4 +1,7 @@
-"""Calls of tools as models write them, by the names of their parsers: text, and what is to be found in it."""
+"""Calls of tools as models write them, by the names of their parsers.
+
+Each entry has texts, and the calls in them.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,7 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
         ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}", []),
         ("Hello", "Hello", []),
         (" to be<|end|><|start|>assistant<|channel|>final<|message|>or not", " to be\nor not", []),
-        # The mark of a message may be missing, and that of its end.
+        # The marks of a message and of its end may be missing.
         ("<|channel|>final Hello<|return|>", "Hello", []),
         ("<|channel|>analysis<|message|>Well<|channel|>final<|message|>Yes", "Yes", []),
         ("<|start|>assistant<|message|>Yes<|end|> no", "Yes\nno", []),
@@ -220,7 +223,7 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
          [("weather", {"days": "many"})]),
         ("<tool_call><function=weather><parameter=city>Os", "", [("weather", {"city": "Os"})]),
         ("<tool_call>no</tool_call> <function=", "<tool_call>no</tool_call> <function=", []),
-        # Of the tags each may be missing, and several.
+        # Each of the tags may be missing, and several.
         ("<tool_call><function=weather><parameter=city>Oslo<parameter=days>3</function></tool_call>", "", [BOTH]),
         ("<tool_call><function=weather><parameter=days>3</parameter><parameter=city>Oslo</function></tool_call> ok",
          " ok", [BOTH]),
@@ -315,4 +318,7 @@ CALLS = {
     "Oslo</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
     "xlam": f"[TOOL_CALLS][{JSON_CALL}]",
 }
-"""One call each, of the tool weather with the city Oslo, which counts wherever it is in an answer."""
+"""One call each, of the tool weather with the city Oslo.
+
+It counts wherever it is in an answer.
+"""

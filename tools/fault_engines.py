@@ -1,4 +1,7 @@
-"""The engines that show the faults of :mod:`tools.faults`: options, and small models of random weights."""
+"""The engines that show the faults of :mod:`tools.faults`.
+
+They are options, and small models of random weights.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ ENGINES = tuple(_OPTIONS)
 
 
 def options(engine: str, folder: Path) -> dict[str, Any]:
-    """The settings of ``engine``; its model, if it has one of its own, is written into ``folder``."""
+    """Return the settings of ``engine``.
+
+    Its own model, if it has one, is written into ``folder``.
+    """
     if engine not in _MODELS:
         return _OPTIONS[engine]
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Edit(NamedTuple):
-    """``old``, which occurs once in ``src/preheat/<path>``, becomes ``new``."""
+    """A replacement in ``src/preheat/<path>``: ``old``, which occurs once, becomes ``new``."""
 
     path: str
     old: str
@@ -14,8 +14,10 @@ class Edit(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is wrong, the edits that make it so, and the test nearest to it. ``engine``: which of
-    :data:`tools.fault_engines.ENGINES` shows it. ``unseen``: why ``preheat verify`` cannot see it, if it does not.
+    """A fault: its name, its edits, and the test nearest to it.
+
+    ``engine`` is the one of :data:`tools.fault_engines.ENGINES` that shows it. ``unseen`` is the reason why
+    ``preheat verify`` cannot see it, if it does not.
     """
 
     name: str
@@ -48,10 +50,10 @@ _FEATURES = "tests/cpu/test_verify_features.py::test_all_is_well_and_was_really_
 _SAMPLING = "tests/cpu/test_sampler.py"
 _RESULTS, _SLOTS = "schedule/results.py", "schedule/slots.py"
 _FRONTEND = "frontend/input_processor.py"
-_CACHED = "tests/cpu/test_verify_cache.py::test_what_is_planted_is_found_by_its_path"
-_SERVED = "tests/cpu/test_verify_cache.py::test_what_is_not_the_contract_is_found_through_the_frontend"
+_CACHED = "tests/cpu/test_verify_cache.py::test_each_planted_fault_is_found_by_its_path"
+_SERVED = "tests/cpu/test_verify_cache.py::test_broken_contracts_are_found_through_the_frontend"
 _WINDOWS = "tests/cpu/test_verify_windows.py"
-_LORA, _PLACES = "backends/cpu/lowrank.py", "schedule/adapters.py"
+_LORA, _ADAPTER_SLOTS = "backends/cpu/lowrank.py", "schedule/adapters.py"
 _ADAPTED = "tests/cpu/test_lora.py"
 _RESUMED = "tests/cpu/test_resumed.py::test_a_resumed_row_is_computed_as_the_first_time"
 
@@ -96,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "KV splits merged from last to first, in all rows",
-        (Edit(_PAGED, _MERGE, "part, weight = part.flip(1), weight.flip(1)\n        " + _MERGE),
+        (Edit(_PAGED, _MERGE, "part, weight = part.flip(1), weight.flip(1)\n    " + _MERGE),
          Edit(_DECODE, _DECODE_MERGE, "        if True:\n" + _TURNED + _DECODE_MERGE)),
         "tests/cpu/test_attention.py::test_splits_are_merged_from_first_to_last",
         unseen="all rows are summed in the same other order: their bits still depend on nothing else",
@@ -138,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "a block's hash leaves out the block before",
-        (Edit(_PREFIX, "content = parent + tokens[", "content = chain_root(sequence.request) + tokens["),),
+        (Edit(_PREFIX, "content = parent + tokens[", "content = chain_root(request) + tokens["),),
         "tests/pure/test_prefix.py",
     ),
     Fault(
@@ -149,7 +151,7 @@ FAULTS = (
         "a layer that overflows",
         (Edit("model/decoder.py", "normed(norm, layer.mlp_output(x), residual",
               "normed(norm, layer.mlp_output(x) * 1e38 * 1e38, residual"),),
-        "tests/cpu/test_boot_rows.py::test_all_is_well",
+        "tests/cpu/test_boot_special_contexts.py::test_all_is_well",
     ),
     Fault(
         "noise of the position after",
@@ -205,20 +207,20 @@ FAULTS = (
         _FEATURES,
     ),
     Fault(
-        "a place keeps the adapter before where the next leaves a layer alone",
+        "an adapter slot keeps the adapter before where the next leaves a layer alone",
         (Edit(_LORA, "        self._tiles[slot] = 0\n", "        return\n"),),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
-        "a place keeps ranks of the adapter before",
+        "an adapter slot keeps ranks of the adapter before",
         (Edit(_LORA, "= packed.scale, len(packed.b), packed.dtype",
               "= packed.scale, max(len(packed.b), self._tiles[slot]), packed.dtype"),),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
         "rows have the adapter of the row before",
         (Edit(_BATCH, "slots.adapter[schedule.slots]\n", "np.roll(slots.adapter[schedule.slots], 1)\n"),),
-        f"{_ADAPTED}::test_rows_of_several_adapters_and_of_none_are_what_they_are_alone", engine="adapters",
+        f"{_ADAPTED}::test_rows_of_several_adapters_and_of_none_have_the_bits_they_have_alone", engine="adapters",
     ),
     Fault(
         "rows without an adapter get zeros added",
@@ -234,17 +236,17 @@ FAULTS = (
         engine="adapters",
     ),
     Fault(
-        "the place of an adapter is given away while rows use it",
-        (Edit(_PLACES, "if digest not in self._users), None)", "if len(self._placed) == self.count), None)"),),
+        "the slot of an adapter is given away while rows use it",
+        (Edit(_ADAPTER_SLOTS, "if digest not in self._users), None)", "if len(self._slot_of) == self.count), None)"),),
         "tests/pure/test_lora.py", engine="adapters",
     ),
     Fault(
-        "an adapter that is put into its place only the first time",
-        (Edit(_PLACES, "            self._loads.append((self._placed[digest], adapter))\n",
+        "an adapter that is put into its slot only the first time",
+        (Edit(_ADAPTER_SLOTS, "            self._loads.append((self._slot_of[digest], adapter))\n",
               "            if digest not in _seen:\n"
-              "                self._loads.append((self._placed[digest], adapter))\n            _seen.add(digest)\n"),
-         Edit(_PLACES, 'BASE = ""\n', '_seen: set[str] = set()\nBASE = ""\n')),
-        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
+              "                self._loads.append((self._slot_of[digest], adapter))\n            _seen.add(digest)\n"),
+         Edit(_ADAPTER_SLOTS, 'BASE = ""\n', '_seen: set[str] = set()\nBASE = ""\n')),
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction", engine="adapters",
     ),
     Fault(
         "a block's hash leaves out its last token",
@@ -368,7 +370,7 @@ FAULTS = (
          Edit("grammar/state.py", "        self.matcher, self.error = matcher, \"\"\n",
               "        self.matcher, self.error = matcher, \"\"\n"
               "        self.first = matcher and matcher.deep_copy()\n")),
-        "tests/cpu/test_verify_features.py::test_what_is_planted_is_found_by_its_path",
+        "tests/cpu/test_verify_features.py::test_each_planted_fault_is_found_by_its_path",
     ),
     Fault(
         "a draft is kept although another token was sampled",
@@ -397,6 +399,6 @@ FAULTS = (
     Fault(
         "attention multiplies hidden values by zero",
         (Edit("backends/cpu/hidden.py", "    if mask is None or not _has_nan(*found):\n", "    if True:\n"),),
-        "tests/cpu/test_boot_rows.py::test_all_is_well",
+        "tests/cpu/test_boot_special_contexts.py::test_all_is_well",
     ),
 )  # fmt: skip

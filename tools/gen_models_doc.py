@@ -26,17 +26,18 @@ HEAD = """# Models
 
 <!-- Written by tools/gen_models_doc.py from the families and tests/cpu/checkpoints.py: change it there. -->
 
-A model runs if its `config.json` names one of these architectures. Any other is refused, with what it needs that no
-family here has, where that is known; so is, by its name, a field that asks for something that is not computed.
+See whether a model runs: its `config.json` must name one of these architectures. Any other is refused, with the missing
+feature if it is known. A field that asks for a missing computation is refused by its name.
+
 Checkpoints are safetensors, with the names of the Hub or of transformers 5. A tensor that nothing reads is an error.
-Where `tie_word_embeddings` is true and the file has an output head that differs from the embeddings, the head is
-used, as with transformers 5.
+If `tie_word_embeddings` is true and the file has another output head than the embeddings, the head is used, as with
+transformers 5.
 
 """
 
 TAIL = """
-The sizes are those of random checkpoints that Hugging Face transformers writes: hidden size, layers, query/key heads of
-so many dimensions, and of a vision tower the same, as far as it runs. On a CPU the logits of each are compared with
+The sizes belong to random checkpoints that Hugging Face transformers writes: hidden size, layers, query/key heads of so
+many dimensions, and the same of the part of a vision tower that runs. On a CPU the logits of each are compared with
 transformers at every position (float32, eager attention and experts, relative error at most 1e-5):
 `tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
 `tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
@@ -51,14 +52,14 @@ Adding a family: [adding.md](adding.md#a-model-family).
 
 
 def render() -> str:
-    """The text of docs/models.md."""
-    columns = ["Family", "What it adds", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
+    """Return the text of docs/models.md."""
+    columns = ["Family", "Special", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
     rows = [_row(family, names) for family, names in _families().items()]
     return f"{HEAD}{_line(columns)}{_line(['---'] * len(columns))}{''.join(rows)}{TAIL}"
 
 
 def _families() -> dict[Callable[[Config], ModelSpec], list[str]]:
-    """The architectures of each family: some have two names."""
+    """Return the architectures of each family: some have two names."""
     found: dict[Callable[[Config], ModelSpec], list[str]] = {}
     for name in sorted(FAMILIES, key=str.lower):
         found.setdefault(FAMILIES[name], []).append(name)

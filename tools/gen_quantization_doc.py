@@ -1,5 +1,6 @@
-"""Write the tables of docs/quantization.md from what the backends say and from the last measurement:
-``python -m benchmarks quantization``, then ``python -m tools.gen_quantization_doc``.
+"""Write the tables of docs/quantization.md: ``python -m tools.gen_quantization_doc``.
+
+They come from the backends' facts and the last measurement of ``python -m benchmarks quantization``.
 """
 
 import json
@@ -29,7 +30,10 @@ FORMATS = (
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
 )
-"""Method, what of it, how it is computed, and the measurement of it, if there is one."""
+"""The supported formats of weights.
+
+Each has a quantization method, a format, the kind of computation, and the key of its measurement, if there is one.
+"""
 
 INVARIANCE = {
     W8A8: "a row's codes and scales are its own; sums in one order",
@@ -43,7 +47,7 @@ WHERE = {
 
 
 def render() -> str:
-    """Both tables."""
+    """Return the text of the tables."""
     record = json.loads(RESULTS.read_text())["figures"]
     return f"\n{_formats(record['formats'])}\n{_measured(record)}\n{_kernels()}\n"
 
@@ -83,7 +87,7 @@ def _row(kind: str, facts: Facts) -> str:
 
 
 def with_tables(text: str) -> str:
-    """``text``, the document, with the tables between its marks."""
+    """Return ``text``, the document, with the tables between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{render()}{END}{after}"

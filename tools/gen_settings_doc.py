@@ -10,7 +10,8 @@ HEAD = """# Settings
 
 <!-- Written by tools/gen_settings_doc.py from src/preheat/settings.py: change it there. -->
 
-Every option can be given in four ways. The first of these that is present wins:
+Look up every option of `preheat serve`, `preheat generate` and `LLM`. An option can be given in four ways, and the
+first one present wins:
 
 1. a flag of `preheat serve` and `preheat generate`, or a keyword of `LLM(...)`: `--max-num-seqs 64`, `max_num_seqs=64`;
 2. an environment variable: `PREHEAT_` and the name in capitals, else the variable in the table (the names that vLLM
@@ -22,8 +23,8 @@ Yes-or-no options are pairs of flags (`--enable-prefix-caching`, `--no-enable-pr
 1/0, true/false or yes/no. Lists are `a,b` or a JSON list in the environment, several words after a flag (`--api-key`
 takes one, and may be repeated), lists in YAML. Objects are JSON, or mappings in YAML.
 An unknown flag, keyword or key is an error; an unknown variable that begins with `VLLM_` or `PREHEAT_` is warned about.
-Options that are not implemented yet are listed here too; any value but the default is rejected with the reason, but
-warned about if it comes from a variable of another engine (`VLLM_…`, `PT_HPU_…`).
+Options that are not implemented yet are listed here too. Any value but the default is rejected with the reason; from a
+variable of another engine (`VLLM_…`, `PT_HPU_…`) it is warned about instead.
 `HF_TOKEN` and `HF_HOME` are read by the Hugging Face library.
 """
 
@@ -34,7 +35,7 @@ SIZES = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_seqs", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant",
 )  # fmt: skip
-"""Options of other groups that decide what is planned and run."""
+"""Options of other groups that decide the contents of the plan."""
 
 GROUPS = ("Buckets", "Warm-up", "Device graphs", "Defragmenter", "Diagnostics")
 """The groups that are about warm-up alone."""
@@ -43,7 +44,7 @@ BEGIN, END = "<!-- options: written by tools/gen_settings_doc.py -->\n", "<!-- e
 
 
 def with_tables(text: str) -> str:
-    """``text``, a document with both marks, with the tables of options between them."""
+    """Return ``text``, a document with both marks, with the tables of options between them."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = [f"\n### Limits\n\n{_table([OPTIONS[name] for name in SIZES])}"]
@@ -54,7 +55,7 @@ def with_tables(text: str) -> str:
 
 
 def render() -> str:
-    """The text of docs/settings.md."""
+    """Return the text of docs/settings.md."""
     parts = [HEAD]
     for group, options in groupby(OPTIONS.values(), key=lambda opt: opt.group):
         parts.append(f"\n## {group}\n\n{_table(list(options))}")

@@ -13,8 +13,9 @@ HEAD = """# Flags and variables of vLLM
 
 <!-- Written by tools/gen_vllm_doc.py from src/preheat/utils/vllm_flags.py and vllm_variables.py: change them there. -->
 
-Flags of `vllm serve` whose meaning preheat has are [settings](settings.md); [Coming from vLLM](from-vllm.md) says where
-they differ. These are all others, wherever options are named: as a flag, in a file of options, as a keyword of `LLM`.
+Look up a flag or a variable of vLLM that is no setting of preheat. Flags of `vllm serve` with a meaning here are
+[settings](settings.md), and [Coming from vLLM](from-vllm.md) has their differences. All others are below. They count
+wherever options are named: as a flag, in a file of options, as a keyword of `LLM`.
 
 They may be written as vLLM has them: `--flag value` and `--flag=value`, underscores for dashes, `--switch`,
 `--no-switch` and `--switch true`, whole numbers as `8k` (8,000), `8K` (8,192) or `1.5m`, and an object as JSON or by
@@ -24,13 +25,13 @@ its keys, `--speculative-config.method ngram`, with a plus to add to a list: `--
 _VARIABLES = """
 ## Variables without an effect
 
-They are warned about once, with the reason; one that is not known, by its name. Nothing is said about {quiet}: they are
-about what is always so, or were set by Kubernetes.
+They are warned about once, with the reason; an unknown one by its name. There is no warning about {quiet}: they ask for
+the usual behavior, or were set by Kubernetes.
 """
 
 
 def render() -> str:
-    """The text of docs/vllm-flags.md."""
+    """Return the text of docs/vllm-flags.md."""
     rows = {verdict: list(found) for verdict, found in groupby(FOREIGN.values(), key=lambda row: row.verdict)}
     variables = vllm_variables.UNUSED.items()
     quiet = ", ".join(f"`{name}{'*' * name.endswith('_')}`" for name in vllm_variables.ALWAYS.split())
@@ -39,9 +40,9 @@ def render() -> str:
             HEAD,
             _section("Short names", ("Flag", "Stands for"), _pairs(SHORT)),
             _section("Taken: they set an option", ("Flag", "Sets"), _by_reason(rows["sets"], "`{}`")),
-            _section("Taken: they ask for what is always so", ("Flag", "What is so"), _by_reason(rows["always"])),
+            _section("Taken: they ask for the usual behavior", ("Flag", "Behavior"), _by_reason(rows["always"])),
             _section("Taken with a warning: nothing depends on them", ("Flag", "Why"), _by_reason(rows["unused"])),
-            _section("Refused", ("Flag", "Why, and what to do"), _by_reason(rows["refused"])),
+            _section("Refused", ("Flag", "Reason and remedy"), _by_reason(rows["refused"])),
             "\nA value in brackets is taken: it asks for what is done anyway. So is the negation of a switch.\n",
             _section("Of others, or misremembered", ("Flag", "Write"), _pairs(INSTEAD)),
             _VARIABLES.format(quiet=quiet),
@@ -69,7 +70,7 @@ def _by_reason(rows: list[Foreign], form: str = "{}") -> Iterable[tuple[str, str
 
 
 def _shown(row: Foreign) -> str:
-    taken = f" (`{'`, `'.join(row.taken)}`)" if row.taken else ""
+    taken = f" (`{'`, `'.join(row.accepted)}`)" if row.accepted else ""
     return f"`{row.flag}`{taken}"
 
 

@@ -1,9 +1,9 @@
-"""Who sees a fault: ``python -m tools.planted_faults`` plants each of :mod:`tools.faults` into a copy of the sources.
+"""Plant faults and look who sees them: ``python -m tools.planted_faults``.
 
-For each it runs the check at boot, the paths of ``preheat verify`` and the nearest test, on a CPU, and writes the
-controls' table of docs/determinism.md. The status is 1 if a fault is seen by none of them, or ``preheat verify`` sees
-fewer than nine in ten. The dtype is float32, in
-which the order of a sum shows in more results than in bfloat16.
+Each of :mod:`tools.faults` is planted into a copy of the sources. The check at boot, the paths of ``preheat verify``
+and the nearest test run on it, on a CPU. The command writes the controls' table of docs/determinism.md. The status is 1
+if none of the three sees a fault, or ``preheat verify`` sees fewer than nine in ten. The dtype is float32: there the
+order of a sum shows in more results than in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.fault_engines import options
 from tools.faults import FAULTS, Fault
@@ -68,18 +68,24 @@ print("FOUND " + json.dumps(found))
 
 
 BOOT = "its check at boot"
-"""Stands for a path of verify: its verdict says what the check at boot of its engine found."""
+"""Stands for a path of verify: the verdict includes the check at boot of its engine."""
 
 NOTE = """\
 `preheat verify` boots an engine, so the check at boot is part of its verdict. In float32: rounding to bfloat16 hides
 most changes of an order."""
+
+CRASHES = {"NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "AttributeError"}
+"""Errors of code that cannot run at all: whatever is planted, such code is not the fault."""
 
 LEAST = 0.9
 """The share of faults that verify must see."""
 
 
 class Seen(NamedTuple):
-    """Which checks at boot, which paths of verify saw it, and whether the nearest test did."""
+    """The checks that saw a fault.
+
+    They are the checks at boot, the paths of verify, and whether the nearest test saw it.
+    """
 
     boot: list[str]
     verify: list[str]
@@ -87,13 +93,14 @@ class Seen(NamedTuple):
 
     @property
     def by_verify(self) -> list[str]:
-        """What of ``preheat verify`` saw it."""
+        """The paths of ``preheat verify`` that saw it, its check at boot included."""
         return self.verify or [BOOT] * bool(self.boot)
 
 
 def plant(fault: Fault | None) -> Path:
-    """A copy of the sources and tests with ``fault``; of the sources as they are for None. AssertionError if the
-    sources no longer have the place.
+    """Copy the sources and tests, and plant ``fault`` unless it is None.
+
+    Returns the folder. Raises AssertionError if the sources no longer have the place.
     """
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
     for name in ("src", "tests", "tools", "docs", "benchmarks"):
@@ -110,7 +117,7 @@ def plant(fault: Fault | None) -> Path:
 
 
 def look(fault: Fault | None, engine: str) -> Seen:
-    """Run all three over ``fault``, on that ``engine``."""
+    """Run the check at boot, verify and the nearest test over ``fault``, on ``engine``."""
     folder = plant(fault)
     try:
         environment = os.environ | {"PYTHONPATH": str(folder / "src"), "PREHEAT_CACHE_ROOT": str(folder / "cache")}
@@ -125,17 +132,21 @@ def look(fault: Fault | None, engine: str) -> Seen:
 
         done = run("-c", LOOK)
         lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        found = json.loads(lines[-1].removeprefix("FOUND ")) if lines else {"boot": ["the boot fails"], "verify": []}
-        test = fault.test if fault else "tests/cpu/test_boot_rows.py::test_all_is_well"
-        failed = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test).returncode
+        if not lines:
+            raise SystemExit(f"{fault and fault.name}: the engine's process says nothing: {done.stderr[-500:]}")
+        found = json.loads(lines[-1].removeprefix("FOUND "))
+        test = fault.test if fault else "tests/cpu/test_boot_special_contexts.py::test_all_is_well"
+        tested = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test)
         error = [found["error"]] if found.get("error") else []
-        return Seen(found["boot"], found["verify"] + error, failed == 1)
+        if tested.returncode not in (0, 1) or set(error) & CRASHES:
+            raise SystemExit(f"{fault and fault.name}: only a crash: {error}, {tested.stdout[-500:]}")
+        return Seen(found["boot"], found["verify"] + error, tested.returncode == 1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def table(faults: list[Fault], seen: list[Seen]) -> str:
-    """The table's text."""
+    """Return the text of the table."""
     lines = [
         "| Planted | Engine | Check at boot | `preheat verify` | Nearest test |",
         "| --- | --- | --- | --- | --- |",
@@ -168,11 +179,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="faults whose name contains this; the page is left alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--known", type=Path, help="file of results by fault: known ones are taken, new ones added")
     args = parser.parse_args()
+    known: dict[str, list[Any]] = json.loads(args.known.read_text()) if args.known and args.known.exists() else {}
     faults = [fault for fault in FAULTS if args.only is None or args.only in fault.name]
 
     def one(fault: Fault | None, engine: str) -> Seen:
+        if fault is not None and fault.name in known:
+            return Seen(*known[fault.name])
         seen = look(fault, engine)
+        if fault is not None and args.known is not None:
+            known[fault.name] = list(seen)
+            args.known.write_text(json.dumps(known, indent=1) + "\n")
         print(f"{fault.name if fault else f'nothing planted ({engine})'}: {seen}", flush=True)
         return seen
 

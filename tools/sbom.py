@@ -1,7 +1,7 @@
-"""A bill of materials of preheat and of all that it depends on, as installed here: ``python -m tools.sbom > FILE``.
+"""A bill of materials of preheat: ``python -m tools.sbom > FILE``.
 
-CycloneDX 1.6 in JSON, from the metadata of the installed packages. What only extras need is not in it. The same
-packages give the same bytes.
+It lists preheat and all its dependencies, as installed here. CycloneDX 1.6 in JSON, from the metadata of the installed
+packages. Packages that only extras need are left out. The same packages give the same bytes.
 """
 
 import json
@@ -16,7 +16,10 @@ NAME = "preheat"
 
 
 def needed(name: str) -> dict[str, Distribution]:
-    """The package ``name`` and all that it needs on this machine, by canonical name. Raises PackageNotFoundError."""
+    """Return the package ``name`` and its dependencies on this machine, by canonical name.
+
+    Raises PackageNotFoundError for a package that is not installed.
+    """
     found: dict[str, Distribution] = {}
     left = [name]
     while left:
@@ -28,7 +31,7 @@ def needed(name: str) -> dict[str, Distribution]:
 
 
 def requirements(package: Distribution) -> list[str]:
-    """The packages that ``package`` needs on this machine, its extras left out."""
+    """Return the packages that ``package`` needs on this machine, its extras left out."""
     lines = [Requirement(line) for line in package.requires or ()]
     return [line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
 
@@ -44,13 +47,16 @@ def component(package: Distribution, kind: str = "library") -> dict[str, object]
 
 
 def ref(package: Distribution) -> str:
-    """The package's URL, which is also what others refer to it by."""
+    """Return the package's URL; others refer to the package by it, too."""
     version = package.version.replace("+", "%2B")
     return f"pkg:pypi/{canonicalize_name(package.metadata['Name'])}@{version}"
 
 
 def licenses_of(package: Distribution) -> list[dict[str, object]]:
-    """An SPDX expression if the package says one, else what its classifiers or its field "License" name."""
+    """Return the package's licenses.
+
+    It is an SPDX expression, or else the licenses in its classifiers or its field "License".
+    """
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
@@ -62,7 +68,7 @@ def licenses_of(package: Distribution) -> list[dict[str, object]]:
 
 
 def bill(name: str = NAME) -> dict[str, object]:
-    """The document."""
+    """Return the document."""
     packages = needed(name)
     own = packages[name]
     others = [packages[each] for each in sorted(packages) if each != name]

@@ -1,6 +1,7 @@
-"""`python -m tools.schema_corpus [rounds] [backend]`: 200 schemas of our own, answered by a model with random weights
-at temperature 1.5; each answer is validated with `jsonschema`. Exit status 1 if one does not. The backend is guidance,
-or xgrammar, which refuses some of them: they are listed.
+"""Answer 200 schemas of our own by a random model: `python -m tools.schema_corpus [rounds] [backend]`.
+
+The temperature is 1.5, and `jsonschema` validates each answer. The exit status is 1 if an answer is invalid. The
+backend is guidance, or xgrammar; the schemas that it refuses are listed.
 """
 
 import sys
@@ -12,7 +13,7 @@ from tests.cpu.structured import held, problems, random_llm
 from tests.schemas import Schema, corpus
 
 MOST = 1000
-"""More tokens than any answer has, white space included."""
+"""An upper bound of the tokens of an answer, white space included."""
 
 
 def main(rounds: int, backend: str) -> int:
@@ -35,7 +36,7 @@ def main(rounds: int, backend: str) -> int:
 
 
 def served(llm: LLM, schemas: dict[str, Schema]) -> dict[str, Schema]:
-    """Those that are not refused; prints the others."""
+    """Return the schemas that are not refused; print the others."""
     found = dict(schemas)
     for name, schema in schemas.items():
         try:

@@ -18,7 +18,7 @@ HEIGHT = 1500
 
 
 def served() -> Record:
-    """The record after a few hundred requests of all kinds."""
+    """Return the record after a few hundred requests of all kinds."""
     llm = LLM(max_num_seqs=64, max_num_batched_tokens=1024)
     draw = random.Random(7)
     for size in (1, 2, 5, 12, 30, 64, 90):

@@ -18,8 +18,10 @@ def write_adapter(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Write an adapter of ``modules``, outputs and inputs by name, into ``folder``, which is returned. What it adds is
-    about as large as what the layers give.
+    """Write an adapter of ``modules`` into ``folder``.
+
+    ``modules`` are outputs and inputs by name. Returns the folder. The adapter's terms are about as large as the
+    outputs of the layers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()

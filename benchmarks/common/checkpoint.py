@@ -17,8 +17,9 @@ BLOCK = 1 << 25
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path) -> int:
-    """Write safetensors shards for ``config``, in bfloat16; returns their bytes. The weights are meaningless: one block
-    of small numbers, repeated.
+    """Write safetensors shards for ``config``, in bfloat16, and return their bytes.
+
+    The weights are meaningless: one block of small numbers, repeated.
     """
     shapes = expected_tensors(read_spec(config))
     shards: list[dict[str, tuple[int, ...]]] = [{}]
@@ -40,7 +41,7 @@ def write_checkpoint(config: dict[str, Any], folder: Path) -> int:
 
 
 def _block() -> memoryview:
-    """Normal numbers of deviation 0.02, in bfloat16."""
+    """Return normal numbers of deviation 0.02, in bfloat16."""
     numbers = np.random.default_rng(0).standard_normal(BLOCK // 2, np.float32) * np.float32(0.02)
     return memoryview((numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())
 

@@ -1,6 +1,7 @@
-"""An open-loop client of /v1/completions: it sends when it is time, whether or not earlier answers are there.
+"""An open-loop client of /v1/completions.
 
-A request takes a connection of its own, and its token times are those at which its events arrive.
+It sends on schedule, whether or not earlier answers are there. A request takes a connection of its own, and its token
+times are the arrival times of its events.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ ECHO = b"HTTP/1.1 200 OK\r\n\r\n" + b"data: {}\n\n" * 2
 
 @dataclass
 class Served:
-    """What a client saw of one request; times in seconds, since ``began`` of ``time.perf_counter``. ``error`` says what
-    went wrong, if anything did.
+    """One request as a client saw it.
+
+    Times in seconds, since ``began`` of ``time.perf_counter``. ``error`` is the failure, if there was one.
     """
 
     asked: int
@@ -34,13 +36,16 @@ class Served:
     began: float = 0.0
 
     def gaps_between(self, start: float, end: float) -> list[float]:
-        """Those of ``gaps`` that ended in this span of ``time.perf_counter``."""
+        """Return the ``gaps`` that ended in this span of ``time.perf_counter``."""
         ends = accumulate(self.gaps, initial=self.began + (self.first or 0.0))
         return [gap for gap, at in zip(self.gaps, islice(ends, 1, None), strict=False) if start < at <= end]
 
 
 class Client:
-    """Asks the server at ``port``; prompts are random ids below ``vocabulary``, the same in every run."""
+    """Asks the server at ``port``.
+
+    Prompts are random ids below ``vocabulary``, the same in every run.
+    """
 
     def __init__(self, port: int, vocabulary: int) -> None:
         self._port = port
@@ -52,8 +57,9 @@ class Client:
 
     @classmethod
     async def practised(cls, port: int, vocabulary: int) -> Self:
-        """A client that has asked before, though not this server: what is slow in its own first request is not told
-        of the server's.
+        """Return a client that has asked an echo server before.
+
+        The slow parts of the client's own first request are then not counted for the real server.
         """
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +75,7 @@ class Client:
         return cls(port, vocabulary)
 
     async def ask(self, prompt: Sequence[int], tokens: int, *, into: Served | None = None, **sampling: Any) -> Served:
-        """Stream ``tokens`` tokens. ``into`` has what was seen so far, whatever ends the request."""
+        """Stream ``tokens`` tokens. ``into`` gets the progress, however the request ends."""
         body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, **sampling}
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -111,7 +117,7 @@ class Client:
     async def sweep(
         self, rate: float, seconds: float, lengths: tuple[int, int], answers: tuple[int, int]
     ) -> dict[str, Any]:
-        """Requests that arrive at random, ``rate`` a second on average, for ``seconds``."""
+        """Send requests that arrive at random, ``rate`` a second on average, for ``seconds``."""
         chance = random.Random(int(rate * 1000))
         started, at, jobs = time.perf_counter(), 0.0, []
         while at < seconds:
@@ -122,7 +128,7 @@ class Client:
         return {"rate": rate, **summary(await asyncio.gather(*jobs), time.perf_counter() - started)}
 
     async def burst(self, requests: int, lengths: tuple[int, int], answers: tuple[int, int]) -> dict[str, Any]:
-        """All at once: the rate at which the server takes them is its highest."""
+        """Send all requests at once: the server then takes them at its highest rate."""
         chance = random.Random(0)
         asked = [(self.prompt(chance.randint(*lengths)), chance.randint(*answers)) for _ in range(requests)]
         started = time.perf_counter()
@@ -131,7 +137,7 @@ class Client:
         return {"requests_s": round(requests / wall, 2), **summary(found, wall)}
 
     async def streams(self, count: int, context: int, tokens: int) -> dict[str, Any]:
-        """``count`` equal streams, begun together."""
+        """Run ``count`` equal streams, begun together."""
         prompts = [self.prompt(context) for _ in range(count)]
         started = time.perf_counter()
         found = await asyncio.gather(*(self.ask(prompt, tokens, temperature=0.0) for prompt in prompts))
@@ -139,7 +145,10 @@ class Client:
 
 
 def summary(found: Sequence[Served], wall: float) -> dict[str, Any]:
-    """What several requests were given, in milliseconds and tokens a second; ``wall`` seconds for all."""
+    """Return the figures of several requests, in milliseconds and tokens a second.
+
+    ``wall`` seconds for all.
+    """
     good = [each for each in found if each.error is None]
     firsts = [each.first for each in good if each.first is not None]
     gaps = [gap for each in good for gap in each.gaps]
@@ -157,7 +166,7 @@ def summary(found: Sequence[Served], wall: float) -> dict[str, Any]:
 
 
 def quantile(seconds: Sequence[float], share: float) -> float | None:
-    """Milliseconds below which ``share`` of ``seconds`` lie."""
+    """Return the milliseconds below which ``share`` of ``seconds`` lie."""
     if not seconds:
         return None
     return round(1e3 * sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))], 2)

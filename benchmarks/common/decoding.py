@@ -1,4 +1,4 @@
-"""Steps in which all rows decode, and what a profile shows of them."""
+"""Steps in which all rows decode, and the kernels in a profile of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class DecodingRows:
 
 @dataclass
 class Span:
-    """One run of a kernel; ``start`` and ``end`` are in microseconds since the same moment for all spans."""
+    """One run of a kernel.
+
+    ``start`` and ``end`` are in microseconds since the same moment for all spans.
+    """
 
     name: str
     start: float
@@ -53,7 +56,10 @@ class Span:
 
 
 def spans(found: profile, cuda: bool) -> list[Span]:
-    """Kernels and copies on the device, in order; on a CPU, the operations that no other one called."""
+    """Return kernels and copies on the device, in order.
+
+    On a CPU, the operations that no other one called.
+    """
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
     listed = found.events()  # type: ignore[no-untyped-call]
     events = [event for event in listed if event.device_type == wanted and (cuda or event.cpu_parent is None)]

@@ -1,6 +1,6 @@
-"""Runs in an environment that has llama.cpp and not preheat: a task in JSON on stdin, seconds of each run on stdout.
+"""Runs llama.cpp in an environment without preheat.
 
-See :mod:`benchmarks.vs_llama_cpp`.
+A task in JSON comes on stdin; seconds of each run go to stdout. See :mod:`benchmarks.vs_llama_cpp`.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rotary pairs as llama.cpp has them: next to each other."""
+    """Return ``weight`` with rotary pairs next to each other, as in llama.cpp."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -43,7 +43,10 @@ def name_of(name: str) -> str:
 
 
 def write(task: dict[str, Any]) -> None:
-    """The GGUF file of the weights, without a vocabulary: only token ids go in and out."""
+    """Write the GGUF file of the weights, without a vocabulary.
+
+    Only token ids go in and out.
+    """
     config, weights = task["config"], np.load(task["weights"])
     out = gguf.GGUFWriter(task["gguf"], "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -86,7 +89,10 @@ class Engine:
         self.vocab = task["config"]["vocab_size"]
 
     def decode(self, entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """``entries``: token, position, sequence, whether its logits are wanted. The most likely next tokens."""
+        """Return the most likely next tokens by sequence.
+
+        ``entries`` are token, position, sequence, and whether its logits are wanted.
+        """
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, wanted) in enumerate(entries):

@@ -1,4 +1,4 @@
-"""What loading adapters over HTTP costs the streams that decode meanwhile."""
+"""The cost of loading adapters over HTTP for streams that decode meanwhile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from preheat.errors import PreheatError
 def loading_over_http(
     options: dict[str, Any], adapters: dict[str, str], new: dict[str, str], sizes: Sizes, vocabulary: int
 ) -> dict[str, Any]:
-    """The figures of a server with ``options``, which must let adapters be loaded: ``sizes.streams`` streams without an
-    adapter or with one of ``adapters``, in turn, begin again as they end. Reported is the time between their tokens
-    while nothing else happens, while requests with ``adapters`` begin one after the other, and while each of ``new`` is
-    loaded and has a first request. Adapters are folders by name.
+    """Return the figures of a server with ``options`` that loads adapters.
+
+    Adapters are folders by name. ``sizes.streams`` streams without an adapter or with one of ``adapters``, in turn,
+    begin again as they end. Reported is the time between their tokens in three phases: while nothing else happens,
+    while requests with ``adapters`` begin one after the other, and while each of ``new`` is loaded and has a first
+    request.
     """
     modules = [f"{name}={path}" for name, path in adapters.items()]
     runtime = {"lora_modules": modules, "allow_runtime_lora_updating": True}
@@ -31,7 +33,7 @@ def loading_over_http(
 
 
 class _Streams:
-    """Streams of the server at ``port`` that decode, and what is asked beside them."""
+    """Streams of the server at ``port`` that decode, and the requests beside them."""
 
     def __init__(self, port: int, sizes: Sizes, vocabulary: int) -> None:
         self._port, self._sizes, self._vocabulary = port, sizes, vocabulary
@@ -68,7 +70,7 @@ class _Streams:
         }  # fmt: skip
 
     async def _again_and_again(self, model: dict[str, str]) -> None:
-        """One stream."""
+        """Run one stream after another."""
         while True:
             self._seen.append(Served(self._sizes.stream_tokens))
             _checked(await self._ask(self._sizes.stream_tokens, self._seen[-1], **model))
@@ -78,7 +80,7 @@ class _Streams:
         return await self._client.ask(prompt, tokens, into=into, temperature=0.0, **model)
 
     async def _during(self, act: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-        """Of the streams' gaps while ``act`` runs."""
+        """Return the figures of the streams' gaps while ``act`` runs."""
         start = time.perf_counter()
         await act()
         end = time.perf_counter()
@@ -101,14 +103,20 @@ class _Streams:
 
 
 def _checked(served: Served) -> float:
-    """Seconds until the first token. Raises PreheatError for a request that failed."""
+    """Return the seconds until the first token.
+
+    Raises PreheatError for a request that failed.
+    """
     if served.error is not None or served.first is None:
         raise PreheatError(f"a request failed: {served.error}")
     return served.first
 
 
 def load(port: int, name: str, path: str) -> None:
-    """Have the server at ``port`` load an adapter. Raises PreheatError if it does not."""
+    """Make the server at ``port`` load an adapter.
+
+    Raises PreheatError if it does not.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port)
     body = json.dumps({"lora_name": name, "lora_path": path})
     connection.request("POST", "/v1/load_lora_adapter", body, {"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""The fingerprint of the machine, the versions and the commit that figures were taken with.
+"""The fingerprint of the machine, with the versions and the commit of its figures.
 
 Run as a script, this file prints it as JSON, for a process that must not import torch.
 """
@@ -22,7 +22,7 @@ LIBRARIES = ("preheat", "torch", "triton", "numpy", "transformers")
 
 
 def fingerprint() -> dict[str, Any]:
-    """Processor, cores, threads, GPU, versions, commit, time. Imports torch."""
+    """Return processor, cores, threads, GPU, versions, commit and time. Imports torch."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -36,7 +36,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def fingerprint_from_outside() -> dict[str, Any]:
-    """The same, computed in another process."""
+    """Return the fingerprint, computed in another process."""
     done = subprocess.run([sys.executable, __file__], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -58,7 +58,10 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with a plus sign when files differ from it; None outside of a checkout."""
+    """Return the commit, with a plus sign when files differ from it.
+
+    None outside of a checkout.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -71,7 +74,10 @@ def _commit() -> str | None:
 
 
 def _torch() -> dict[str, Any]:
-    """Threads, instruction set and GPU; ``gpu`` is None where preheat cannot use one."""
+    """Return threads, instruction set and GPU.
+
+    ``gpu`` is None where preheat cannot use one.
+    """
     import torch
 
     from preheat.backends.registry import pick_backend

@@ -1,4 +1,7 @@
-"""Child processes: Python with this package importable, and servers. Nothing here imports torch."""
+"""Child processes: Python with this package importable, and servers.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ from preheat.errors import PreheatError
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours with ``more``, in which ``python -m benchmarks`` works from any folder."""
+    """Return our environment with ``more``.
+
+    In it ``python -m benchmarks`` works from any folder.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """``options`` as they are written on a command line."""
+    """Return ``options`` as words of a command line."""
     found = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -47,8 +53,9 @@ class ServerProcess:
     started: float
 
     def wait_for(self, path: str, seconds: float = float("inf")) -> float:
-        """Seconds from the start until ``path`` answers with 200. Raises PreheatError if the server leaves before,
-        or if more than ``seconds`` pass from now on.
+        """Return the seconds from the start until ``path`` answers with 200.
+
+        Raises PreheatError if the server leaves before, or if more than ``seconds`` pass from now on.
         """
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -69,7 +76,7 @@ class ServerProcess:
 def serving(
     options: dict[str, Any], *, stderr: IO[bytes] | int | None = None, env: dict[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """A server with ``options``, just started; it is told to end when this ends."""
+    """Yield a server with ``options``, just started, and tell it to end afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

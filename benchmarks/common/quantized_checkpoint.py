@@ -1,4 +1,7 @@
-"""Quantized checkpoints made by rounding to nearest: what a format costs at least, without anyone's calibration."""
+"""Quantized checkpoints made by rounding to nearest.
+
+They show the least cost of a format, without anyone's calibration.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ Rounded = dict[str, Tensor]
 
 
 def _whole(bits: int, group: int, symmetric: bool) -> Callable[[Tensor], Rounded]:
-    """compressed-tensors' pack-quantized; a group of 0 is a whole row."""
+    """Return the rounding of compressed-tensors' pack-quantized.
+
+    A group of 0 is a whole row.
+    """
 
     def module(weight: Tensor) -> Rounded:
         outputs, inputs = weight.shape
@@ -36,7 +42,7 @@ def _whole(bits: int, group: int, symmetric: bool) -> Callable[[Tensor], Rounded
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Whole numbers from 0 on, [rows, n], in int32 words, lowest bits first."""
+    """Return whole numbers from 0 on, [rows, n], in int32 words, lowest bits first."""
     each = 32 // bits
     padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % each)).view(len(numbers), -1, each)
     words = (padded << (torch.arange(each) * bits)).sum(2)
@@ -44,7 +50,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _blocks(weight: Tensor) -> Rounded:
-    """DeepSeek's float8: a scale for each 128 x 128."""
+    """Round to DeepSeek's float8: a scale for each 128 x 128."""
     wide = weight.float()
     scales = torch.stack([
         torch.stack([block.abs().amax() / 448 for block in torch.split(rows, 128, 1)])
@@ -77,11 +83,14 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Rounded]]] = {
     "int4-g128": (_int_config(4, 128, False), _whole(4, 128, False)),
     "int4-g32": (_int_config(4, 32, False), _whole(4, 32, False)),
 }  # fmt: skip
-"""By name: the ``quantization_config``, and a module's tensors from its weight."""
+"""By name: the ``quantization_config``, and a function from a module's weight to its tensors."""
 
 
 def quantize_checkpoint(folder: Path, kind: str, out: Path) -> Path:
-    """The checkpoint in ``folder``, one file of tensors, with its linear layers quantized as ``kind``, in ``out``."""
+    """Write the checkpoint of ``folder``, quantized, to ``out``.
+
+    Linear layers are quantized as ``kind``. Returns ``out``. ``folder`` has one file of tensors.
+    """
     config, module = KINDS[kind]
     out.mkdir(parents=True, exist_ok=True)
     stored: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Where figures go: JSON files with the figures and the machine that they were taken on."""
+"""The reports of figures: JSON files with the figures and their machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parser(doc: str | None, module: str) -> argparse.ArgumentParser:
-    """For the arguments of the benchmark ``module``, whose docstring is its help."""
+    """Return a parser for the benchmark ``module``.
+
+    The docstring ``doc`` is its help.
+    """
     prog = f"benchmarks {module.rpartition('.')[2]}"
     return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -33,7 +36,7 @@ def save(name: str, figures: Any, folder: Path = RESULTS) -> Path:
 
 @dataclass
 class Clock:
-    """How many seconds a command has left."""
+    """The seconds that a command has left."""
 
     seconds: float
     started: float = field(default_factory=time.monotonic)
@@ -44,9 +47,9 @@ class Clock:
 
 
 class PartReport:
-    """The figures of one ``part`` of the suite, in ``path``, which is complete after every figure.
+    """The figures of one ``part`` of the suite in the file ``path``.
 
-    Other parts in the file stay as they are.
+    The file is complete after every figure. Other parts in the file stay as they are.
     """
 
     def __init__(self, path: Path, part: str, options: dict[str, Any]) -> None:
@@ -65,7 +68,7 @@ class PartReport:
         print(f"{self._part}: {' '.join(keys)} = {json.dumps(value)}", file=sys.stderr, flush=True)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Note what was not measured."""
+        """Note a figure that was not measured, and the reason."""
         self.put([*self.figures.get("left_out", []), f"{what}: {why}"], "left_out")
 
     def _write(self) -> None:
@@ -78,7 +81,10 @@ class PartReport:
 
 
 def read_parts(path: Path) -> dict[str, Any]:
-    """The parts in a file that ``PartReport`` wrote, by name; empty if there is no such file."""
+    """Return the parts in a file that ``PartReport`` wrote, by name.
+
+    The result is empty if there is no such file.
+    """
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]
@@ -86,5 +92,5 @@ def read_parts(path: Path) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The fingerprint, without importing torch into a process that has not imported it."""
+    """Return the fingerprint, without importing torch into a process that has not imported it."""
     return fingerprint() if "torch" in sys.modules else fingerprint_from_outside()

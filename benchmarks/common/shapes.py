@@ -1,4 +1,7 @@
-"""The models that are measured: published sizes with random weights, on which speed does not depend."""
+"""The measured models: published sizes with random weights.
+
+Speed does not depend on the weights.
+"""
 
 from __future__ import annotations
 
@@ -105,19 +108,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
-"""How the weights are quantized, by ``--format``: the checkpoint's ``quantization_config``, or, of fp8, while they are
-loaded."""
+"""The quantization of weights, by ``--format``: the checkpoint's ``quantization_config``; fp8 is made while loading."""
 
 
 def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str:
-    """What a result is called: its shape, and the formats of weights and cache where they are not the model's own."""
+    """Return the name of a result.
+
+    It has the shape, and the formats of weights and cache other than the model's own.
+    """
     kv = options.get("kv_cache_dtype", "auto")
     return "_".join([shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])])
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run: ``FULL``, or ``TINY`` for a smoke test, whose figures mean nothing."""
+    """The amount of work: ``FULL``, or ``TINY`` for a smoke test without meaning."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     context: int = 128
@@ -170,7 +175,7 @@ ENGINE: dict[str, Any] = {
     "on_cold": "raise",
     "log_level": "warning",
 }
-"""The options that vLLM's figures were taken with. The command line can change each of them."""
+"""The options of vLLM's figures. The command line can change each of them."""
 
 SMALL_ENGINE: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -178,8 +183,9 @@ SMALL_ENGINE: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_nu
 def engine_options(
     shape: str, given: dict[str, Any], folder: Path, *, tiny: bool, number_format: str | None = None
 ) -> dict[str, Any]:
-    """Options for an engine of ``shape``, quantized as one of ``FORMATS`` if that is said; ``folder`` is where its
-    config is written.
+    """Return options for an engine of ``shape``, quantized as ``number_format`` of ``FORMATS``, if given.
+
+    Its config is written into ``folder``.
     """
     defaults = ENGINE | (SMALL_ENGINE if tiny else {})
     if number_format == "fp8":
@@ -194,28 +200,30 @@ def engine_options(
 
 
 def with_weights(shape: str, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` for a checkpoint on disk, which is written beside the config."""
+    """Return ``options`` for a checkpoint on disk, written beside the config."""
     write_checkpoint(SHAPES[shape], Path(options["model"]))
     return options | {"load_format": "safetensors"}
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of ``shape``, one of ``CHOICES``."""
+    """Return the config.json of ``shape``, one of ``CHOICES``."""
     return SHAPES.get(shape) or read_config(BUNDLED_PATH)
 
 
 def vocabulary(shape: str) -> int:
-    """How many tokens the model knows."""
+    """Return the number of tokens that the model knows."""
     return int(config_of(shape)["vocab_size"])
 
 
 def long_answer(sizes: Sizes, rows: int, context: int) -> int:
-    """Tokens that each of ``rows`` generates, so that the first still decodes when the last has read its prompt, 512
-    tokens a step at least.
+    """Return the tokens that each of ``rows`` generates.
+
+    They are enough for the first row to still decode when the last one has read its prompt, at 512 tokens a step or
+    more.
     """
     return sizes.steps + 2 * rows + rows * context // 512
 
 
 def long_length(sizes: Sizes) -> int:
-    """The model length that the long contexts need."""
+    """Return the model length that the long contexts need."""
     return max(context + long_answer(sizes, rows, context) for rows, context in sizes.long) + 1

@@ -1,8 +1,8 @@
-"""What speculation gains by the clock, with proposers of which it is known how often they are right.
+"""The gain of speculation by the clock, with proposers of known accuracy.
 
-Two engines in one process take turns: one that does not speculate, whose answers are the truth, and one that does,
-whose proposer is replaced for each figure. Rates are those of decoding: from where all rows have a token to where the
-first row has all of its tokens.
+Two engines in one process take turns. One does not speculate; its answers are the truth. The other speculates, with
+another proposer for each figure. Rates are of decoding: from the moment when all rows have a token to the moment when
+the first row has all of its tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ from preheat.schedule.draft_length import FixedLength
 from preheat.schedule.slots import Slots
 
 REPEATED = 24
-"""Tokens of a piece that a first request's prompt repeats, so that n-grams have drafts from its first step on."""
+"""Tokens of a piece that a first request's prompt repeats.
+
+n-grams then have drafts from its first step on.
+"""
 CONTEXT, BLOCK = 256, 64
-"""Tokens of a prompt but its last, which are in the prefix cache, and of a block."""
+"""Cached tokens of a prompt, and tokens of a block.
+
+All tokens of a prompt but its last are in the prefix cache.
+"""
 
 
 class Case(NamedTuple):
-    """``right``: the chance of each draft; ``drafts``: so many a row, 0: as many as pay. ``wanted``: the least gain."""
+    """A measured case.
+
+    It has a batch, the chance ``right`` of each draft, and ``drafts`` a row (0: by measured times). ``wanted`` is the
+    least gain.
+    """
 
     batch: int
     right: float
@@ -46,14 +56,17 @@ CASES = (
     Case(32, 0.6, 3, None), Case(32, 0.8, 4, 1.5), Case(32, 0.8, 0, 1.0), Case(32, 0.0, 0, 0.98),
     Case(256, 0.8, 4, None), Case(256, 0.8, 0, 1.0), Case(256, 0.0, 0, 0.98),
 )  # fmt: skip
-"""Gains that are wanted: of always being wrong, 2 % less at most."""
+"""The measured cases with their least gains: a proposer that is always wrong may cost 2 %."""
 MOST = 4
 TOKENS = {1: 320, 32: 160, 256: 96}
 """Tokens of an answer, by batch."""
 
 
 class Synthetic:
-    """Knows the answers, by prompt, and tells each token of them with a probability of ``right``, else another."""
+    """A proposer that knows the answers, by prompt.
+
+    Each token is right with a probability of ``right``.
+    """
 
     writes_cache = False
 
@@ -78,18 +91,18 @@ class Synthetic:
         return drafts
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Nothing has to be given back."""
+        """Do nothing: nothing has to be given back."""
 
 
 class Timed(NamedTuple):
-    """The answers of a run, and how many tokens a second were decoded."""
+    """The answers of a run, and the decoded tokens a second."""
 
     answers: list[list[int]]
     rate: float
 
 
 def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> Timed:
-    """Greedy answers of ``tokens`` tokens to ``prompts``."""
+    """Return greedy answers of ``tokens`` tokens to ``prompts``."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     frontend, scheduler = llm.frontend, llm.loop.scheduler
     states = [frontend.prepare(prompt, params) for prompt in prompts]
@@ -135,7 +148,10 @@ class Pair:
         return self.speculating.loop.scheduler.drafting
 
     def first(self) -> list[dict[str, Any]]:
-        """The speculating engine's first requests of each kind beside later ones, by n-grams that it drafts itself."""
+        """Return the speculating engine's first requests beside later ones.
+
+        There is a row for each kind, with its own n-grams.
+        """
         chance, known = random.Random(1), max(next(iter(self.prompts.values()))[0])
         found = []
         for name, settings in SETTINGS.items():
@@ -153,7 +169,7 @@ class Pair:
         return found
 
     def gain(self, case: Case, turns: int) -> dict[str, Any]:
-        """Of ``turns`` runs of each engine, one after the other, the median of how many times the rate was."""
+        """Return the median gain in rate over ``turns`` runs of each engine, in turns."""
         prompts, tokens, drafting = self.prompts[case.batch], self._tokens[case.batch], self._drafting
         if case.batch not in self._truth:
             self._truth[case.batch] = decode(self.plain, prompts, tokens).answers
@@ -184,7 +200,10 @@ class Pair:
 
 
 def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """First requests, and the figures of all cases of these ``batches``, which are printed as they come."""
+    """Return first requests and the figures of all cases of ``batches``.
+
+    They are printed as they come.
+    """
     began = time.perf_counter()
     pair = Pair(shape, batches, TOKENS, options)
     print(f"both engines booted in {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Figures beside those of vLLM, as rows that a terminal and a document can show."""
+"""Figures beside vLLM's, as rows that a terminal and a document can show."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from typing import Any
 
 ANCHORS = Path(__file__).parents[1] / "results" / "anchors.json"
 Row = tuple[str, float | None, float | None, float | None]
-"""What was measured: ours, vLLM's with its defaults, vLLM's with VLLM_BATCH_INVARIANT=1. None: there is no figure."""
+"""A figure's name: ours, vLLM's with its defaults, vLLM's with VLLM_BATCH_INVARIANT=1. None: there is no figure."""
 
 
 @cache
 def anchors() -> dict[str, Any]:
-    """vLLM's figures for the same workloads on one machine: its name, the machine, figures by shape."""
+    """Return vLLM's figures for the same workloads on one machine.
+
+    They have its name, the machine, and figures by shape.
+    """
     found: dict[str, Any] = json.loads(ANCHORS.read_text(encoding="utf-8"))
     return found
 
 
 def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
-    """A line for each figure that either side has. ``parts``: see ``report.read_parts``."""
+    """Return a line for each figure that either side has.
+
+    ``parts``: see ``report.read_parts``.
+    """
     ours = flat(parts)
     theirs = anchors()["shapes"].get(shape, {})
     default, invariant = (_flat_anchor(theirs.get(kind, {})) for kind in ("default", "invariant"))
@@ -32,7 +38,7 @@ def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
 
 
 def flat(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Our figures by a name that says what they are."""
+    """Return our figures by descriptive names."""
     figures = {part: entry["figures"] for part, entry in parts.items()}
     startup, latency = figures.get("startup", {}), figures.get("latency", {})
     serve = figures.get("serve", {})
@@ -75,7 +81,7 @@ def _sweep(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def render(shape: str, parts: Mapping[str, Any]) -> str:
-    """The rows as text, for a terminal."""
+    """Return the rows as text, for a terminal."""
     name = anchors()["engine"]
     lines = [("", "preheat", name, f"{name} invariant")]
     lines += [(row[0], shown(row[1]), shown(row[2]), shown(row[3])) for row in rows(shape, parts)]
@@ -87,7 +93,7 @@ def render(shape: str, parts: Mapping[str, Any]) -> str:
 
 
 def shown(figure: float | None) -> str:
-    """A figure with its significant digits; a dash for none."""
+    """Return a figure with its significant digits; a dash for none."""
     if figure is None:
         return "–"
     return f"{figure:,.0f}" if figure >= 1000 else f"{figure:g}"

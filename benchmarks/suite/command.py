@@ -1,4 +1,7 @@
-"""The command of the suite: which benchmarks run, in which process, and for how long. Nothing here imports torch."""
+"""The command of the suite.
+
+It picks the benchmarks, their processes and their time. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ OWN = ("parts", "shape", "format", "output", "seconds", "tiny", "checkpoint", "c
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The values of ``OWN``, and the options of the engine that are given."""
+    """Return the values of ``OWN``, and the given options of the engine."""
     parser = argparse.ArgumentParser(
         "preheat bench",
         description="Measure this engine, and print the figures beside vLLM's.",
@@ -69,9 +72,9 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what ``words`` ask for and print all figures of the file beside vLLM's; 1 if something failed.
+    """Run the benchmarks of ``words``; return 1 if one failed.
 
-    Raises SettingsError for arguments that do not go together.
+    All figures of the file are printed beside vLLM's. Raises SettingsError for arguments that do not go together.
     """
     values = arguments(words)
     own = argparse.Namespace(**{name: values.pop(name) for name in OWN})
@@ -98,9 +101,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _spread(groups: list[tuple[str, ...]], own: argparse.Namespace, engine: list[str], clock: Clock) -> bool:
-    """Run each group in a process of its own, which is ended when the time is over; return whether one failed.
+    """Run each group in a process of its own.
 
-    All of them keep what they compile in one folder.
+    It is ended when the time is over. Returns whether one failed. All of them keep their compiled code in one folder.
     """
     failed = False
     with _folder(own.caches) as folder:
@@ -122,7 +125,7 @@ def _spread(groups: list[tuple[str, ...]], own: argparse.Namespace, engine: list
 
 @contextlib.contextmanager
 def _folder(given: str | None) -> Iterator[Path]:
-    """``given``, or a temporary one."""
+    """Yield ``given``, or a temporary folder."""
     if given is not None:
         yield Path(given)
         return

@@ -1,4 +1,7 @@
-"""The first request of each kind against later ones: which kinds, how often, how they are compared."""
+"""The first request of each kind against later ones.
+
+This module has the kinds, the repeats, and the comparison.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import statistics
 from typing import Any
 
 REPEATS = 5
-"""Of a first request."""
+"""Repeats of a first request."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -23,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def ratio_row(name: str, length: int, first: float, later: list[float]) -> dict[str, Any]:
-    """A first request's milliseconds beside the median of the same request later."""
+    """Return a first request's milliseconds beside the median of the same request later."""
     steady = statistics.median(later)
     return {
         "setting": name,

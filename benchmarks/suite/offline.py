@@ -1,4 +1,4 @@
-"""What is measured through ``LLM`` in one process: the first requests, latencies, throughput, long contexts."""
+"""The measurements through ``LLM`` in one process: first requests, latencies, throughput, long contexts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from preheat.llm import LLM
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """Exactly ``tokens`` tokens, without text."""
+    """Return parameters for exactly ``tokens`` tokens, without text."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
 class Offline:
-    """One engine, whose model knows ``vocabulary`` tokens.
+    """One engine with a model of ``vocabulary`` tokens.
 
-    ``sizes`` say how much is run; what does not fit into the time of ``clock`` is left out.
+    ``sizes`` are the amount of work; parts that do not fit into the time of ``clock`` are left out.
     """
 
     def __init__(self, llm: LLM, sizes: Sizes, vocabulary: int, clock: Clock) -> None:
@@ -36,23 +36,29 @@ class Offline:
     def of_shape(
         cls, shape: str, options: dict[str, Any], *, tiny: bool = False, number_format: str | None = None
     ) -> Self:
-        """An engine of ``shape`` with ``options`` in this process, without a limit of time."""
+        """Return an engine of ``shape`` with ``options`` in this process.
+
+        There is no limit of time.
+        """
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(**engine_options(shape, options, Path(folder), tiny=tiny, number_format=number_format))
         return cls(llm, TINY if tiny else FULL, vocabulary(shape), Clock(float("inf")))
 
     def prompt(self, length: int) -> list[int]:
-        """Random token ids; the same ones in every run."""
+        """Return random token ids; the same ones in every run."""
         return [self._random.randint(0, self.vocabulary - 1000) for _ in range(length)]
 
     def seconds(self, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]) -> float:
-        """Of one call that answers them all."""
+        """Return the seconds of one call that answers all ``prompts``."""
         started = time.perf_counter()
         self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - started
 
     def first(self, report: PartReport) -> None:
-        """The first request of each kind that this engine has ever seen, against the median of the next ones."""
+        """Measure the first request of each kind against later ones.
+
+        The engine has not seen the kind before. Later requests count by their median.
+        """
         rows = []
         for name, setting in SETTINGS.items():
             for length in self.sizes.first_lengths:
@@ -66,7 +72,10 @@ class Offline:
             report.put(max(row["ratio"] for row in rows), "worst_ratio")
 
     def latency(self, report: PartReport) -> None:
-        """Milliseconds between tokens for several batches, to the first token, and the speed of reading prompts."""
+        """Measure times between tokens and to the first one.
+
+        Times between tokens are by batch. The speed of reading prompts is measured, too.
+        """
         for batch in self.sizes.batches:
             if batch > self.llm.loop.scheduler.limits.max_num_seqs:
                 report.leave_out(f"batch {batch}", "max_num_seqs is lower")
@@ -86,7 +95,7 @@ class Offline:
                 report.put(round(speed), "prefill_tok_s_by_length", str(length))
 
     def throughput(self, report: PartReport) -> None:
-        """Output tokens a second for a mix of requests, given all at once."""
+        """Measure output tokens a second for a mix of requests, given all at once."""
         prompts, params = nanobench(self.sizes, self.vocabulary)
         tokens = sum(each.max_tokens or 0 for each in params)
         best = float("inf")
@@ -98,20 +107,29 @@ class Offline:
             report.put(found, "nanobench")
 
     def long(self, report: PartReport) -> None:
-        """Milliseconds between tokens for rows with a long past, once all of them decode."""
+        """Measure milliseconds between tokens for rows with long contexts.
+
+        They count once all rows decode.
+        """
         for rows, context in self.sizes.long:
             if not self._late(report, f"{rows} rows of {context}", rows * context / 20_000):
                 report.put(round(self._steady(rows, context), 3), "itl_ms_long", f"{rows}x{context}")
 
     def _late(self, report: PartReport, what: str, seconds: float) -> bool:
-        """Whether ``what``, which takes about ``seconds``, would come too late; noted where it would."""
+        """Return whether ``what``, which takes about ``seconds``, would come too late.
+
+        Note it in that case.
+        """
         late = self._clock.left < seconds
         if late:
             report.leave_out(what, "out of time")
         return late
 
     def _between_tokens(self, batch: int) -> float:
-        """A long answer less a short one, over the tokens between them; each the best of a few."""
+        """Return milliseconds between tokens.
+
+        It is a long answer less a short one, each the best of a few.
+        """
         sizes = self.sizes
 
         def best(tokens: int, tries: int) -> float:
@@ -123,11 +141,14 @@ class Offline:
         return (best(2 + sizes.steps, 2) - short) / sizes.steps * 1e3
 
     def _reading(self, prompts: int, length: int) -> float:
-        """Prompt tokens a second."""
+        """Return the prompt tokens read in a second."""
         return prompts * length / self.seconds([self.prompt(length) for _ in range(prompts)], greedy(1))
 
     def _steady(self, rows: int, context: int) -> float:
-        """From when the last row has its first token until the first row ends; the last row counts the tokens."""
+        """Return milliseconds between tokens while all ``rows`` decode.
+
+        The last row counts the tokens. The time runs from the last row's first token until the first row ends.
+        """
         llm, frontend = self.llm, self.llm.frontend
         params = greedy(long_answer(self.sizes, rows, context))
         states = [frontend.prepare(self.prompt(context), params) for _ in range(rows)]
@@ -145,7 +166,7 @@ class Offline:
 
 
 def nanobench(sizes: Sizes, vocabulary: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """A mix of requests: random lengths in and out, moderate temperature."""
+    """Return a mix of requests: random lengths in and out, moderate temperature."""
     chance, (low, high) = random.Random(0), sizes.request_tokens
     prompts = [
         [chance.randint(0, 10000) % vocabulary for _ in range(chance.randint(low, high))] for _ in range(sizes.requests)

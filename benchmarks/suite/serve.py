@@ -1,4 +1,7 @@
-"""What is measured over HTTP: a server in a process of its own, a client in this one."""
+"""The measurements over HTTP.
+
+A server runs in a process of its own, a client in this one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from preheat.errors import PreheatError
 
 
 def serve(report: PartReport, options: dict[str, Any], sizes: Sizes, vocabulary: int, clock: Clock) -> None:
-    """First requests, equal streams, a sweep over rates of arrival, and as many requests at once as are asked for."""
+    """Measure a server by first requests, streams, rates and a burst.
+
+    A burst is ``sizes.burst`` requests at once.
+    """
     with serving(options) as server:
         report.put(round(server.wait_for("/ready", clock.left), 2), "ready_s")
         asyncio.run(_load(server.port, vocabulary, report, sizes, clock))
@@ -38,7 +44,10 @@ async def _load(port: int, vocabulary: int, report: PartReport, sizes: Sizes, cl
 
 
 async def _first(client: Client, report: PartReport, sizes: Sizes, clock: Clock) -> None:
-    """The first request of each kind that this server has ever seen, against the median of the next ones."""
+    """Measure the first request of each kind against later ones.
+
+    The server has not seen the kind before. Later requests count by their median.
+    """
     rows = []
     for name, setting in SETTINGS.items():
         for length in sizes.first_lengths:

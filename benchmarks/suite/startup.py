@@ -1,4 +1,7 @@
-"""Seconds from the start of a process to an engine that is ready: with nothing kept, and with what that boot left."""
+"""Seconds from the start of a process to a ready engine.
+
+The first boot has empty caches, the second one the first boot's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from benchmarks.common.report import Clock, PartReport
 
 
 def startup(report: PartReport, options: dict[str, Any], folder: Path, clock: Clock) -> None:
-    """Boot twice, each in a process of its own; both keep what they compile in ``folder``, which is empty at first."""
+    """Boot twice, each in a process of its own.
+
+    Both compile into ``folder``, which is empty at first.
+    """
     for name in ("cold", "second"):
         if clock.left < 1:
             report.leave_out(name, "out of time")
@@ -26,7 +32,7 @@ def startup(report: PartReport, options: dict[str, Any], folder: Path, clock: Cl
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """An environment in which everything that is compiled is kept in ``folder``."""
+    """Return an environment that keeps everything compiled in ``folder``."""
     folders = {
         "PREHEAT_CACHE_DIR": "preheat",
         "TRITON_CACHE_DIR": "triton",
@@ -37,7 +43,10 @@ def caches(folder: Path) -> dict[str, str]:
 
 
 def boot(options: dict[str, Any], environment: Mapping[str, str], seconds: float) -> dict[str, Any]:
-    """Seconds until ready, and of each step on the way, for an engine in a new process."""
+    """Return the seconds until ready, and of each boot step.
+
+    The engine boots in a new process.
+    """
     asked = json.dumps({"options": options, "at": time.time()})
     done = subprocess.run(
         [sys.executable, "-m", __name__, asked], env=environment, timeout=seconds, check=False, capture_output=True
@@ -49,7 +58,7 @@ def boot(options: dict[str, Any], environment: Mapping[str, str], seconds: float
 
 
 def child(asked: str) -> None:
-    """The new process: boot, print the seconds since it was asked for."""
+    """Boot in the new process, and print the seconds since it was asked for."""
     given = json.loads(asked)
     from preheat.llm import LLM
 
@@ -60,7 +69,7 @@ def child(asked: str) -> None:
 
 
 def record_seconds(record: dict[str, Any]) -> dict[str, Any]:
-    """The record's steps, and what became of its items."""
+    """Return the record's steps, and the outcomes of its items by count."""
     outcomes: dict[str, int] = {}
     for entry in record.get("entries", ()):
         outcomes[entry["outcome"]] = outcomes.get(entry["outcome"], 0) + 1

@@ -1,6 +1,6 @@
 """Command line of the steps that make the bundled model.
 
-Each step imports only what it needs: training needs no tokenizer.
+Each step imports only the modules that it needs: training needs no tokenizer.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def conversations(pairs: list[Pair], rng: random.Random) -> Iterator[str]:
 
 
 def pairs_from_docs(text: str, rng: random.Random) -> Iterator[Pair]:
-    """Questions that one page answers: about objects, its module, the glossary's terms and its sections."""
+    """Yield questions that one page answers: about objects, its module, the glossary's terms and its sections."""
 
     def ask(templates: list[str], entry: rst.Entry, answer: str, count: int) -> Iterator[Pair]:
         yield from [(template.format(name=entry.name), answer) for template in rng.sample(templates, count)]
@@ -87,7 +87,7 @@ def pairs_from_docs(text: str, rng: random.Random) -> Iterator[Pair]:
 
 
 def _full_signature(entry: rst.Entry) -> str:
-    """The signature under the name that was asked for, which tells ``join`` from ``join``."""
+    """Return the signature under the requested name, to tell equal names such as ``join`` apart."""
     if entry.name in entry.signature:
         return entry.signature
     _, opening, arguments = entry.signature.partition("(")
@@ -95,7 +95,7 @@ def _full_signature(entry: rst.Entry) -> str:
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str, str, str]]:
-    """Name, docstring, whole source and source without docstring of the short functions."""
+    """Yield name, docstring, whole source and source without docstring of the short functions."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -117,7 +117,7 @@ def documented_functions(source: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def pairs_from_source(source: str, rng: random.Random) -> Iterator[Pair]:
-    """Requests to write a function, and to explain one."""
+    """Yield requests to write a function, and to explain one."""
     for name, docstring, whole, bare in documented_functions(source):
         first = re.split(r"\n\s*\n", docstring)[0].replace("\n", " ").strip()
         if not 10 < len(first) < 200:

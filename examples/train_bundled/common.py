@@ -1,4 +1,4 @@
-"""What several steps share: special tokens, the chat template, sizes and the work folder's files.
+"""Shared parts of several steps: special tokens, the chat template, sizes and the work folder's files.
 
 The corpus is rendered with the template that the exported tokenizer carries, so that training and use cannot differ.
 """
@@ -31,13 +31,19 @@ CHAT_TEMPLATE = (
 
 
 def render_chat(messages: list[dict[str, str]], begin: str = "", *, ask: bool = False) -> str:
-    """The conversation as the model sees it; ``ask`` adds the opening of an answer."""
+    """Return the conversation as the model sees it.
+
+    ``ask`` adds the opening of an answer.
+    """
     template = jinja2.Environment().from_string(CHAT_TEMPLATE)
     return template.render(messages=messages, bos_token=begin, add_generation_prompt=ask)
 
 
 class WorkFolder:
-    """Where each step leaves what the next one reads. ``encoded`` holds all that training needs."""
+    """Files of each step, for the next step to read.
+
+    ``encoded`` holds all inputs of the training.
+    """
 
     def __init__(self, root: Path) -> None:
         self.documents = root / "documents.jsonl"

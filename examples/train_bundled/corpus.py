@@ -1,7 +1,7 @@
 """Collects the training text, Python's standard library and documentation, and turns it into tokens.
 
-Both are under the PSF licence. A hash of its path assigns each file to training or to the held-out text; what is made
-of a file (chat examples, snippets) goes the same way, so that no held-out sentence is trained on.
+Both are under the PSF license. A hash of its path assigns each file to training or to the held-out text. The texts made
+of a file (chat examples, snippets) follow the file, so that no held-out sentence is trained on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENCODE_BATCH = 512
 
 
 class Document(NamedTuple):
-    """A piece of text, where it came from, and which side of the split it is on."""
+    """A piece of text, its source, and its side of the split."""
 
     source: str
     kind: str
@@ -48,7 +48,7 @@ def path_hash(path: str) -> int:
 
 
 def library_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
-    """Source files worth reading, with every second file of the test suite."""
+    """Return source files worth reading, with every second file of the test suite."""
     for path in sorted(stdlib.rglob("*.py")):
         relative = path.relative_to(stdlib)
         folders, name = set(relative.parts[:-1]), f"Lib/{relative.as_posix()}"
@@ -62,7 +62,10 @@ def library_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 
 def documents_of(kind: str, name: str, path: Path, rng: random.Random) -> Iterator[Document]:
-    """A file's text and what is made of it; nothing for empty files and the few in other encodings."""
+    """Yield a file's text and the texts made of it.
+
+    Empty files and the few in other encodings give nothing.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -78,7 +81,10 @@ def documents_of(kind: str, name: str, path: Path, rng: random.Random) -> Iterat
 
 
 def build(work: WorkFolder, stdlib: Path, docs: Path) -> None:
-    """Write all documents, one JSON array a line. ``docs`` holds the pages as Sphinx leaves them in ``_sources``."""
+    """Write all documents, one JSON array a line.
+
+    ``docs`` holds the pages as Sphinx leaves them in ``_sources``.
+    """
     rng = random.Random(SEED)
     pages = sorted(docs.rglob("*.rst.txt"))
     if not pages:
@@ -95,7 +101,7 @@ def build(work: WorkFolder, stdlib: Path, docs: Path) -> None:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: all 256 bytes are in the alphabet, so every string survives unchanged."""
+    """Train byte-level BPE: all 256 bytes are in the alphabet, so every string survives unchanged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,8 +118,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def encode(work: WorkFolder) -> None:
-    """Train the tokenizer on the training text, then write a shuffled stream of it, one of each kind of held-out text,
-    and a manifest of what they hold.
+    """Train the tokenizer on the training text, and write the tokens.
+
+    There is a shuffled stream of the training text, a stream of each kind of held-out text, and a manifest of their
+    sizes.
     """
     with work.documents.open(encoding="utf-8") as lines:
         documents = [Document(*json.loads(line)) for line in lines]
@@ -143,7 +151,7 @@ def encode(work: WorkFolder) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[np.ndarray]:
-    """Ids of each document between its opening and its ending token."""
+    """Return ids of each document between its opening and its ending token."""
     for start in range(0, len(documents), ENCODE_BATCH):
         for result in tokenizer.encode_batch([each.text for each in documents[start : start + ENCODE_BATCH]]):
             yield np.asarray([*result.ids, TOKEN_ID[END_OF_TEXT]], np.uint16)

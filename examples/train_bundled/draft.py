@@ -1,6 +1,6 @@
 """A draft model for the bundled one: much smaller, with its tokenizer, trained on Python's standard library.
 
-It needs no other step and no GPU: the text is that of the Python which runs it, less the files that are held out.
+It needs no other step and no GPU. The text is the library of the running Python, less the held-out files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE = LlamaShape(
 
 
 def encode(work: WorkFolder, stdlib: Path) -> None:
-    """Leave the library's tokens, by the bundled tokenizer, where training looks for them."""
+    """Write the library's tokens, by the bundled tokenizer, to the files that training reads."""
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     parts: dict[bool, list[np.ndarray]] = {False: [], True: []}
     count = 0

@@ -1,7 +1,7 @@
-"""A head of EAGLE-3 for the bundled model, trained on Python's standard library to say what the model says.
+"""A head of EAGLE-3 for the bundled model, trained on Python's standard library to repeat the model's answers.
 
-It needs no other step and no GPU. Two passes are trained, as in the paper's training-time test: in the first the head
-reads the model's features, in the second what it computed itself at the position before, as it does when it drafts.
+It needs no other step and no GPU. Two passes are trained, as in the paper's training-time test. In the first pass the
+head reads the model's features. In the second pass it reads its own result at the position before, as when it drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYERS = 2, TARGET.num_hidden_layers // 2, TARGET.num_hidden_layers - 3
 
 
 class WideAttention(SelfAttention):
-    """Attention whose queries, keys and values are of twice the hidden size."""
+    """Attention with queries, keys and values computed from twice the hidden size."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__(shape)
@@ -54,7 +54,10 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """A head over the model's whole vocabulary; its state dict is the checkpoint."""
+    """A head over the model's whole vocabulary.
+
+    Its state dict is the checkpoint.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class EagleHead(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and states, each [batch, time, ...]."""
+        """Return logits and states, each [batch, time, ...]."""
         time = embedded.shape[1]
         state = self.midlayer(embedded, features, self.cos[:time], self.sin[:time])
         return self.lm_head(self.norm(state)), state
@@ -74,7 +77,7 @@ class EagleHead(nn.Module):
 
 @torch.no_grad()
 def read(model: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model says of ``tokens`` [batch, time]: probabilities, and its residual stream before `LAYERS`."""
+    """Return the model's probabilities for ``tokens`` [batch, time], and its residual stream before `LAYERS`."""
     body, time = model.model, tokens.shape[1]
     x, kept = body.embed_tokens(tokens), dict[int, Tensor]()
     for number, layer in enumerate(body.layers):
@@ -85,7 +88,7 @@ def read(model: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(head: EagleHead, model: CausalLM, tokens: Tensor) -> Tensor:
-    """Cross entropy with the model's probabilities, over both passes."""
+    """Return the cross entropy with the model's probabilities, over both passes."""
     probabilities, states = read(model, tokens)
     embedded, wanted = model.model.embed_tokens(tokens[:, 1:]), probabilities[:, 1:]
     logits, own = head(embedded, head.fc(states[:, :-1]))

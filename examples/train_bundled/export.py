@@ -1,4 +1,4 @@
-"""Writes the checkpoint folder: weights, configuration, tokenizer, licence and model card (``card.md``, filled in)."""
+"""Writes the checkpoint folder: weights, configuration, tokenizer, license and model card (``card.md``, filled in)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ SAMPLE_TOKENS = 64
 
 @torch.no_grad()
 def continue_ids(model: CausalLM, ids: list[int], limit: int) -> list[int]:
-    """The likeliest next tokens, up to and without an ending token. Every step reads the whole text again."""
+    """Return the likeliest next tokens, up to and without an ending token.
+
+    Every step reads the whole text again.
+    """
     found: list[int] = []
     while len(found) < limit and len(ids) + len(found) < CONTEXT:
         token = int(model(torch.tensor([ids + found]))[0, -1].argmax())
@@ -76,7 +79,7 @@ def continue_ids(model: CausalLM, ids: list[int], limit: int) -> list[int]:
 
 
 def samples(model: CausalLM, tokenizer: Tokenizer) -> str:
-    """Greedy continuations of the prompts and answers to the questions, as fenced blocks."""
+    """Return greedy continuations of the prompts and answers to the questions, as fenced blocks."""
 
     def fenced(title: str, begin: str, ids: list[int]) -> str:
         text = begin + tokenizer.decode(continue_ids(model, ids, SAMPLE_TOKENS))
@@ -90,7 +93,7 @@ def samples(model: CausalLM, tokenizer: Tokenizer) -> str:
 
 
 def card(metrics: dict[str, Any], manifest: dict[str, Any], shown: str) -> str:
-    """The model card's text, with the samples ``shown``."""
+    """Return the model card's text, with the samples ``shown``."""
     train_rows = [
         f"| {kind} | {entry['files']:,} | {entry['bytes']:,} | {entry['tokens']:,} | {entry['repeats']} |"
         for kind, entry in manifest["train"].items()

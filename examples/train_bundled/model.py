@@ -1,5 +1,6 @@
-"""A small Llama in plain PyTorch, with dropout, whose parameters have the names of ``LlamaForCausalLM``: its state dict
-is the checkpoint.
+"""A small Llama in plain PyTorch, with dropout.
+
+Its parameters have the names of ``LlamaForCausalLM``: its state dict is the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class TrainedNorm(nn.RMSNorm):
 
 
 def rope_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines per position, each half repeated as "rotate half" wants them."""
+    """Return cosines and sines per position, each half repeated as "rotate half" wants them."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     positions = torch.arange(shape.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, shape.rope_theta**-exponents).repeat(1, 2)
@@ -138,5 +139,5 @@ class CausalLM(nn.Module):
         return F.linear(self.model(tokens), self.model.embed_tokens.weight)
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of every target, in nats, flattened."""
+        """Return the cross entropy of every target, in nats, flattened."""
         return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten(), reduction="none")

@@ -1,9 +1,9 @@
 """A small hand-written primer: the plain questions that reference text never asks.
 
 The documentation explains ``os.path.join`` but has no greetings and no sums. These examples, written for this project,
-add those and the simplest functions. They are never part of the held-out text.
+add greetings, sums and the simplest functions. They are never part of the held-out text.
 
-``primer.tsv`` holds functions (signature, what it does, body) and conversation (question, answer), one a line.
+``primer.tsv`` holds functions (signature, description, body) and conversation (question, answer), one a line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FACTS = [(pair.split(": ")[0], "The capital of {} is {}.".format(*pair.split(": 
 
 
 def plain_documents() -> Iterator[str]:
-    """Each function with and without a docstring, and the few facts as prose."""
+    """Yield each function with and without a docstring, and the few facts as prose."""
     for signature, description, body in FUNCTIONS:
         sentence, code = f"{description[0].upper()}{description[1:]}.", textwrap.indent(body, "    ")
         yield f"def {signature}:\n{code}\n"
@@ -39,7 +39,7 @@ def plain_documents() -> Iterator[str]:
 
 
 def chat_pairs() -> Iterator[tuple[str, ...]]:
-    """Questions and answers for the chat part."""
+    """Yield questions and answers for the chat part."""
     yield from CONVERSATION
     for signature, description, body in FUNCTIONS:
         code = textwrap.indent(body, "    ")

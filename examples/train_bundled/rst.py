@@ -1,6 +1,6 @@
 """Reads just enough reStructuredText to turn Python's documentation into short answers.
 
-It knows the directives that describe objects, section titles, the glossary and the module header, and turns the text
+It knows the directives that describe objects, section titles, the glossary and the module header. It turns the text
 below them into the simple Markdown of a chat answer.
 """
 
@@ -27,7 +27,7 @@ LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`__?")
 
 
 class Entry(NamedTuple):
-    """A documented thing: what to call it, how it is written, and what the text says of it."""
+    """A documented thing: its name, its notation, and its text."""
 
     name: str
     signature: str
@@ -48,7 +48,7 @@ def plain_inline(text: str) -> str:
 
 
 def _blocks(text: str) -> list[str]:
-    """Paragraphs with their indentation."""
+    """Return paragraphs with their indentation."""
     return [block.strip("\n") for block in re.split(r"\n[ \t]*\n", text) if block.strip()]
 
 
@@ -57,7 +57,7 @@ def _fenced(blocks: list[str]) -> str:
 
 
 def _prose(block: str) -> str:
-    """A paragraph on one line; list items keep a line each."""
+    """Return a paragraph on one line; list items keep a line each."""
     joined = ""
     for line in map(str.strip, block.splitlines()):
         item = re.match(r"[*\-] |\d+\. |#\. ", line)
@@ -66,9 +66,9 @@ def _prose(block: str) -> str:
 
 
 def to_markdown(text: str, limit: int = 1000) -> str:
-    """The first paragraphs of some reStructuredText, as simple Markdown of about ``limit`` characters.
+    """Return the first paragraphs of some reStructuredText, as simple Markdown of about ``limit`` characters.
 
-    Directives are left out with what they enclose: notes on versions, index entries and cross-references.
+    Directives are left out with their contents: notes on versions, index entries and cross-references.
     """
     blocks = _blocks(textwrap.dedent(text))
     parts: list[str] = []
@@ -92,14 +92,14 @@ def to_markdown(text: str, limit: int = 1000) -> str:
 
 
 def _skip_indented(blocks: list[str], position: int) -> int:
-    """The first block from ``position`` on that is not indented."""
+    """Return the first block from ``position`` on that is not indented."""
     while position < len(blocks) and blocks[position].startswith(" "):
         position += 1
     return position
 
 
 def _body_below(lines: list[str], start: int, indent: int) -> list[str]:
-    """The lines from ``start`` on that belong to a directive indented by ``indent``."""
+    """Return the lines from ``start`` on that belong to a directive indented by ``indent``."""
     end = start
     while end < len(lines) and (not lines[end].strip() or indent_of(lines[end]) > indent):
         end += 1
@@ -112,7 +112,7 @@ def _without_header(body: list[str]) -> str:
 
 
 def object_entries(text: str) -> Iterator[Entry]:
-    """Every documented function, class, method and so on, named with its module and class."""
+    """Yield every documented function, class, method and so on, named with its module and class."""
     lines = text.expandtabs().splitlines()
     module = ""
     classes: list[tuple[int, str]] = []
@@ -139,7 +139,7 @@ def object_entries(text: str) -> Iterator[Entry]:
 
 
 def module_entry(text: str) -> Entry | None:
-    """What a module is for: its synopsis and the first paragraphs of its page."""
+    """Return a module's purpose: its synopsis and the first paragraphs of its page."""
     found = re.search(r"^\.\. module:: ([\w.]+)\n((?:   :.*\n)*)", text, re.MULTILINE)
     if not found:
         return None
@@ -150,12 +150,12 @@ def module_entry(text: str) -> Entry | None:
 
 
 def _is_header(block: str) -> bool:
-    """A rule, or the link to the source."""
+    """Return whether a block is a rule, or the link to the source."""
     return bool(UNDERLINE.match(block)) or block.startswith("**Source code") or ":source:`" in block
 
 
 def sections(text: str) -> Iterator[Entry]:
-    """Every titled section with the text up to the next title."""
+    """Yield every titled section with the text up to the next title."""
     lines = text.expandtabs().splitlines()
     starts = [
         number
@@ -172,7 +172,7 @@ def sections(text: str) -> Iterator[Entry]:
 
 
 def glossary_entries(text: str) -> Iterator[Entry]:
-    """The terms of the glossary page, which are the lines indented by exactly three."""
+    """Yield the terms of the glossary page: the lines indented by exactly three."""
     _, found, inside = text.partition(".. glossary::")
     lines = inside.expandtabs().splitlines() if found else []
     for number, line in enumerate(lines):

@@ -22,7 +22,10 @@ from .model import CausalLM, LlamaShape
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Everything a run depends on besides the corpus. ``batch`` are sequences of ``context`` tokens in a step."""
+    """Everything that a run depends on besides the corpus.
+
+    ``batch`` is the number of sequences of ``context`` tokens in a step.
+    """
 
     steps: int = 3419
     batch: int = 32
@@ -38,7 +41,7 @@ class TrainOptions:
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth of the peak."""
+    """Return the rate of a linear warm-up, then a cosine down to a fiftieth of the peak."""
     if step < options.warmup:
         return options.peak_lr * (step + 1) / options.warmup
     progress = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -47,12 +50,12 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 def load_tokens(path: Path, device: torch.device) -> Tensor:
-    """Token ids as int32: small enough to live on the device as a whole."""
+    """Return token ids as int32: small enough to live on the device as a whole."""
     return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
 
 
 def random_batches(tokens: Tensor, options: TrainOptions) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of windows that start anywhere in the stream."""
+    """Yield endless batches of windows that start anywhere in the stream."""
     generator = torch.Generator().manual_seed(options.seed)
     offsets = torch.arange(options.context + 1, device=tokens.device)
     while True:
@@ -62,13 +65,16 @@ def random_batches(tokens: Tensor, options: TrainOptions) -> Iterator[tuple[Tens
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Bfloat16 arithmetic on a GPU; plain float32 elsewhere."""
+    """Return a context of bfloat16 arithmetic on a GPU, plain float32 elsewhere."""
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @torch.no_grad()
 def evaluate(model: CausalLM, heldout: dict[str, tuple[Tensor, int]], context: int) -> dict[str, dict[str, float]]:
-    """Nats per token and bits per byte for each kind and over all; ``heldout`` gives tokens and bytes of each kind."""
+    """Return nats per token and bits per byte, for each kind and over all.
+
+    ``heldout`` gives tokens and bytes of each kind.
+    """
     model.eval()
     sums = {"all": [0.0, 0, 0]}
     for kind, (tokens, text_bytes) in heldout.items():
@@ -87,7 +93,7 @@ def evaluate(model: CausalLM, heldout: dict[str, tuple[Tensor, int]], context: i
 
 
 def make_optimizer(model: CausalLM, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves the norms' gains alone."""
+    """Return AdamW that decays matrices and leaves the norms' gains alone."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -97,7 +103,7 @@ def make_optimizer(model: CausalLM, options: TrainOptions) -> torch.optim.Optimi
 
 
 def train(work: WorkFolder, out: Path, options: TrainOptions) -> None:
-    """Train; leaves the weights in bfloat16 (``model.safetensors``) and ``metrics.json`` in ``out``."""
+    """Train; write the weights in bfloat16 (``model.safetensors``) and ``metrics.json`` to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)

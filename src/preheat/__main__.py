@@ -16,10 +16,12 @@ _STDOUT, _STDERR = 1, 2
 
 
 def main() -> int:
-    """Run the command line and return its exit status. Ctrl-C ends it at once, whatever it imports, compiles or runs.
+    """Run the command line and return its exit status.
 
-    A KeyboardInterrupt would be raised anywhere in it, torch's import and compilers included, which swallow it, print
-    it or leave threads that the interpreter waits for. The server handles its own signals once its port is open.
+    Ctrl-C ends the process at once.
+
+    A KeyboardInterrupt could be raised anywhere, also in torch's import and in compilers. They swallow it, print it, or
+    leave threads that the interpreter waits for. The server handles its own signals once its port is open.
     """
     _open_standard_files()
     protect_stderr()
@@ -31,7 +33,10 @@ def main() -> int:
 
 
 def _open_standard_files() -> None:
-    """Open what was closed of the three standard files: a socket in its place would get what is written there."""
+    """Open standard files that were closed.
+
+    Otherwise a socket could take such a descriptor and receive the output.
+    """
     while (found := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(found, True)
     os.close(found)
@@ -48,7 +53,10 @@ def _leave(*_: object) -> None:
 
 
 def _leave_from_a_thread() -> None:
-    """Python calls a handler between two of its own instructions; an operation of torch may take seconds."""
+    """Leave from a thread on SIGINT.
+
+    Python calls a signal handler only between two of its own instructions, and an operation of torch may take seconds.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""``AsyncLLM``: an engine in a thread of this process, and its answers as asynchronous iterators."""
+"""``AsyncLLM``: an engine in a thread of this process, with answers as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ Tell = Callable[[Told], None]
 
 
 def _of_llm(name: str) -> Callable[..., Awaitable[Any]]:
-    """A method of :class:`LLM`, called in the engine's thread between two steps."""
+    """Return a method that calls :class:`LLM`'s method in the engine's thread.
+
+    The call comes between two steps.
+    """
 
     async def method(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
         return await self._call(lambda engine: getattr(engine.llm, name)(*args, **kwargs))
@@ -40,9 +43,10 @@ def _of_llm(name: str) -> Callable[..., Awaitable[Any]]:
 
 
 class AsyncLLM:
-    """An engine that boots and runs in a thread of its own; whoever makes it waits for the boot.
+    """An engine that boots and runs in a thread of its own.
 
-    Methods may be called from any event loop. :meth:`shutdown` ends the thread. Raises what :class:`LLM` raises.
+    The constructor waits for the boot. Methods may be called from any event loop. :meth:`shutdown` ends the thread.
+    Raises the errors of :class:`LLM`.
     """
 
     def __init__(self, vllm_config: Settings) -> None:
@@ -50,7 +54,7 @@ class AsyncLLM:
         self._calls: SimpleQueue[Callable[[LLMEngine], None] | None] = SimpleQueue()
         self._tells: dict[str, Tell] = {}
         self._dead: PreheatError | None = None
-        self._lock = threading.Lock()  # nothing is put into the queue of a dead engine
+        self._lock = threading.Lock()  # guards the queue: a dead engine gets no calls
         booted: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(booted,), name="preheat-engine", daemon=True)
         self._thread.start()
@@ -59,12 +63,12 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None) -> AsyncLLM:
-        """Boot the engine that ``engine_args`` describe; see :meth:`EngineArgs.create_engine_config`."""
+        """Boot the engine of ``engine_args``; see :meth:`EngineArgs.create_engine_config`."""
         return cls(engine_args.create_engine_config(usage_context))
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Settings, usage_context: object = None) -> AsyncLLM:
-        """Boot the engine of what :meth:`EngineArgs.create_engine_config` returned."""
+        """Boot the engine of a configuration from :meth:`EngineArgs.create_engine_config`."""
         return cls(vllm_config)
 
     async def generate(
@@ -78,8 +82,10 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request as ``sampling_params.output_kind`` wants them. It is aborted when whoever
-        iterates stops. Raises InvalidRequest, the error of the request, or EngineDead.
+        """Yield the outputs of a request, in the form of ``sampling_params.output_kind``.
+
+        The request is aborted when the iteration stops early. Raises InvalidRequest, the error of the request, or
+        EngineDead.
         """
         more: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         more |= {"trace_headers": trace_headers, "priority": priority}
@@ -97,7 +103,7 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield what a prompt is pooled to, once; as :meth:`generate`."""
+        """Yield the pooled output of a prompt, once; otherwise as :meth:`generate`."""
         more = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         async for output in self._outputs(request_id, prompt, pooling_params, more | {"trace_headers": trace_headers}):
             assert isinstance(output, PoolingRequestOutput)
@@ -130,7 +136,7 @@ class AsyncLLM:
                 self._submit(lambda engine: self._abort(engine, [request_id] * added.is_set()))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; whoever iterates over one gets what there is, with reason "abort"."""
+        """End requests; their iterators yield the output so far, with reason "abort"."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._call(lambda engine: self._abort(engine, ids))
 
@@ -149,19 +155,19 @@ class AsyncLLM:
     update_weights = _of_llm("update_weights")
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return what the engine does; see :attr:`LLM.supported_tasks`."""
+        """Return the engine's tasks; see :attr:`LLM.supported_tasks`."""
         return await self._call(lambda engine: engine.llm.supported_tasks)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Have an adapter read before a request names it. Raises InvalidRequest."""
+        """Load an adapter before a request names it. Raises InvalidRequest."""
         return await self._call(lambda engine: engine.add_lora(lora_request))
 
     async def is_sleeping(self) -> bool:
-        """Say whether the engine has given back memory."""
+        """Return whether the engine sleeps."""
         return await self._call(lambda engine: engine.is_sleeping())
 
     async def is_paused(self) -> bool:
-        """Say whether the engine is paused."""
+        """Return whether the engine is paused."""
         return await self._call(lambda engine: engine.llm.state.paused)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
@@ -188,7 +194,7 @@ class AsyncLLM:
     @property
     def dead_error(self) -> PreheatError:
         """The reason why the engine takes no requests any more."""
-        return self._dead or EngineDead("the engine was asked why it is dead, but it runs")
+        return self._dead or EngineDead("the engine runs, so it has no error of its death")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the thread; running requests get EngineDead. Waits at most ``timeout`` seconds."""
@@ -218,17 +224,20 @@ class AsyncLLM:
         return done
 
     def _tell(self, request_id: str, output: Told) -> None:
-        """Give an output to whoever iterates, whose event loop may be closed."""
+        """Pass an output to its iterator, in an event loop that may be closed."""
         over = isinstance(output, PreheatError) or output.finished
         tell = self._tells.pop(request_id, None) if over else self._tells.get(request_id)
         try:
             if tell is not None:
                 tell(output)
-        except RuntimeError:  # the loop is closed: nobody will read it
+        except RuntimeError:  # the loop is closed: nobody will read the output
             self._calls.put(lambda engine: self._abort(engine, [request_id]))
 
     def _run(self, booted: Future[None]) -> None:
-        """Boot, then run until :meth:`shutdown`: all in one thread, since torch has settings of a thread."""
+        """Boot, then run until :meth:`shutdown`.
+
+        All of it is in one thread, since torch has settings of a thread.
+        """
         try:
             engine = LLM.of(self.vllm_config).llm_engine
         except BaseException as error:
@@ -245,7 +254,7 @@ class AsyncLLM:
         self._die(end)
 
     def _take(self, engine: LLMEngine) -> bool:
-        """Make the calls that wait; the first is waited for while no request runs. False at the end."""
+        """Make the pending calls; while no request runs, wait for the first. Return False at the end."""
         waits = not engine.has_unfinished_requests() or engine.llm.state.paused
         while True:
             try:
@@ -262,7 +271,7 @@ class AsyncLLM:
             self._dead = error
         for request_id in list(self._tells):
             self._tell(request_id, error)
-        while not self._calls.empty():  # whoever waits for one is told
+        while not self._calls.empty():  # their callers get the error
             if (call := self._calls.get()) is not None:
                 call(_Dead(error))  # type: ignore[arg-type]
 
@@ -275,7 +284,7 @@ class AsyncLLM:
 
 
 class _Dead:
-    """Takes the engine's place: whatever is asked of it raises ``error``."""
+    """Stand-in for a dead engine: any access raises ``error``."""
 
     def __init__(self, error: PreheatError) -> None:
         self._error = error
@@ -285,4 +294,4 @@ class _Dead:
 
 
 AsyncLLMEngine = AsyncLLM
-"""vLLM's older name of it."""
+"""vLLM's older name of :class:`AsyncLLM`."""

@@ -1,4 +1,7 @@
-"""The boot of an engine, in order: device, weights, memory, limits, plan, cache, warm-up, check, ready."""
+"""The boot of an engine.
+
+Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
-from preheat.execution.build import build, settle_linears
+from preheat.execution.build import build, select_linear_kernels
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
@@ -78,7 +81,10 @@ def boot(
     trace: Trace,
     backend: Backend | None = None,
 ) -> Loop:
-    """See :func:`preheat.startup.boot_engine`. ``started`` is when the boot began, in monotonic seconds."""
+    """Boot an engine; see :func:`preheat.startup.boot_engine`.
+
+    ``started`` is the time when the boot began, in monotonic seconds.
+    """
     backend, settings, mode = _open_device(settings, backend or pick_backend(settings.device))
     share = Share.open(settings, backend)
     try:
@@ -99,7 +105,7 @@ def _boot(
     mode: Mode,
     share: Share,
 ) -> Loop:
-    """The boot on an open device. Other ranks load their shards already."""
+    """Boot on an open device. Other ranks are already loading their shards."""
     settings = with_defaults(settings, backend.facts)
     overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
     steps = Steps(backend, started, trace.span, level=detail_level(settings, backend.facts))
@@ -163,9 +169,9 @@ def _boot(
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
-    taken = drafter.taken if drafter else None
+    drafted = drafter.take_steps if drafter else None
     share.agree(executor, plan)
-    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
+    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), drafted)
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     _judge(settings, record)
     operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
@@ -177,10 +183,10 @@ def _boot(
 
 
 def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Settings, Mode]:
-    """The prepared device, its settings and its mode. Raises SettingsError for options that it cannot serve."""
+    """Return the prepared device, its settings and its mode. Raises SettingsError for unsupported options."""
     check_options(settings, backend.facts)
     if not settings.batch_invariant:
-        logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
+        logger.warning("batch_invariant is off: the bits of a request may depend on the other requests in its batch")
     mode = resolve(backend.facts, settings)
     check_traits(with_defaults(settings, backend.facts), backend.facts, mode)
     settings = for_ranks(for_replica(settings, backend.facts), backend.facts)
@@ -191,7 +197,10 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
 def _load(
     settings: Settings, backend: Backend, share: Share, steps: Steps
 ) -> tuple[LoadedModel, LoadedModel | None, Adapters | str, list[int]]:
-    """The weights: the model's, of what drafts, and of adapters; and the bytes that each other rank then has free."""
+    """Load the weights of the model, the draft model and the adapters.
+
+    The last result has the free bytes of each other rank after loading.
+    """
     loading = f"Pre-loading model weights on {backend.device}"
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
         with sleepable_weights(settings, backend):
@@ -199,17 +208,17 @@ def _load(
         draft = load_draft(settings, backend, model)
         others_free = share.loaded()
         adapters = open_adapters(settings, model, share.reading)
-    if draft is not None:  # its cache has the same blocks
+    if draft is not None:  # the draft's cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
     return model, draft, adapters, others_free
 
 
 def _open_grammars(settings: Settings, *, idle: bool) -> Future[Grammars | str]:
-    """Read the tokenizer for grammars, which takes seconds for a large one, while weights are loaded."""
+    """Read the tokenizer for grammars while weights are loaded; a large one takes seconds."""
     vocab_size = read_spec(read_config(find_model(settings, with_weights=False), settings.hf_overrides)).vocab_size
     opener = ThreadPoolExecutor(1, "grammars")
     opening = opener.submit(open_grammars, settings, find_tokenizer, vocab_size, idle=idle)
-    opener.shutdown(wait=False)  # the thread ends when it has done this
+    opener.shutdown(wait=False)  # the thread ends after this call
     return opening
 
 
@@ -223,7 +232,10 @@ def _recorded(
     backend: Backend,
     mode: Mode,
 ) -> tuple[Plan, Record, Store]:
-    """The plan, with costs measured by an earlier boot if there was one; its record, all pending; and the store."""
+    """Return the plan, its record with all items pending, and the store.
+
+    The plan has costs that an earlier boot measured, if there was one.
+    """
     plan = fitted.plan
     parts = boot_parts(
         model.folder,
@@ -249,7 +261,7 @@ def _recorded(
 
 
 def _log_plan(plan: Plan, level: int) -> None:
-    """The ranges and numbers of buckets; all of them at ``level``."""
+    """Log the ranges and numbers of buckets, and all buckets at ``level``."""
     for phase in plan.phases:
         buckets = plan.dispatcher.phases[phase.phase].buckets
         logger.info("%s", lines.bucket_config(phase))
@@ -260,7 +272,7 @@ def _log_plan(plan: Plan, level: int) -> None:
 
 
 def _publish_events(settings: Settings, loop: Loop) -> None:
-    """Tell subscribers of the prefix cache from now on, if the settings say so."""
+    """Publish events of the prefix cache from now on, if the settings enable them."""
     if (events := kv_events_config(settings.kv_events_config)).publishes:
         loop.kv_publisher = KvPublisher(events)
         loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
@@ -283,12 +295,15 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
 def _drafter(
     settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
 ) -> DraftModel | None:
-    """The draft model or head over the target's slots and blocks, if one drafts."""
+    """Return the draft model or draft head, if one drafts.
+
+    It shares the target's slots and blocks.
+    """
     packer, executor = target
     plan, speculates = packer.plan.draft, settings.speculation
     if draft is None or plan is None or speculates is None:
         return None
-    settle_linears(backend, draft, plan)
+    select_linear_kernels(backend, draft, plan)
     make = partial(build, settings, backend, draft, plan, packer.slots, mode=mode)
     if isinstance(draft, LoadedHead):
         return make_drafter(draft, target, plan, speculates.tokens, make)
@@ -298,7 +313,7 @@ def _drafter(
 
 
 def _host_tier(settings: Settings, backend: Backend, executor: Executor) -> HostTier | None:
-    """Where evicted blocks are kept, if the settings give it room."""
+    """Return the host tier of evicted blocks, if the settings give it room."""
     size, caches = settings.kv_offloading_size, (executor.cache, *executor.other_caches)
     return None if size is None else HostTier(backend, caches, int(size * 2**30))
 
@@ -311,8 +326,9 @@ def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> Dr
 
 
 def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps, *, pools: bool) -> None:
-    """Run the plan, capture graphs, then run dummy requests through ``loop``. Graphs are captured even if warm-up is
-    skipped, as in vLLM on Gaudi.
+    """Run the plan, capture graphs, then run dummy requests through ``loop``.
+
+    Graphs are captured even if warm-up is skipped, as in vLLM on Gaudi.
     """
     warm.graphs.compile(steps)
     if settings.skip_warmup:
@@ -325,7 +341,10 @@ def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps, *, pool
 
 
 def _judge(settings: Settings, record: Record) -> None:
-    """Record whether the boot is invariant. With ``require_invariance``, NotInvariant unless every check has passed."""
+    """Record whether the boot is invariant.
+
+    With ``require_invariance``, raise NotInvariant unless every check has passed.
+    """
     record.invariant = settings.batch_invariant and not record.unproved()
     if settings.require_invariance and (why := record.unproved(dropped=True)):
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
@@ -342,7 +361,7 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
     )  # fmt: skip
     blocked = "; ".join(record.unproved())
     if blocked:
-        logger.error("No request is taken: %s", blocked)
+        logger.error("The engine takes no requests: %s", blocked)
     return Ready(
         limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
         scheduler.max_prompt_len, record.proof.digest,

@@ -1,9 +1,8 @@
-"""``preheat calibrate``: the greatest magnitudes of a model's tensors over some prompts, in Intel Neural Compressor's
-files.
+"""``preheat calibrate``: measures a model's greatest magnitudes, for Intel Neural Compressor's (INC's) files.
 
-What is measured is what an FP8 engine rounds: the inputs of every linear layer, its weights, and the keys and values
-that go to the cache. The engine is the plain one; its linear layers are watched, and its cache is looked at after every
-step.
+It measures the tensors that an FP8 engine rounds: the inputs of every linear layer, its weights, and the keys and
+values in the cache. It runs some prompts through a plain engine, observes the linear layers, and reads the cache after
+every step.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from preheat.backends.base import Linear
 from preheat.core import SamplingParams
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import ModelError, PreheatError, SettingsError
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch
 from preheat.llm import LLM
 from preheat.model.files import find_model
+from preheat.model.files import read_config as read_model
 from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
 from preheat.model.kv_scales import attention_module
 from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp, Weights
@@ -35,7 +35,7 @@ from preheat.schedule.blocks import BlockPool
 from preheat.settings import Settings
 
 OUTPUT_TOKENS = 32
-"""Tokens that each prompt is continued by."""
+"""Tokens generated for each prompt."""
 
 SEQUENCES = 8
 
@@ -48,28 +48,37 @@ SAMPLE_CHARACTERS = 1_500
 
 MEASURE, QUANT, STATS = "maxabs_measure.json", "maxabs_quant.json", "inc_output"
 RANK = "_hooks_maxabs_0_1"
-"""One rank of one."""
+"""Suffix of INC's file names for rank 0 of 1."""
 
 
 def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | list[int]] | None) -> str:
-    """Measure the model of ``settings`` over ``prompts``, by default samples of Python's own library, and write what is
-    found to the folder ``output``, or to where a ``quant_config`` of mode MEASURE says, whose lists then count too.
+    """Measure the model of ``settings`` over ``prompts``, and write INC's files.
 
-    Returns what to do next. Raises SettingsError for a model that is quantized, or where nothing says where to write.
+    Return advice for the next step.
+
+    The default prompts are samples of Python's own library. The files go to the folder ``output``, or to the paths in a
+    ``quant_config`` of mode MEASURE. The allow and block lists of a ``quant_config`` apply. Raises SettingsError
+    for a cache dtype other than auto, for a ``quant_config`` of another mode, or if no output folder is given;
+    ModelError for a quantized checkpoint.
     """
     config = read_config(settings.quant_config) if settings.quant_config else None
     if config is not None and config.mode != "MEASURE":
-        raise SettingsError(f"{config.path} is of mode {config.mode}: calibrate needs MEASURE", param="quant_config")
+        raise SettingsError(
+            f"{config.path} has mode {config.mode}, and calibrate needs mode MEASURE: change it, or leave "
+            "quant_config out",
+            param="quant_config",
+        )
     if output is None and config is None:
-        raise SettingsError("calibrate needs --output DIR, or QUANT_CONFIG, which says where to write")
+        raise SettingsError("calibrate needs --output DIR, or a QUANT_CONFIG that names dump_stats_path")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(
             "calibrate measures the plain model: leave --kv-cache-dtype at auto", param="kv_cache_dtype"
         )
+    _require_unquantized(settings)
     folder = Path(output) if output is not None else None
     config = config or IncConfig(path=Path(QUANT), mode="MEASURE", method="maxabs_hw", stats=Path(STATS))
     stats = (folder / STATS if folder else config.stats).absolute()
-    stats.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
+    stats.parent.mkdir(parents=True, exist_ok=True)  # before the work, as it may fail
     found = measure(settings, config, samples() if prompts is None else prompts)
     write(stats, found)
     written = stats.parent if folder is None else folder
@@ -81,8 +90,23 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
     )
 
 
+def _require_unquantized(settings: Settings) -> None:
+    """Raise ModelError for a quantized checkpoint: its codes, read without their scales, would give wrong ranges."""
+    stored = read_model(find_model(settings, with_weights=False), settings.hf_overrides).get("quantization_config")
+    if stored is not None:
+        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored
+        raise ModelError(
+            f"the checkpoint {settings.model} is quantized already ({method}), and calibrate measures only "
+            "checkpoints that are not: give the checkpoint that it was made from",
+            param="model",
+        )
+
+
 def samples() -> list[str]:
-    """Beginnings of files of Python's own library: prose and code that every machine has."""
+    """Return beginnings of files of Python's own library.
+
+    They are prose and code that every machine has.
+    """
     library = Path(os.__file__).parent
     found = [path.read_text(encoding="utf-8") for name in SAMPLES if (path := library / f"{name}.py").is_file()]
     if not found:
@@ -92,21 +116,24 @@ def samples() -> list[str]:
 
 @dataclass
 class Ranges:
-    """``nodes`` by module: the greatest magnitudes of its inputs, and of its weights."""
+    """Greatest magnitudes of the inputs and the weights of each module."""
 
     spec: ModelSpec
     inputs: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
 
     def see(self, name: str, x: Tensor) -> None:
-        """``x``, of which there may be nothing, is an input of module ``name``."""
+        """Update the greatest input magnitude of module ``name`` by ``x`` (perhaps empty)."""
         if x.numel():
             most = x.detach().abs().amax().float()
             self.inputs[name] = torch.maximum(self.inputs[name], most) if name in self.inputs else most
 
     @property
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """As INC has them: every number in two lists, one for the tensor and one for its channels."""
+        """The magnitudes by module, in INC's form.
+
+        INC has one list for the tensor and one for its channels.
+        """
         found = {}
         for name, most in sorted(self.inputs.items()):
             node: dict[str, Any] = {"inputs": [[[most.item()]]]}
@@ -117,7 +144,7 @@ class Ranges:
 
 
 def measure(settings: Settings, config: IncConfig, prompts: Sequence[str | list[int]]) -> Ranges:
-    """Run ``prompts`` through a plain engine; what its tensors' greatest magnitudes are."""
+    """Run ``prompts`` through a plain engine, and return the greatest magnitudes of its tensors."""
     llm = LLM(**_plain(settings))
     executor, scheduler = llm.loop.executor, llm.loop.scheduler
     found = Ranges(executor.decoder.spec)
@@ -134,7 +161,10 @@ def measure(settings: Settings, config: IncConfig, prompts: Sequence[str | list[
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """Options of an engine without graphs, prefix cache and warm-up: each prompt is computed, once."""
+    """Return options of an engine without graphs, prefix cache and warm-up.
+
+    Such an engine computes each prompt once.
+    """
     given = {name: value for name in OPTIONS_KEPT if (value := getattr(settings, name)) is not None}
     return {
         **given, "max_num_seqs": SEQUENCES, "enforce_eager": True, "skip_warmup": True, "boot_check": "off",
@@ -148,11 +178,14 @@ OPTIONS_KEPT = (
     "seed", "num_threads", "log_level", "cache_dir", "weights_load_device", "gpu_memory_utilization", "block_size",
     "use_fake_hpu",
 )  # fmt: skip
-"""Options that decide which model runs, and where."""
+"""Options that decide about the model and the device."""
 
 
 class Watch:
-    """Looks at what goes through the linear layers and into the cache of ``executor``, into ``found``."""
+    """Observer of the linear layers and the cache of ``executor``.
+
+    Magnitudes are collected in ``found``.
+    """
 
     def __init__(self, found: Ranges, config: IncConfig, executor: Executor, pool: BlockPool) -> None:
         self._found, self._config, self._executor, self._pool = found, config, executor, pool
@@ -167,7 +200,10 @@ class Watch:
         ]
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
-        """Run a step, then look at the blocks in use, which those of its rows are among."""
+        """Run a step, then observe all blocks in use.
+
+        The blocks of the step's rows are among them.
+        """
         self._tokens = batch.schedule.tokens
         step = self._launch(batch)
         used = torch.from_numpy(np.flatnonzero(self._pool.refs)).to(self._executor.backend.device)
@@ -179,7 +215,7 @@ class Watch:
         return step
 
     def weights(self, weights: Weights) -> Weights:
-        """``weights`` whose linear layers are watched."""
+        """Return ``weights`` with observed linear layers."""
         layers = [self._layer(f"layers.{number}", layer) for number, layer in enumerate(weights.layers)]
         return replace(weights, layers=layers, head=self._linear("head", weights.head))
 
@@ -206,14 +242,14 @@ class Watch:
             return linear
 
         def watched(x: Tensor, out: Tensor | None = None) -> Tensor:
-            self._found.see(module, x[: self._tokens])  # what is behind them pads
+            self._found.see(module, x[: self._tokens])  # the rest is padding
             return linear(x, out)
 
         return watched
 
 
 def _source(settings: Settings, llm: LLM) -> TensorSource:
-    """The checkpoint once more, on the host."""
+    """Open the checkpoint once more, on the host."""
     if settings.load_format == "dummy":
         return DummyTensors(settings.seed or 0)
     spec = llm.loop.executor.decoder.spec
@@ -234,7 +270,10 @@ def _greatest_weight(spec: LinearSpec, source: TensorSource, dtype: torch.dtype)
 
 
 def write(stats: Path, found: Ranges) -> None:
-    """INC's three files: the ranges as JSON, the same as a pickle in an .npz, and the list of modules."""
+    """Write INC's three files.
+
+    They are the ranges as JSON, the same as a pickle in an .npz, and the list of modules.
+    """
     base, nodes = f"{stats}{RANK}", found.nodes
     whole = {"GlobalRank": None, "LocalRank": 0, "Mode": "DynamicRange", "Nodes": nodes}
     _write_json(Path(f"{base}.json"), whole)
@@ -251,7 +290,10 @@ def _arrays(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_configs(folder: Path, stats: Path, config: IncConfig, *, experts: bool) -> Path:
-    """The configurations of INC that measure and that serve with these ranges; the path of the second one."""
+    """Write INC's configurations for measuring and for serving.
+
+    Return the path of the second one.
+    """
     lists = {
         "allowlist": {"types": list(config.allow.types), "names": list(config.allow.names)},
         "blocklist": {"types": list(config.block.types), "names": [*config.block.names, *(["experts"] * experts)]},

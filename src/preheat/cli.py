@@ -1,4 +1,7 @@
-"""The command line. Help, errors, plans and bucket sizes do not import torch, which takes seconds."""
+"""The command line.
+
+Help, errors, plans and bucket sizes do not import torch, since that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import RequestOutput
 
 SERVED_MIXED_TOKENS = 512
-"""Tokens in a server's mixed steps: about what a large GPU computes in the time of a few decoding steps."""
+"""Tokens in a server's mixed steps.
+
+A large GPU computes about so many in the time of a few decode steps.
+"""
 
 ASKED = ("prompts", "reduced", "json", "digest", "against", "fuzz", "random_models", "fuzz_seed")
 
@@ -69,7 +75,10 @@ TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a failure, 2 for a usage error."""
+    """Run one command and return its exit status.
+
+    It is 0, 1 for a failure, or 2 for a usage error.
+    """
     words = [dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
         if words[:1] == ["bench"]:
@@ -85,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has exited
+    except BrokenPipeError:  # the reader of the output has exited
         _drop_output()
         return FAILURE
-    except OSError as error:  # of a file, an address or standard output
+    except OSError as error:  # an error of a file, an address or standard output
         logger.debug("The command failed", exc_info=True)
         if error.filename is None:
             _drop_output()
@@ -106,11 +115,11 @@ def _drop_output() -> None:
 
 
 def _values(words: Sequence[str]) -> dict[str, Any]:
-    """The command's function (``run``) and its arguments, by name. Raises SettingsError for words with no meaning."""
+    """Return the command's function (``run``) and its arguments, by name. Raises SettingsError for unknown words."""
     parser, commands = _parser()
     command = commands.get(words[0] if words else "", parser)
     actions = command._actions
-    if any(action.dest == "config" for action in actions):  # it takes settings
+    if any(action.dest == "config" for action in actions):  # the command takes settings
         add_flags_of_vllm(command)
         words = plain_words(words, _switches(actions))
     args, unknown = parser.parse_known_args(words)
@@ -124,12 +133,12 @@ def _values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _switches(actions: Iterable[argparse.Action]) -> set[str]:
-    """The flags that take no value, of those that have a negation."""
+    """Return the flags with a negation; they take no value."""
     return {action.option_strings[0] for action in actions if isinstance(action, argparse.BooleanOptionalAction)}
 
 
 def _unknown(word: str, known: Iterable[str]) -> str:
-    """What to write in place of ``word``, which none of the ``known`` flags took."""
+    """Return advice about ``word``, as none of the ``known`` flags took it."""
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected word {word!r}: the model is named once, as --model {word}, and flags begin with --"
@@ -137,16 +146,16 @@ def _unknown(word: str, known: Iterable[str]) -> str:
 
 
 def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
-    """Raise SettingsError if a list took the last word, which may have been meant as the model."""
+    """Raise SettingsError if a list took the last word, likely meant as the model."""
     for name, value in values.items():
         if isinstance(value, list) and value[-1] == words[-1] and not words[-2].startswith("--"):
             raise SettingsError(
-                f"{_flag(name)} takes all words behind it: write the model before it, or as --model MODEL", param=name
+                f"{_flag(name)} takes all words after it: write the model before it, or as --model MODEL", param=name
             )
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name."""
+    """Return the parser, and the parsers of the commands by name."""
     parser = argparse.ArgumentParser(prog="preheat", description="An LLM inference engine, hot from the first request.")
     parser.add_argument("--version", action="version", version=f"preheat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -166,22 +175,32 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_verify(commands)
     _add_run_batch(commands)
     _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
-        "--system-prompt", metavar="TEXT", help="what the model is told first"
+        "--system-prompt", metavar="TEXT", help="the first message, with instructions for the model"
     )
     _add_client(commands, "complete", _complete, "have a running server complete prompts").add_argument(
         "--max-tokens", type=int, metavar="INT", help="tokens to generate at most"
     )
     calibrate = _command(commands, "calibrate", _calibrate, CALIBRATE_OPTIONS, "measure a model's ranges for FP8")
-    calibrate.add_argument("--output", metavar="DIR", help="folder for INC's files; else QUANT_CONFIG says where")
-    calibrate.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    calibrate.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for INC's files; by default the folder of dump_stats_path in QUANT_CONFIG",
+    )
+    calibrate.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
     tune_options = [OPTIONS[name] for name in TUNE_OPTIONS]
     tune = _command(commands, "tune", _tune, tune_options, "measure the fastest kernels on this GPU for later boots")
     tune.add_argument("--output", metavar="FILE", help="write the tuning table to this file instead of the cache")
-    tune.add_argument("--seconds", type=float, help="stop after this time and keep what was measured")
+    tune.add_argument("--seconds", type=float, help="stop after this time, and keep the measurements so far")
 
-    doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "look whether preheat will run here")
+    doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "check whether preheat will run on this machine")
     doctor.add_argument("--json", action="store_true", help="print a list of findings as JSON")
-    _command(commands, "collect-env", _collect_env, OPTIONS.values(), "print, as JSON, what a report should name")
+    _command(
+        commands,
+        "collect-env",
+        _collect_env,
+        OPTIONS.values(),
+        "print, as JSON, the versions and hardware that a report needs",
+    )
     _add_without_model(commands)
     return parser, commands.choices
 
@@ -207,13 +226,20 @@ def _add_generate(commands: Any) -> None:
 
 def _add_verify(commands: Any) -> None:
     verify = _command(commands, "verify", _verify, ENGINE_OPTIONS, "check that results are bit-identical")
-    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
     verify.add_argument("--reduced", action="store_true", help="use few, short prompts: seconds instead of minutes")
     verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
-    verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
+    verify.add_argument(
+        "--digest",
+        metavar="FILE",
+        help="only compare this boot's digest with the digest in this record of another boot",
+    )
     verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
     verify.add_argument(
-        "--fuzz", type=float, metavar="SECONDS", help="for so long, compare requests in random loads with each alone"
+        "--fuzz",
+        type=float,
+        metavar="SECONDS",
+        help="for this time, compare requests in random loads with each request alone",
     )
     verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
     verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
@@ -229,15 +255,15 @@ def _add_run_batch(commands: Any) -> None:
     batch.add_argument(
         "-i", "--input-file", metavar="FILE", help="requests, one JSON object a line; - for standard input"
     )
-    batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="file for the answers, instead of standard output")
     batch.add_argument(
-        "--resume", action="store_true", help="keep the answers of a run that did not end, and ask for the others"
+        "--resume", action="store_true", help="keep the answers of an unfinished run, and request only the missing ones"
     )
     add_flags(batch, OPTIONS.values())
 
 
 def _add_without_model(commands: Any) -> None:
-    """Add the commands that are about no model."""
+    """Add the commands that need no model."""
     completion = commands.add_parser("completion", help="print a script for completion in a shell", allow_abbrev=False)
     completion.set_defaults(run=_completion)
     completion.add_argument("shell", choices=SHELLS)
@@ -250,7 +276,7 @@ def _add_without_model(commands: Any) -> None:
 def _command(
     commands: Any, name: str, run: Callable[[dict[str, Any]], int], options: Iterable[Option], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command that takes the model as its argument."""
+    """Add a command with the model as its argument."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, allow_abbrev=False, usage=f"preheat {name} [MODEL] [--flag VALUE ...]"
     )
@@ -261,12 +287,12 @@ def _command(
 
 
 def _add_client(commands: Any, name: str, run: Callable[[dict[str, Any]], int], text: str) -> argparse.ArgumentParser:
-    """Add a command that is a client of a running server."""
+    """Add a command for a client of a running server."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
     parser.set_defaults(run=run)
-    parser.add_argument("--url", default="http://localhost:8000/v1", help="where the server is [%(default)s]")
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="address of the server [%(default)s]")
     parser.add_argument("--model-name", metavar="NAME", help="the model to ask [the server's first]")
-    parser.add_argument("--api-key", metavar="KEY", help="the key [PREHEAT_API_KEY or OPENAI_API_KEY]")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key [PREHEAT_API_KEY or OPENAI_API_KEY]")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")
     return parser
 
@@ -290,7 +316,7 @@ def _complete(values: dict[str, Any]) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a part of a model's answer; a terminal gets none of its control characters."""
+    """Print a part of a model's answer; strip control characters on a terminal."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -347,7 +373,7 @@ def _bias(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
 
 
-_bias.__name__ = "JSON object of token ids and numbers"  # its name in argparse's errors
+_bias.__name__ = "JSON object of token ids and numbers"  # shown in argparse's errors
 
 
 def _struct(kind: type[msgspec.Struct], text: str) -> msgspec.Struct:
@@ -363,7 +389,7 @@ def _flag(name: str) -> str:
 
 
 def _load(values: dict[str, Any]) -> Settings:
-    """The settings of a command that takes the model as its argument. Raises SettingsError for several models."""
+    """Return the settings of a command with the model as its argument. Raises SettingsError for several models."""
     settings = _loaded(values)
     if settings.models:
         raise SettingsError("several models are for `preheat serve`: name one, as --model PATH", param="models")
@@ -373,12 +399,15 @@ def _load(values: dict[str, Any]) -> Settings:
 def _loaded(values: dict[str, Any]) -> Settings:
     model = values.pop("model_argument")
     if model is not None and values.setdefault("model", [model]) != [model]:
-        raise SettingsError(f"the model is given twice: {model!r} and --model; leave one out", param="model")
+        raise SettingsError(f"the model is given twice, as {model!r} and by --model: leave one out", param="model")
     return Settings.load(values)
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server, where by default a long prompt must not delay the sequences that decode."""
+    """Return ``settings`` for a server.
+
+    By default a long prompt must not delay sequences that decode.
+    """
     mixes = (
         policy_of(with_defaults(settings, facts_of(settings.device))).mixed_steps and settings.enable_chunked_prefill
     )
@@ -436,7 +465,7 @@ def _warm(values: dict[str, Any]) -> int:
     as_json, html = values.pop("json"), values.pop("html")
     settings = _load(values)
     if html is not None and not Path(html).absolute().parent.is_dir():
-        raise SettingsError(f"--html {html}: there is no such folder")
+        raise SettingsError(f"--html {html}: its folder does not exist; create it, or name another file")
     set_up_logging(settings)
     from preheat.engine.progress import ProgressBar
     from preheat.startup import boot_engine
@@ -480,13 +509,14 @@ def _verify(values: dict[str, Any]) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    """Run the ``benchmarks`` package, which is beside ``src`` in a checkout and not installed."""
+    """Run the ``benchmarks`` package, found beside ``src`` in a checkout and not installed."""
     root = Path(__file__).parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
         raise PreheatError(
             "the benchmarks are not installed with preheat: clone its repository and run `scripts/bench` there"
         )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops the servers that it started
+    # The default handler lets it stop the servers that it started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     return int(importlib.import_module("benchmarks.__main__").main(words))
@@ -515,7 +545,7 @@ def _calibrate(values: dict[str, Any]) -> int:
 
 
 def curl(settings: Settings) -> str:
-    """A shell command that requests a completion from the server of these settings."""
+    """Return a shell command that requests a completion from the server of these settings."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if settings.ssl_certfile else "http"
@@ -538,7 +568,7 @@ def _generate(values: dict[str, Any]) -> int:
     from preheat.llm import LLM
 
     llm = LLM(**values)
-    params = llm.frontend.input.params(**sampling)  # the checkpoint may recommend what is not given
+    params = llm.frontend.input.params(**sampling)  # fills in the checkpoint's recommendations
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)
@@ -549,7 +579,10 @@ def _generate(values: dict[str, Any]) -> int:
 
 
 def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
-    """The prompts of the flags, then those of the file; without either, those of standard input."""
+    """Yield the prompts of the flags, then of the file.
+
+    Without either, yield the prompts of standard input.
+    """
     yield from given
     if path is None and not given:
         if sys.stdin.isatty():
@@ -566,7 +599,10 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 
 
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
-    """One prompt per line, without empty lines; of a JSON object, its ``prompt`` (text or token ids)."""
+    """Yield one prompt per nonempty line.
+
+    The prompt of a JSON object is its ``prompt`` (text or token ids).
+    """
     found = False
     for number, line in enumerate(_plain(lines), 1):
         found = found or bool(line)
@@ -578,14 +614,17 @@ def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
         except msgspec.ValidationError as error:
             expected = '{"prompt": "text"} or {"prompt": [token ids]}'
             raise SettingsError(f"{name}, line {number}: expected {expected}: {error}") from None
-        except msgspec.DecodeError:  # text that begins with a brace
+        except msgspec.DecodeError:  # a text that begins with a brace
             yield line
     if not found:
         raise SettingsError(f"no prompt in {name}: write one a line")
 
 
 def _plain(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without their ends, and without the mark (BOM) with which editors on Windows begin a file."""
+    """Yield lines without their ends and without the byte-order mark.
+
+    Editors on Windows begin a file with that mark (BOM).
+    """
     for number, line in enumerate(lines):
         yield (line if number else line.removeprefix("\ufeff")).rstrip("\r\n")
 

@@ -1,4 +1,4 @@
-"""Clients of a server in the terminal: ``preheat chat`` and ``preheat complete``. Only the standard library is used."""
+"""Terminal clients of a server, ``preheat chat`` and ``preheat complete``, by the standard library alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from preheat.errors import PreheatError, SettingsError
 
 Ask = Callable[[str], str]
-"""Shows a prompt and reads a line; raises EOFError at the end of the input."""
+"""Function that shows a prompt and reads a line; EOFError ends the input."""
 
 Say = Callable[[str], None]
-"""Shows text, without a line break of its own."""
+"""Function that shows text, without a line break of its own."""
 
 
 class Client:
-    """An OpenAI-compatible server at ``url``, such as http://localhost:8000/v1. ``model`` None: its first one.
+    """An OpenAI-compatible server at ``url``, such as http://localhost:8000/v1.
 
-    Raises PreheatError, with the server's reason, for what it does not answer.
+    ``model`` None is its first model. Raises PreheatError, with the server's reason, for failed requests.
     """
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
@@ -39,12 +39,12 @@ class Client:
             return str(json.load(answer)["data"][0]["id"])
 
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer to a conversation, as it comes."""
+        """Yield the answer to a conversation, as it comes."""
         for choice in self._stream("/chat/completions", {"messages": messages}):
             yield choice["delta"].get("content") or ""
 
     def complete(self, prompt: str, max_tokens: int | None) -> Iterator[str]:
-        """What follows ``prompt``, as it comes."""
+        """Yield the continuation of ``prompt``, as it comes."""
         body = {"prompt": prompt} if max_tokens is None else {"prompt": prompt, "max_tokens": max_tokens}
         for choice in self._stream("/completions", body):
             yield choice["text"]
@@ -67,7 +67,7 @@ class Client:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             raise PreheatError(f"{self._url}{path} answered {error.code}: {_reason(error.read())}") from None
-        except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # also of a port that is none
+        except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # also for an invalid port
             raise PreheatError(f"{self._url} cannot be reached: {getattr(error, 'reason', error)}") from None
 
 

@@ -1,8 +1,9 @@
-"""What goes with what: the one table of features, and the rules between options.
+"""The table of features that work together, and the rules between options.
 
 A feature is a :class:`Trait`. The settings turn most traits on; the model, the execution mode or a request turns on the
-rest. Every pair of traits has a row in :data:`ROWS`: the test that says that the two work together, or the reason why
-they do not. A backend or a model may lack more, see :data:`Lacks`. docs/combinations.md is written from here.
+rest. Every pair of traits has a row in :data:`ROWS`. The row names the test that proves that the two work together, or
+the reason why they do not. A backend or a model may lack more, see :data:`Lacks`. docs/combinations.md is generated
+from this module.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from preheat.errors import SettingsError
 from preheat.utils.kv_events import kv_events_config
 
 Lacks = Mapping[tuple[str, ...], str]
-"""What a backend or a model cannot do: traits that are not there, alone or together, and the reason."""
+"""Traits that a backend or a model lacks, alone or together, and the reasons."""
 
 
 class Trait(NamedTuple):
     """A feature that can be on.
 
-    ``option`` turns it off, as ``off`` says. ``on`` tells from the settings whether it is on; None: the settings do not
-    know.
+    ``option`` turns it off, as ``off`` describes. ``on`` returns from the settings whether it is on; None if the
+    settings do not tell.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Trait(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What turns it off."""
+        """Advice on how to turn it off."""
         return self.off or f"leave {self.option} out"
 
 
@@ -48,7 +49,7 @@ def _publishes(settings: Any) -> bool:
 
 
 def _in_messages(settings: Any) -> set[bool]:
-    """Whether each parser that is used takes an answer for messages in channels."""
+    """Return, for each parser in use, whether it reads answers as messages in channels."""
     tools = settings.tool_call_parser if settings.enable_auto_tool_choice else None
     return {name in ("openai", "openai_gptoss") for name in (tools, settings.reasoning_parser) if name}
 
@@ -57,7 +58,7 @@ def _mode(name: str) -> Trait:
     return Trait(f"mode {name}", "execution_mode", lambda s: s.execution_mode == name, "choose another execution_mode")
 
 
-_MODEL, _ASKED = "choose another model", "ask for it elsewhere"
+_MODEL, _ASKED = "choose another model", "send such requests to another engine"
 
 TRAITS: Mapping[str, Trait] = MappingProxyType({
     "tensor_parallel": Trait(
@@ -95,16 +96,16 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "split": Trait(
         "buckets of prompts and decoding apart", "bucketing_policy", lambda s: s.bucketing_policy == "split",
         "use --bucketing-policy unified, without a file or ranges of prompts or blocks"),
-    **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs")},
+    **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs", "llvm")},
 })  # fmt: skip
 """Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
 
-ONE_OF = ("eager lazy compile graphs", "text_drafts draft_model eagle3")
-"""Traits of which an engine has one at most."""
+ONE_OF = ("eager lazy compile graphs llvm", "text_drafts draft_model eagle3")
+"""Groups of exclusive traits: an engine has at most one of each group."""
 
 
 class Works(NamedTuple):
-    """Each of ``left`` works with each of ``right``, as ``test`` says."""
+    """Each of ``left`` works with each of ``right``, as ``test`` proves."""
 
     test: str
     left: str
@@ -112,7 +113,7 @@ class Works(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Each of ``left`` is refused with each of ``right``. ``yet``: nothing but work is in the way."""
+    """Each of ``left`` is refused with each of ``right``. ``yet``: only missing work is in the way."""
 
     left: str
     right: str
@@ -124,7 +125,7 @@ Row = Works | Refused
 
 
 def pairs(row: Row) -> Iterator[tuple[str, str]]:
-    """The pairs of traits that ``row`` decides."""
+    """Return the pairs of traits that ``row`` decides."""
     return ((left, right) for left in row.left.split() for right in row.right.split() if left != right)
 
 
@@ -132,19 +133,19 @@ _DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
 _GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas several_models"
 
 _REFUSED: tuple[Refused, ...] = (
-    Refused("inc", "tensor_parallel", "its ranges are of whole layers, which nobody has divided"),
-    Refused("inc", "adapters", "layers of INC's files have no places for them"),
+    Refused("inc", "tensor_parallel", "its ranges are measured for whole layers, and ranks hold parts"),
+    Refused("inc", "adapters", "linear layers of INC's files have no slots for adapters"),
     Refused("inc", _FORMATS, "it rounds a checkpoint that is not quantized", yet=False),
-    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have what drafts"),
+    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have the draft's weights"),
     Refused(_DRAFTS, "split", "speculation needs steps that mix prompts and decoding", yet=False),
-    Refused("compile", "tensor_parallel pipeline", "what ranks exchange cannot be compiled"),
-    Refused("compile", "adapters", "a region is compiled without adapters"),
-    Refused("eagle3", "images", "no head was made for one"),
-    Refused("eagle3", "compile", "what the head reads between layers is not compiled"),
+    Refused("compile", "tensor_parallel pipeline", "the exchange between ranks cannot be compiled"),
+    Refused("compile", "adapters", "compiled regions do not apply adapters"),
+    Refused("eagle3", "images", "no EAGLE-3 head was trained for a model that sees images"),
+    Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
     Refused("images", "tensor_parallel", "only the first rank would get them"),
     Refused("images", "pipeline", "every stage would load the encoder of images"),
-    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would follow"),
-    Refused("updates", "adapters", "adapters lie in the layers that change"),
+    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would carry it out"),
+    Refused("updates", "adapters", "an update replaces the layers that hold the adapters"),
     Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
     Refused("events", "replicas", "all replicas would publish at one endpoint"),
     Refused("pipeline", "replicas", "nobody has tried replicas of several stages"),
@@ -154,15 +155,17 @@ _REFUSED: tuple[Refused, ...] = (
             "nobody has tried engines of several devices beside each other"),
     Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
     Refused("ray", "draft_model eagle3 images sleep offload updates compile",
-            "it runs ranks, which do not go with that"),
-    Refused("adapters", "pipeline", "a stage knows no adapters of the layers of others"),
+            "with Ray an engine has ranks, and ranks do not support this feature"),
+    Refused("adapters", "pipeline", "a stage cannot read an adapter's matrices for the layers of other stages"),
     Refused("prompt_embeds", "tensor_parallel", "only the first rank would get them"),
-    Refused("prompt_embeds", "images", "both fill places between a prompt's tokens"),
-    Refused("prompt_embeds", "draft_model eagle3", "what drafts would have no tokens to read"),
-    Refused("pooling", "adapters", "requests for embeddings cannot name one"),
-    Refused("pooling", "images prompt_embeds", "an engine that pools reads text alone"),
+    Refused("prompt_embeds", "images", "both fill positions between a prompt's tokens"),
+    Refused("prompt_embeds", "draft_model eagle3", "the draft would have no tokens to read"),
+    Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
+    Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("lazy", _GAUDI, "the device that has this mode lacks it"),
+    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache draft_model eagle3 images pooling "
+            "sleep updates", "a compiled function runs a whole plain layer, whose weights stay where they are"),
+    Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
 
 _HERE = "tests/cpu/test_combinations.py::"
@@ -171,12 +174,15 @@ _RANKS = "tests/cpu/test_quantized_ranks.py::test_bits_do_not_depend_on_the_numb
 
 
 def _together(names: str, test: str = "test_together") -> Works:
-    """All of ``names`` on at once, in an engine on a CPU; the test takes its cases from here."""
+    """Return a row for ``names`` on at once, in an engine on a CPU.
+
+    The test takes its cases from here.
+    """
     return Works(_HERE + test, names, names)
 
 
 def _on_gaudi(names: str) -> Works:
-    """All of ``names`` on at once, on a fake Gaudi."""
+    """Return a row for all of ``names`` on at once, on a fake Gaudi."""
     return _together(names, "test_together_on_a_fake_gaudi")
 
 
@@ -214,6 +220,8 @@ _WORKS: tuple[Works, ...] = (
     _together("compile w4a16 images split"),
     _together("compile inc"),
     _together("compile pooling"),
+    _together("llvm text_drafts structured budget beam_search prompt_embeds offload events operator"),
+    _together("llvm split structured"),
     _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),
     _together("tensor_parallel eager text_drafts"),
     _together("tensor_parallel eager pooling"),
@@ -234,7 +242,7 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/cpu/test_hpu_features.py::test_two_cards_have_the_bits_of_one", "tensor_parallel", "graphs"),
     Works("tests/cuda/test_lora.py::test_mixed_is_each_alone_by_graphs_and_nothing_is_cold", "graphs", "adapters"),
     Works("tests/cuda/test_lora.py::test_beside_float8_weights_mixed_is_each_alone", "graphs", "w8a8"),
-    Works("tests/cuda/test_speculation.py::test_answers_are_those_without", "graphs", "eagle3"),
+    Works("tests/cuda/test_speculation.py::test_answers_equal_answers_without_drafts", "graphs", "eagle3"),
     Works("tests/cuda/test_pooling.py::test_the_same_bits_in_every_way", "graphs", "pooling"),
     Works("tests/cuda/test_sleep.py::test_level_1_keeps_addresses_and_bits", "graphs", "sleep"),
     Works("tests/cuda/test_elastic.py::test_an_update_makes_a_fresh_engine", "graphs", "updates"),
@@ -244,12 +252,12 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling offload "
-          "split eager compile graphs"),
-    # So is each of several models.
+          "split eager compile graphs llvm"),
+    # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
           "offload "
-          "split eager compile graphs"),
+          "split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling operator events split eager lazy graphs"),
@@ -259,7 +267,7 @@ ROWS: tuple[Row, ...] = (*_REFUSED, *_WORKS)
 
 
 class Rule(NamedTuple):
-    """Options that do not fit each other, or values that do not. ``message`` may name any option of ``s``."""
+    """A rule between options or their values. ``message`` may name any option of ``s``."""
 
     param: str | None
     broken: Callable[[Any], object]
@@ -278,13 +286,13 @@ def _of_batches(name: str) -> Rule:
     return Rule(
         name,
         lambda s: s.batch_dir is None and getattr(s, name) != type(s).__dataclass_fields__[name].default,
-        f"{name} needs batch_dir: name the folder in which files and batches are kept, or drop {name}",
+        f"{name} needs batch_dir: name the folder for files and batches, or drop {name}",
     )
 
 
 RULES: tuple[Rule, ...] = (
     Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
-         "tp_invariant is the only order in which several devices add: leave it out, or set tensor_parallel_size to 1"),
+         "several devices can only add in the order of tp_invariant: leave it out, or set tensor_parallel_size to 1"),
     Rule("distributed_executor_backend",
          lambda s: s.distributed_executor_backend == "ray" and s.tensor_parallel_size * s.pipeline_parallel_size == 1,
          "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
@@ -305,12 +313,12 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.skip_tokenizer_init
          and not (s.tokenizer is s.chat_template is s.default_chat_template_kwargs is None),
          "skip_tokenizer_init leaves no use for tokenizer, chat_template and default_chat_template_kwargs: drop it, "
-         "or them"),
+         "or drop all three"),
     Rule("tool_call_parser", lambda s: s.enable_auto_tool_choice and s.tool_call_parser is None,
-         "enable_auto_tool_choice needs a tool_call_parser: name the one of the model"),
+         "enable_auto_tool_choice needs a tool_call_parser: name the model's own"),
     Rule("reasoning_parser", lambda s: _in_messages(s) == {True, False},
-         "{s.tool_call_parser} and {s.reasoning_parser} do not go together: openai reads whole answers, so give it for "
-         "both, or leave reasoning_parser out"),
+         "{s.tool_call_parser} and {s.reasoning_parser} cannot be combined: openai reads whole answers, so give it "
+         "for both, or leave reasoning_parser out"),
     Rule("quant_config", lambda s: (s.quantization == "inc") != (s.quant_config is not None),
          "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none"),
     Rule("kv_cache_dtype", lambda s: s.kv_cache_dtype == "fp8_inc" and s.quantization != "inc",
@@ -321,26 +329,26 @@ RULES: tuple[Rule, ...] = (
     Rule("kv_events_config", lambda s: _publishes(s) and not s.enable_prefix_caching,
          "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false"),
     Rule("kv_offloading_size", lambda s: s.kv_offloading_size and not s.enable_prefix_caching,
-         "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false"),
+         "kv_offloading_size keeps blocks that the prefix cache evicts: drop it, or enable_prefix_caching false"),
     Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,
          "data_parallel_size: replicas read adapters at boot alone: leave allow_runtime_lora_updating out, or run one "
          "engine"),
     *map(_of_batches, ("max_batch_file_bytes", "max_batch_files", "max_batches")),
     *map(_of_adapters, ("lora_modules", "lora_root", "fully_sharded_loras")),
     Rule("max_cpu_loras", lambda s: s.enable_lora and s.max_cpu_loras is not None and s.max_cpu_loras < s.max_loras,
-         "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps what the device "
-         "has"),
+         "max_cpu_loras ({s.max_cpu_loras}) must be at least max_loras ({s.max_loras}): the host keeps a copy of each "
+         "adapter on the device"),
     Rule("fully_sharded_loras", lambda s: s.fully_sharded_loras and s.tensor_parallel_size == 1,
          "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
          "fully_sharded_loras out"),
     Rule("max_cpu_loras", lambda s: len(s.lora_modules) > (s.max_cpu_loras or s.max_loras),
          "lora_modules names more adapters than the host keeps: raise max_cpu_loras"),
 )  # fmt: skip
-"""What options need of each other."""
+"""The rules between options."""
 
 
 def check_settings(settings: Any) -> None:
-    """Raise SettingsError for options that contradict each other, and for traits that do not go together."""
+    """Raise SettingsError for options or traits that do not work together."""
     for rule in RULES:
         if rule.broken(settings):
             raise SettingsError(rule.message.format(s=settings), param=rule.param)
@@ -348,14 +356,16 @@ def check_settings(settings: Any) -> None:
 
 
 def traits_of(settings: Any) -> frozenset[str]:
-    """The traits that ``settings`` turn on."""
+    """Return the traits that ``settings`` turn on."""
     return frozenset(name for name, trait in TRAITS.items() if trait.on is not None and trait.on(settings))
 
 
 def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({})) -> None:
-    """Raise SettingsError, naming all sides and what to change, if the traits ``on`` do not go together.
+    """Raise SettingsError if the traits ``on`` do not work together.
 
-    ``lacking``: what is not there, by where that is.
+    The message names all sides and the remedies.
+
+    ``lacking`` has the missing traits by place, such as a backend.
     """
     for row in ROWS:
         if isinstance(row, Refused):
@@ -363,7 +373,7 @@ def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({
                 _refuse(on, pair, f"do not work together{' yet' * row.yet}: {row.reason}")
     for where, lacks in lacking.items():
         for names, reason in lacks.items():
-            _refuse(on, names, f"cannot be had {where}: {reason}")
+            _refuse(on, names, f"cannot be used {where}: {reason}")
 
 
 def _refuse(on: Collection[str], names: tuple[str, ...], why: str) -> None:

@@ -1,9 +1,12 @@
-"""What the parts of the engine pass to each other, in the order of a request's life.
+"""Messages between the parts of the engine, in the order of a request's life.
 
-``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it has tensors,
-so it is in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
+- ``Request``: frontend to loop.
+- ``Schedule``: scheduler to packer.
+- ``Batch``: packer to executor; it has tensors, so it is in :mod:`preheat.execution`.
+- ``StepResult``: executor to scheduler.
+- ``Delta``: loop to frontend.
 
-What crosses a process boundary is a :class:`msgspec.Struct`, sent as msgpack. Nothing here imports torch.
+Messages between processes are :class:`msgspec.Struct`, sent as msgpack. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,26 +29,30 @@ from preheat.utils.weight_transfer import Announced, TransferGroup
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 Transfer = Literal["load", "store"]
-"""A copy of a block from the host to the device, or back."""
+"""A copy of a block: "load" to the device, "store" to the host."""
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 MAX_LOGPROB_IDS = 128
-"""As many as vLLM takes."""
+"""Most ``logprob_token_ids`` of a request; vLLM's limit."""
 
 MAX_PATTERN = 2048
-"""Tokens of a pattern whose repetition may end a text; vLLM's own limit unless its operator changes it."""
+"""Most tokens of a repeated pattern; the default limit of vLLM."""
 
 OWN_ID = -2
-"""The first id of dummy requests, which count down: clients' ids are positive, -1 is the sampler's empty row."""
+"""The first id of dummy requests, which count down.
+
+Ids of clients' requests are positive, and -1 is the sampler's empty row.
+"""
 
 
 class SamplingField(NamedTuple):
-    """What we know about a sampling parameter besides its name, type and default.
+    """Metadata of a sampling parameter, besides its name, type and default.
 
-    ``acts``: where it takes effect; "frontend" means before the engine sees the request. Numbers are between ``low``
-    and ``high``, inclusive. ``recommended``: the key of generation_config.json that may replace the default. ``http``:
-    both completion endpoints accept it by this name.
+    - ``acts``: the part where it takes effect; "frontend" means before the engine sees the request.
+    - ``low``, ``high``: the bounds of a number, inclusive.
+    - ``recommended``: the key of generation_config.json that may replace the default.
+    - ``http``: whether both completion endpoints accept it by this name.
     """
 
     help: str
@@ -63,22 +70,27 @@ _Row = SamplingField
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What the text of a request must be; names and meanings are those of vLLM. Exactly one of the first six is given.
+    """A constraint on the text of a request; names and meanings are vLLM's. Exactly one of the first six is given.
 
-    ``json`` is a JSON schema, as an object or as its text; ``regex`` a regular expression for the whole text;
-    ``choice`` the texts of which it is one; ``grammar`` a context-free grammar, in Lark's notation or in EBNF (GBNF);
-    ``json_object`` any JSON object; ``structural_tag`` free text in which some beginnings are followed by JSON, see
-    docs/structured-outputs.md. White space in JSON is bounded; ``disable_any_whitespace`` allows none and
-    ``whitespace_pattern`` is a regular expression for what may be between any two parts.
-    ``disable_additional_properties``: objects of the schema have no properties that it does not name, unless it says
-    otherwise itself. ``after_token_id``: the text is free up to this token, such as the end of a model's reasoning, and
-    all of the above is about what comes behind it. With a ``start_token_id`` it is free only if it begins with that
-    token, white space aside: otherwise it is held from its first token on. One of the ``call_token_ids`` ends free text
-    too, and is itself the first token that is held. With ``after_header``, a token and a word, ``after_token_id``
-    counts only where that word is the first behind the last of these tokens. Schemas whose numbers msgpack would
-    change become text.
+    - ``json``: a JSON schema, as an object or as its text.
+    - ``regex``: a regular expression for the whole text.
+    - ``choice``: texts; the whole text is one of them.
+    - ``grammar``: a context-free grammar, in Lark's notation or in EBNF (GBNF).
+    - ``json_object``: any JSON object.
+    - ``structural_tag``: free text, where JSON follows certain beginnings; see docs/structured-outputs.md.
+    - ``disable_any_whitespace``: JSON has no white space; by default it is bounded.
+    - ``whitespace_pattern``: a regular expression for the white space between any two parts of JSON.
+    - ``disable_additional_properties``: objects have only the properties in the schema, unless it says otherwise
+      itself.
+    - ``after_token_id``: the text is free up to this token, such as the end of reasoning; the constraint applies after
+      it.
+    - ``start_token_id``: the text is free only if it begins with this token, white space aside; otherwise the
+      constraint applies from the first token on.
+    - ``call_token_ids``: each of these tokens ends free text too, and is itself the first constrained token.
+    - ``after_header``: a token and a word; ``after_token_id`` counts only if the word comes first after the last such
+      token.
 
-    Raises ValueError for a combination that means nothing.
+    A schema with numbers that msgpack would change is stored as text. Raises ValueError for a meaningless combination.
     """
 
     json: dict[str, Any] | str | None = None
@@ -106,14 +118,16 @@ class StructuredOutputsParams(
             raise ValueError("disable_any_whitespace leaves no use for whitespace_pattern: give one of them")
         about_json = self.disable_any_whitespace or self.whitespace_pattern is not None
         if about_json and given[0] not in ("json", "json_object", "structural_tag"):
-            raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
+            raise ValueError(
+                f"options of white space are about JSON: they have no meaning for structured_outputs.{given[0]}"
+            )
         if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
         if self.after_token_id is None and (
             self.start_token_id is not None or self.call_token_ids or self.after_header is not None
         ):
             raise ValueError(
-                "start_token_id, call_token_ids and after_header are about free text: give after_token_id too"
+                "start_token_id, call_token_ids and after_header say how free text ends: give after_token_id too"
             )
         for name in ("json", "structural_tag"):
             if not travels(value := getattr(self, name)):
@@ -121,7 +135,7 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> str:
-        """Which of the six is given."""
+        """The name of the given constraint, one of six."""
         return next(name for name in _CONSTRAINTS if getattr(self, name) not in (None, False))
 
 
@@ -131,10 +145,11 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 class RepetitionDetectionParams(
     msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """When repetition ends a text; names and meanings are those of vLLM.
+    """Repetition that ends a text; names and meanings are vLLM's.
 
-    It ends once its last tokens are ``min_count`` times the same pattern, of ``min_pattern_size`` (0: of 1) to
-    ``max_pattern_size`` tokens. ``max_pattern_size`` 0: never. Raises ValueError for sizes that mean nothing.
+    The text ends once its last tokens are ``min_count`` times the same pattern. The pattern has ``min_pattern_size``
+    (0: 1) to ``max_pattern_size`` tokens; with ``max_pattern_size`` 0 the text never ends so. Raises ValueError for
+    meaningless sizes.
     """
 
     max_pattern_size: int = 0
@@ -155,36 +170,41 @@ _MASKED = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_tok
 
 
 _NOT_HERE = {
-    "prompt_logprob_token_ids": "prompt_logprobs tell of the most likely tokens of a prompt, and of its own",
-    "routed_experts_prompt_start": "answers have tokens and logprobs alone, not the experts that they went through",
-    "watermarking": "tokens are drawn in one way, which seeds repeat",
+    "prompt_logprob_token_ids": "prompt_logprobs report the most likely tokens at each position and the prompt's own",
+    "routed_experts_prompt_start": "answers contain tokens and logprobs, but not the experts used",
+    "watermarking": "there is one way to draw tokens, and a seed repeats it",
 }
-"""Parameters of vLLM that have no meaning here, and why."""
+"""Parameters of vLLM without a meaning here, and the reasons."""
 
 
 class RequestOutputKind(Enum):
-    """How much each result of a running request holds; names and numbers are vLLM's."""
+    """The contents of each result of a running request; names and numbers are vLLM's."""
 
-    CUMULATIVE = 0  # all so far
-    DELTA = 1  # what is new
-    FINAL_ONLY = 2  # there is one result, at the end
+    CUMULATIVE = 0  # all output so far
+    DELTA = 1  # the new output
+    FINAL_ONLY = 2  # one result, at the end
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How the tokens of a request are chosen; names and meanings are those of vLLM and the OpenAI API.
+    """The choice of a request's tokens.
 
-    The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. ``seed``
-    None: draw one. ``max_tokens`` None: up to the model's length. ``logprobs`` / ``prompt_logprobs``: number of
-    alternatives per position (0: the chosen token alone; -1: ``--max-logprobs``). ``truncate_prompt_tokens`` -1: as
-    many as fit beside ``max_tokens``. ``logprob_token_ids``: the alternatives of a generated token are these, and not
-    the most likely ones, whatever number ``logprobs`` says. Raises ValueError for a value out of range.
+    Names and meanings follow vLLM and the OpenAI API.
 
-    The fields behind the table are the caller's own, and nothing that computes reads them. ``output_kind`` and
-    ``stream_interval`` (tokens) say when ``LLMEngine`` and ``AsyncLLM`` report; ``flat_logprobs``: log-probabilities
-    come as :class:`~preheat.frontend.flat_logprobs.FlatLogprobs`. The others change nothing here, as with vLLM's own
-    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. The
-    last three are refused unless they ask for nothing. Values may be changed until a request is made of them, and are
-    checked again then.
+    The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. Raises
+    ValueError for a value out of range.
+
+    - ``seed``: None draws a seed.
+    - ``max_tokens``: None means up to the model's length.
+    - ``logprobs``, ``prompt_logprobs``: alternatives per position (0: the chosen token alone; -1: ``--max-logprobs``).
+    - ``truncate_prompt_tokens``: -1 keeps as many as fit beside ``max_tokens``.
+    - ``logprob_token_ids``: the alternatives of each generated token, instead of the ``logprobs`` most likely ones.
+
+    The fields after the table are for callers of the library; nothing that computes reads them. ``output_kind`` and
+    ``stream_interval`` (tokens) set when ``LLMEngine`` and ``AsyncLLM`` report. With ``flat_logprobs``, logprobs come
+    as :class:`~preheat.frontend.flat_logprobs.FlatLogprobs`. ``spaces_between_special_tokens``, ``extra_args`` (for
+    plugins) and ``skip_clone`` change nothing in the tokens, as with vLLM's own samplers and fast tokenizers. The last
+    three fields are refused unless they ask for nothing. Values may be changed until a request is made, and are checked
+    again then.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -193,36 +213,38 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_k: Annotated[int, _Row("keep this many top tokens; 0 or -1 keeps all", "sampler", -1, _INT32, "top_k")] = 0
     min_p: Annotated[float, _Row("drop tokens below this share of the top token's", "sampler", 0, 1, "min_p")] = 0.0
     presence_penalty: Annotated[float, _Row("subtracted from the logits of generated tokens", "sampler", -2, 2)] = 0.0
-    frequency_penalty: Annotated[float, _Row("subtracted each time a token was generated", "sampler", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _Row("subtracted for each time a token was generated", "sampler", -2, 2)] = 0.0
     repetition_penalty: Annotated[
         float,
         _Row("divides positive logits of seen tokens, multiplies others", "sampler", 0, 100, "repetition_penalty"),
     ] = 1.0
     logit_bias: Annotated[dict[int, float] | None, _Row('added to logits, as JSON: {"42": -5}', "sampler")] = None
-    seed: Annotated[int | None, _Row("same seed, same tokens; random by default", "sampler", -(2**63), 2**64 - 1)] = (
-        None
-    )
+    seed: Annotated[
+        int | None, _Row("the same seed gives the same tokens; random by default", "sampler", -(2**63), 2**64 - 1)
+    ] = None
     stop: Annotated[list[str] | str | None, _Row("strings that end the text", "text")] = None
     stop_token_ids: Annotated[list[int] | None, _Row("token ids that end the text", "sampler")] = None
     include_stop_str_in_output: Annotated[bool, _Row("keep the stop string in the text", "text")] = False
     ignore_eos: Annotated[bool, _Row("continue after the end-of-sequence token", "frontend")] = False
-    min_tokens: Annotated[int, _Row("tokens to generate at least", "sampler", 0, _INT32)] = 0
-    max_tokens: Annotated[int | None, _Row("tokens to generate at most", "scheduler", 1, _INT32, "max_new_tokens")] = 16
+    min_tokens: Annotated[int, _Row("minimum tokens to generate", "sampler", 0, _INT32)] = 0
+    max_tokens: Annotated[int | None, _Row("maximum tokens to generate", "scheduler", 1, _INT32, "max_new_tokens")] = 16
     logprobs: Annotated[
-        int | None, _Row("alternatives for each token; -1: the most allowed", "sampler", -1, _INT32, http=False)
+        int | None, _Row("alternatives for each token; -1 asks for the maximum", "sampler", -1, _INT32, http=False)
     ] = None
     prompt_logprobs: Annotated[
-        int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
+        int | None, _Row("alternatives for each prompt token; -1 asks for the maximum", "sampler", -1, _INT32)
     ] = None
-    logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
+    logprob_token_ids: Annotated[list[int] | None, _Row("token ids to report logprobs of, in any case", "sampler")] = (
+        None
+    )
     skip_reading_prefix_cache: Annotated[
-        bool | None, _Row("compute the whole prompt, whatever is cached", "scheduler", http=False)
+        bool | None, _Row("compute the whole prompt, even if it is cached", "scheduler", http=False)
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+        int | None, _Row("keep this many tokens of the prompt; -1 keeps as many as fit", "frontend", -1, _INT32)
     ] = None
     truncation_side: Annotated[
-        str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
+        str | None, _Row("the end of a prompt to cut: left (the default) or right", "frontend")
     ] = None
     repetition_detection: Annotated[
         RepetitionDetectionParams | None,
@@ -231,12 +253,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
     allowed_token_ids: Annotated[list[int] | None, _Row("only these tokens can be drawn", "grammar")] = None
-    bad_words: Annotated[list[str] | None, _Row("texts that are not generated", "grammar")] = None
+    bad_words: Annotated[list[str] | None, _Row("texts that must not be generated", "grammar")] = None
     thinking_token_budget: Annotated[
-        int | None, _Row("tokens of reasoning at most; -1: no limit", "grammar", -1, _INT32)
+        int | None, _Row("maximum tokens of reasoning; -1 is no limit", "grammar", -1, _INT32)
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
+        StructuredOutputsParams | None, _Row('constraint on the text, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
@@ -298,7 +320,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """Make parameters in which None means "not given"."""
+        """Make parameters from ``given``, where None means "not given"."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def clone(self) -> SamplingParams:
@@ -312,7 +334,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """The given parameters that allow some tokens only: those of a mask, which is computed for each token."""
+        """The given parameters that restrict the tokens by a mask, computed for each token."""
         return tuple(name for name in _MASKED if getattr(self, name) not in (None, []))
 
     @property
@@ -330,7 +352,7 @@ SAMPLING_FIELDS: Mapping[str, SamplingField] = MappingProxyType(
 """The rows of the table by name, in order."""
 
 CALLERS_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in SAMPLING_FIELDS)
-"""The fields that have no row: a caller of the library sets them, no request of a server has them."""
+"""The fields without a row: only callers of the library set them."""
 
 _RANGES = tuple(
     (name, field.low, field.high)
@@ -340,7 +362,7 @@ _RANGES = tuple(
 
 
 class Level(IntEnum):
-    """How much of the sampler a step runs. A row gets the same token at every level that suits it."""
+    """The part of the sampler that a step runs. A row gets the same token at every sufficient level."""
 
     GREEDY = 0  # argmax only
     FILTERED = 1  # some row is sampled
@@ -348,7 +370,7 @@ class Level(IntEnum):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Level:
-        """The lowest level for rows with ``params``."""
+        """Return the lowest level for rows with ``params``."""
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         if penalised or params.logit_bias or params.min_tokens or params.masked:
             return cls.FULL
@@ -360,9 +382,10 @@ PIECE = 64
 
 
 class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
-    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]; or a piece of the embeddings that
-    stand for a prompt: [positions, hidden], at most :data:`PIECE` positions, of type ``dtype``, which is that of torch.
-    Equal ``hash``, equal pixels.
+    """An image as the model's input, or a piece of a prompt's embeddings.
+
+    ``pixels`` of an image are fp32 [channels, height, width]. A piece is [positions, hidden], at most :data:`PIECE`
+    positions, of torch's type ``dtype``. An equal ``hash`` means equal pixels.
     """
 
     hash: bytes
@@ -371,7 +394,10 @@ class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
 
 
 class Segment(msgspec.Struct, array_like=True):
-    """The positions of a prompt from ``start`` up to ``end`` stand for ``image``, one for each of its embeddings."""
+    """The positions of a prompt from ``start`` up to ``end``, for ``image``.
+
+    There is one position for each of the image's embeddings.
+    """
 
     start: int
     end: int
@@ -379,10 +405,12 @@ class Segment(msgspec.Struct, array_like=True):
 
 
 class Thinking(msgspec.Struct, array_like=True, frozen=True):
-    """The limit on a text's reasoning: ``left`` tokens may come, then those of ``last`` follow, which end it.
+    """The limit on a text's reasoning.
 
-    ``within``: the text begins in its reasoning; otherwise the token ``start`` begins it, if that is the first one,
-    white space aside. ``ends``: the tokens that end it without a limit.
+    ``left`` more tokens may come, then the tokens ``last``, which end the reasoning.
+
+    With ``within`` the text begins in its reasoning. Otherwise the token ``start`` begins the reasoning, if it comes
+    first, white space aside. ``ends`` are the tokens that end reasoning without a limit.
     """
 
     left: int
@@ -393,13 +421,19 @@ class Thinking(msgspec.Struct, array_like=True, frozen=True):
 
 
 BACKGROUND_PRIORITY = 2**62
-"""Requests of at least this priority yield: they give up their place when another waits for it."""
+"""Priority from which requests yield.
+
+A request that yields gives up its slot when another request waits for one.
+"""
 
 _SPAN = 2**60
 
 
 def in_background(priority: int) -> int:
-    """The priority of a request that yields to others; those that yield keep their order."""
+    """Return the priority of a request that yields to others.
+
+    Yielding requests keep their order.
+    """
     return BACKGROUND_PRIORITY + _SPAN + max(-_SPAN, min(priority, _SPAN))
 
 
@@ -421,35 +455,39 @@ class Request(msgspec.Struct, tag="request"):
     cache_salt: str = ""  # part of every block's hash
     segments: list[Segment] = []
     bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
-    priority: int = 0  # lower ones go first, and are preempted last; see BACKGROUND_PRIORITY
-    lora_name: str = ""  # of the adapter; empty: the base model
-    data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
+    priority: int = 0  # lower values go first, and are preempted last; see BACKGROUND_PRIORITY
+    lora_name: str = ""  # the adapter; empty: the base model
+    data_parallel_rank: int | None = None  # the replica for it; None: the server's router chooses
     thinking: Thinking | None = None  # with params.thinking_token_budget
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop this sequence and free its blocks: the client disconnected, or a stop string was found."""
+    """Stop this sequence and free its blocks.
+
+    The client disconnected, or a stop string was found.
+    """
 
     id: int
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Finish the running requests, then exit; ``now``: exit at once."""
+    """Finish the running requests, then exit; with ``now`` exit at once."""
 
     now: bool = False
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """The frontend asks for a Report."""
+    """Request a Report from the engine."""
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
-    """Forget all that the prefix cache holds."""
+    """Forget the contents of the prefix cache."""
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Read an adapter and serve it as ``name``; AdapterReport answers, with the same ``id``. ``in_place``: if the name
-    is taken, it means this adapter from now on; requests that are here keep theirs.
+    """Load an adapter and serve it as ``name``; AdapterReport answers, with the same ``id``.
+
+    With ``in_place`` a taken name means the new adapter from now on; earlier requests keep theirs.
     """
 
     name: str
@@ -459,21 +497,26 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter"):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """Serve ``name`` no longer; AdapterReport answers, with the same ``id``, when the last request of it has ended."""
+    """Serve ``name`` no longer. AdapterReport answers, with the same ``id``, when its last request has ended."""
 
     name: str
     id: int = 0
 
 
 class Command(msgspec.Struct, tag="command"):
-    """What an operator wants of the whole engine: done between two steps, in order with the requests, and answered by
-    an :class:`Outcome` with the same ``id``.
+    """An operator's command to the whole engine.
 
-    ``mode`` says what becomes of running requests before a pause or a sleep: they end with reason "abort", are waited
-    for, or are kept. ``level`` is that of a sleep; ``tags`` are what wakes up, all if there are none. ``path`` is a
-    folder of safetensors files with the new weights, all of which must lie below the folder ``root`` if one is given,
-    ``version`` what they are called; ``tensors`` has them by name, where both ends are one process, ``announced`` what
-    a trainer is going to send in the ``group`` that was joined.
+    It is carried out between two steps, in order with the requests.
+
+    An :class:`Outcome` with the same ``id`` answers it.
+
+    - ``mode``: before a pause or sleep, running requests end with reason "abort", are waited for, or are kept.
+    - ``level``: the level of a sleep.
+    - ``tags``: the memory that wakes up; none means all.
+    - ``path``: a folder of safetensors files with new weights, all below the folder ``root`` if one is given.
+    - ``version``: the name of the new weights.
+    - ``tensors``: the new weights by name, if both ends are one process.
+    - ``announced``: the tensors that a trainer will send in the joined ``group``.
     """
 
     id: int
@@ -493,8 +536,11 @@ class Command(msgspec.Struct, tag="command"):
 
 
 class EngineState(msgspec.Struct):
-    """``paused``: no step runs. ``sleeping`` is the level of the sleep. ``weight_version`` names the weights;
-    ``digest`` is that of the check's logits with them. ``blocked_reason``, if any, says why no request is taken.
+    """The state of an engine.
+
+    With ``paused`` no step runs. ``sleeping`` is the level of the sleep. ``weight_version`` names the weights;
+    ``digest`` covers the logits of the boot check with them. ``blocked_reason``, if any, is the reason why no request
+    is taken.
     """
 
     paused: bool = False
@@ -505,7 +551,10 @@ class EngineState(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, tag="outcome"):
-    """The answer to the Command ``id``: the state after it, and the error that kept it from being done."""
+    """The answer to the Command ``id``.
+
+    It has the state after the command, and the error if it failed.
+    """
 
     id: int
     state: EngineState
@@ -513,7 +562,10 @@ class Outcome(msgspec.Struct, tag="outcome"):
 
 
 class Finish(msgspec.Struct, array_like=True):
-    """Why a sequence ended. ``stop_id`` is the stop token that ended it; ``error`` is set for reason "error"."""
+    """The end of a sequence.
+
+    ``stop_id`` is the stop token that ended it; ``error`` is set for reason "error".
+    """
 
     reason: FinishReason
     stop_id: int | None = None
@@ -523,8 +575,8 @@ class Finish(msgspec.Struct, array_like=True):
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Natural logarithms of the model's distribution, before penalties and temperature, at one position.
 
-    ``rank`` counts from 1. ``top``: the most likely tokens in order; in a tie, the lowest id first. Where a request has
-    ``logprob_token_ids``: these, in its order.
+    ``rank`` counts from 1. ``top`` has the most likely tokens in order; in a tie, the lowest id first. If a request has
+    ``logprob_token_ids``, ``top`` has these instead, in their order.
     """
 
     token: int
@@ -534,10 +586,11 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, tag="delta"):
-    """The results of one step: token ``tokens[i]`` for sequence ``ids[i]`` (an id occurs k times for k tokens).
+    """The results of one step: token ``tokens[i]`` for sequence ``ids[i]``.
 
-    ``tokens`` includes stop tokens. ``logprobs`` is by place i, ``finished`` and ``prompt_logprobs`` by id.
-    ``started``: for each sequence that started in this step, the number of tokens found in the prefix cache.
+    An id occurs k times for k tokens. ``tokens`` includes stop tokens. ``logprobs`` is by index i, ``finished`` and
+    ``prompt_logprobs`` by id. ``started`` has, for each sequence that started in this step, the number of tokens found
+    in the prefix cache.
     """
 
     ids: list[int] = []
@@ -547,7 +600,7 @@ class Delta(msgspec.Struct, tag="delta"):
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
     started: dict[int, int] = {}
     stats: Stats | None = None
-    pooled: dict[int, bytes] = {}  # of an engine that pools: fp32 [hidden], by id
+    pooled: dict[int, bytes] = {}  # of a pooling engine: fp32 [hidden], by id
 
 
 class Stats(msgspec.Struct, tag="stats"):
@@ -559,7 +612,7 @@ class Stats(msgspec.Struct, tag="stats"):
     blocks_total: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    external_queries: int = 0  # tokens looked up on the host, which the device's cache had not
+    external_queries: int = 0  # tokens looked up on the host after misses in the device's cache
     external_hits: int = 0
     preemptions: int = 0
     blocks_moved: int = 0
@@ -569,16 +622,17 @@ class Stats(msgspec.Struct, tag="stats"):
     drafts: int = 0  # rows with draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_pos: list[int] = []  # accepted tokens, by their place among a row's drafts
+    accepted_per_pos: list[int] = []  # accepted tokens, by their position among a row's drafts
     grammars: GrammarStats | None = None
-    engine: int = 0  # which replica's they are; the server sets it
-    corrupted_requests: int = 0  # those that ended because their numbers are not finite
+    engine: int = 0  # the replica; the server sets it
+    corrupted_requests: int = 0  # requests that ended because of numbers that are not finite
 
 
 class GrammarStats(msgspec.Struct):
-    """Counters of structured outputs. ``mask_seconds`` is what computing masks took, ``wait_seconds`` the part of it
-    that the model did not hide, ``slowest_mask`` the most that one step's masks took: a state's first mask is slower
-    than later ones.
+    """Counters of structured outputs.
+
+    ``mask_seconds`` is the time to compute masks, ``wait_seconds`` the part of it that the model did not hide.
+    ``slowest_mask`` is the longest time for one step's masks; a state's first mask is slower than later ones.
     """
 
     compiled: int = 0
@@ -592,7 +646,10 @@ class GrammarStats(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Progress of the engine's start: ``done`` of ``total`` items; ``eta_s`` is None while it cannot be estimated."""
+    """Progress of the engine's start: ``done`` of ``total`` items.
+
+    ``eta_s`` is None while it cannot be estimated.
+    """
 
     done: int
     total: int
@@ -601,11 +658,11 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The engine can run, within these limits. ``record``: the warm-up record, as JSON.
+    """The engine can run, within these limits. ``record`` is the warm-up record, as JSON.
 
-    ``blocked_reason``, if any, says why it takes no requests: a check at boot failed. ``max_prompt_len`` is None if
-    only ``max_model_len`` limits the prompt. ``digest`` is that of the check's logits. ``engine`` says whose ``record``
-    it is, as in Report.
+    ``blocked_reason``, if any, is the reason why it takes no requests: a check at boot failed. ``max_prompt_len`` is
+    None if only ``max_model_len`` limits the prompt. ``digest`` covers the logits of the check. ``engine`` is the
+    replica of the ``record``, as in Report.
     """
 
     max_model_len: int
@@ -620,7 +677,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Report(msgspec.Struct, tag="report"):
-    """The answer to Ask: the current warm-up record, as JSON. ``engine``: the replica; the server sets it."""
+    """The answer to Ask: the current warm-up record, as JSON. The server sets ``engine``, the replica."""
 
     record: bytes
     engine: int = 0
@@ -648,8 +705,9 @@ NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step
 
 
 class ImageSpan(NamedTuple):
-    """The tokens of ``row`` at the positions from ``first`` up to ``last``: their embeddings are those from ``source``
-    on of the images that are kept.
+    """The tokens of ``row`` at the positions from ``first`` up to ``last``.
+
+    Their embeddings are the kept embeddings of images from index ``source`` on.
     """
 
     row: int
@@ -660,8 +718,9 @@ class ImageSpan(NamedTuple):
 
 @dataclass(slots=True)
 class StepImages:
-    """What a step needs of images: those that are encoded before it, each with the place where its embeddings are kept,
-    and which tokens they stand for.
+    """The images that a step encodes, and the tokens that stand for images.
+
+    Each image to encode comes with its index in the kept embeddings.
     """
 
     encode: list[tuple[int, Image]]
@@ -670,13 +729,15 @@ class StepImages:
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of one step. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``, from position
-    ``first[i]`` on, and samples a token after each of the last ``num_sampled[i]`` of them: none if more of the prompt
-    follows, k + 1 if the row ends with k draft tokens, otherwise one.
+    """The rows of one step.
 
-    Decoding rows come first, rows with drafts last. The arrays describe the moment of scheduling; the slots may have
-    moved on. Steps with the same ``persistent_batch`` number have the same decoding rows, one token further in each
-    step, so they can share what depends only on the rows.
+    Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``, from position ``first[i]`` on. It samples a
+    token after each of the last ``num_sampled[i]`` of them. That number is 0 if more of the prompt follows, k + 1 if
+    the row ends with k draft tokens, otherwise 1.
+
+    Decode rows come first, rows with drafts last. The arrays describe the moment of scheduling; the slots may have
+    moved on. Steps with the same ``persistent_batch`` number have the same decode rows, one token further in each step.
+    So they can share data that depends only on the rows.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -689,8 +750,8 @@ class Schedule:
     persistent_batch: int = NO_PERSISTENT_BATCH
     num_drafted: int = 0  # rows at the end with drafts
     images: StepImages | None = None  # None: no token of the step stands for an image
-    loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters that the step needs, each with its place
-    transfers: tuple[Transfer, ...] = ()  # what was copied between host and device before it
+    loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters to load before the step, each with its slot
+    transfers: tuple[Transfer, ...] = ()  # copies between host and device before it
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:
@@ -706,12 +767,12 @@ class Schedule:
 
     @property
     def samples(self) -> np.ndarray:
-        """bool [rows]: whether the row samples at all."""
+        """Whether each row samples at all: bool [rows]."""
         return self.num_sampled > 0
 
     @property
     def has_drafts(self) -> bool:
-        """Whether any row, and so the last one, has draft tokens."""
+        """Whether any row has draft tokens; if so, the last row has."""
         return self.rows > 0 and bool(self.num_sampled[-1] > 1)
 
     @property
@@ -725,20 +786,21 @@ class Schedule:
         return self.rows if self.num_decode == self.rows else int(self.num_sampled.sum())
 
     def sampled(self) -> tuple[np.ndarray, np.ndarray]:
-        """Row and position, int [total_sampled] each, of every token that the step samples, in row order."""
+        """Return row and position, int [total_sampled] each, of every sampled token, in row order."""
         if not self.has_drafts:
             rows = self.num_sampled.nonzero()[0]
             return rows, self.ends[rows]
         rows = np.arange(self.rows).repeat(self.num_sampled)
-        left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))  # in the row, this token included
+        # Sampled tokens left in the row, including this one.
+        left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))
         return rows, self.ends[rows] + 1 - left
 
 
 @dataclass(slots=True)
 class Swaps:
-    """Block swaps to do before the next step: ``pairs`` int32 [n, 2], padded to ``size`` with the pad block and itself.
+    """Block swaps to do before the next step: ``pairs`` int32 [n, 2].
 
-    No id occurs in two different pairs.
+    ``pairs`` is padded to ``size`` by pairs of the pad block with itself. No id occurs in two different pairs.
     """
 
     pairs: np.ndarray
@@ -747,24 +809,29 @@ class Swaps:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device computed: ``tokens`` are those sampled by each row, in row order, as :func:`marked` marks them.
+    """The results of the device for one step.
 
-    ``logprobs`` maps a place in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
-    for each computed token whose successor is in the prompt: the successor's logprob. It is NaN where the logits are
-    not finite.
+    ``tokens`` has the sampled tokens in row order, marked by :func:`marked`.
+
+    ``logprobs`` maps an index in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
+    for each computed token with a successor in the prompt. The entry is the successor's logprob, NaN where the logits
+    are not finite.
     """
 
     tokens: np.ndarray  # int32 [total_sampled]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    hidden: dict[int, list[np.ndarray]] | None = None  # of an engine that pools: by row, fp32 [hidden] of its tokens
+    hidden: dict[int, list[np.ndarray]] | None = None  # of a pooling engine: by row, fp32 [hidden] of its tokens
 
 
 def marked(tokens: np.ndarray, finite: np.ndarray) -> np.ndarray:
-    """``tokens`` [n], those that were drawn from logits that are not ``finite`` as their complement, below zero."""
+    """Mark ``tokens`` [n] from logits that are not ``finite``.
+
+    A marked token is its complement, below zero.
+    """
     return np.where(finite, tokens, ~tokens)
 
 
 def unmarked(tokens: np.ndarray) -> np.ndarray:
-    """The tokens that :func:`marked` was given."""
+    """Return the tokens before :func:`marked`."""
     return np.where(tokens < 0, ~tokens, tokens)

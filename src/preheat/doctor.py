@@ -1,4 +1,4 @@
-"""``preheat doctor`` looks whether preheat will run here, ``preheat collect-env`` says what a report should name.
+"""``preheat doctor`` checks whether preheat will run here; ``preheat collect-env`` prints facts for a report.
 
 Nothing is changed, no GPU memory is taken, and torch is not imported.
 """
@@ -27,7 +27,7 @@ from preheat.warmup.store import cache_root
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette",
             "uvicorn", "uvloop", "transformers", "vllm")  # fmt: skip
 TORCH = (2, 11), (2, 13)
-"""The versions of torch that the tests run with, first and last."""
+"""The first and the last version of torch in the tests."""
 
 MIN_DISK, MIN_SHM, MIN_FILES = 2**30, 64 * 2**20, 1024
 PREFIXES = ("PREHEAT_", "VLLM_", "PT_HPU", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "HF_",
@@ -37,13 +37,17 @@ MASKED = "(set)"
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """All checks for an engine with ``settings``, one after the other."""
+    """Yield all checks for an engine with ``settings``, one after the other."""
     yield Finding("preheat", f"{preheat.__version__} in Python {platform.python_version()}")
     yield _torch()
     for device in [settings.device] if settings.device in ENVIRONMENTS else ENVIRONMENTS:
         yield from ENVIRONMENTS[device]()
     root = cache_root(settings)
-    yield Finding("store", "off", "note", "every boot compiles anew") if root is None else _folder("store", root)
+    yield (
+        Finding("store", "off", "note", "every boot compiles everything again")
+        if root is None
+        else _folder("store", root)
+    )
     yield _folder("models", Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser())
     yield _port(settings)
     yield from _limits()
@@ -57,23 +61,25 @@ def _torch() -> Finding:
     release = tuple(int(part) for part in version.split(".")[:2])
     first, last = (".".join(map(str, bound)) for bound in TORCH)
     if release < TORCH[0]:
-        return Finding("torch", version, "fail", f"{first} or later is needed")
+        return Finding("torch", version, "fail", f"install {first} or later")
     if release > TORCH[1]:
-        return Finding("torch", version, "note", f"later than {last}, the last one that was tested")
+        return Finding("torch", version, "note", f"later than {last}, the latest tested version")
     return Finding("torch", version)
 
 
 def _folder(what: str, folder: Path) -> Finding:
-    """Whether files can be made in ``folder``, which may not be there yet, and how much room there is."""
+    """Check that files can be created in ``folder`` (or where it would be), and find the free space."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
             free = shutil.disk_usage(place).free
     except OSError as error:
         variable = "--cache-dir" if what == "store" else "HF_HOME"
-        return Finding(what, f"{folder}: {error.strerror}", "note", f"it cannot be written; name another by {variable}")
+        return Finding(
+            what, f"{folder}: {error.strerror}", "note", f"it cannot be written; set {variable} to another folder"
+        )
     found = f"{folder}, {free / 2**30:.1f} GiB free"
-    return Finding(what, found, "note", "there is little room") if free < MIN_DISK else Finding(what, found)
+    return Finding(what, found, "note", "little space is left") if free < MIN_DISK else Finding(what, found)
 
 
 def _port(settings: Settings) -> Finding:
@@ -91,18 +97,18 @@ def _limits() -> Iterator[Finding]:
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = "each connection takes one: ulimit -n 65536"
+    advice = "each connection takes a file descriptor: run ulimit -n 65536"
     yield Finding("open files", str(files), *(("note", advice) if files < MIN_FILES else ()))
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         found = f"{size / 2**20:,.0f} MiB"
-        advice = "ranks of one engine share memory there: --shm-size 1g"
+        advice = "ranks of one engine share memory there: start the container with --shm-size 1g"
         yield Finding("/dev/shm", found, *(("note", advice) if size < MIN_SHM else ()))
 
 
 def table(found: list[Finding]) -> str:
-    """``found`` for a terminal."""
+    """Format ``found`` for a terminal."""
     width = max(len(finding.what) for finding in found)
     lines = []
     for finding in found:
@@ -115,8 +121,9 @@ def table(found: list[Finding]) -> str:
 
 
 def collected(settings: Settings) -> dict[str, Any]:
-    """What a report should name: versions, the machine, variables and settings that are set, the findings. Secrets are
-    masked.
+    """Return the facts for a report: versions, the machine, variables, changed settings, findings.
+
+    Secrets are masked.
     """
     versions = {"python": sys.version.split()[0], "preheat": preheat.__version__}
     for name in PACKAGES:

@@ -1,7 +1,7 @@
-"""What changes in a running engine: its weights, in place, and the memory that it holds.
+"""Changes in a running engine: new weights, in place, and the release of memory.
 
-A change ends with the check that a boot makes: the digest of the logits. That of new weights is the one that a fresh
-boot with them has, and that after a sleep is the one before it.
+A change ends with the check of a boot: the digest of the logits. With new weights it equals the digest of a fresh boot
+with them; after a sleep it equals the digest before.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ from preheat.warmup.cold_monitor import ColdMonitor
 logger = logging.getLogger(__name__)
 
 LEVELS: dict[int, dict[str, bool]] = {0: {}, 1: {CACHE: False, WEIGHTS: True}, 2: {CACHE: False, WEIGHTS: False}}
-"""What a sleep gives back, and whether its contents are kept on the host. Where the device's memory is the host's, what
-is kept stays where it is."""
+"""The memory that a sleep releases, by level.
+
+True keeps its contents on the host.
+
+Where the device's memory is the host's, kept contents stay in place.
+"""
 
 
 class Freed:
-    """The memory of ``tag`` at addresses that stay, given back; see :class:`Dropped`."""
+    """Released memory of ``tag``, at addresses that stay reserved; see :class:`Dropped`."""
 
     def __init__(self, memory: SleepMemory, tag: str, *, keep: bool) -> None:
         self._memory, self._tag = memory, tag
         memory.sleep(tag, keep=keep)
 
     def restore(self) -> None:
-        """Take memory again. Raises PreheatError where the device has not enough."""
+        """Take memory again. Raises PreheatError if the device has not enough."""
         try:
             self._memory.wake(self._tag)
         except RuntimeError as error:
@@ -54,14 +58,15 @@ class Freed:
 
 
 def cache_contents(model: LoadedModel, version: str = "") -> str:
-    """What blocks of the cache hold, besides what hashes cover: numerics, and the weights if they are not those of the
-    boot.
+    """Return the key of cache contents beyond the hashed tokens.
+
+    It holds the numerics, and the version of changed weights.
     """
     return (json.dumps(model.numerics) if model.numerics else "") + version
 
 
 class Elastic:
-    """See :class:`preheat.engine.control.Operator`. ``check`` makes a check at boot that has computed nothing yet."""
+    """The :class:`preheat.engine.control.Operator` of an engine. ``check`` makes a fresh boot check."""
 
     def __init__(
         self,
@@ -76,10 +81,10 @@ class Elastic:
     ) -> None:
         self._settings, self._backend, self._model = settings, backend, model
         self._scheduler, self._executor, self._check, self._monitor = scheduler, executor, check, monitor
-        self._changes = 0  # of what the cache may hold
+        self._changes = 0  # of the possible contents of the cache
         self._dropped: dict[str, Dropped | Freed] = {}
-        self._lacking = False  # weights, since they were dropped
-        self._digest: str | None = None  # what the next check has to find
+        self._lacking = False  # whether weights are missing since they were dropped
+        self._digest: str | None = None  # the expected digest of the next check
         self._transfers = Transfers(settings, backend, model)
         self.state = EngineState(digest=monitor.record.proof.digest)
 
@@ -100,16 +105,16 @@ class Elastic:
         self._replace(command, self._transfers.gathered())
 
     def update(self, command: Command) -> None:
-        """Raises ModelError or InvalidRequest, and the old weights stay."""
+        """Update the weights. Raises ModelError or InvalidRequest, and the old weights stay."""
         if not command.announced:
             self._transfers.check_not_gathering()
             self._replace(command, command.tensors)
         elif (received := self._transfers.received()) is not None:
             self._replace(command, received)
 
-    @torch.no_grad()  # not inference mode: what programs read would be told apart by it
+    @torch.no_grad()  # not inference mode: its tensors would differ for programs that read them
     def _replace(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """By ``tensors``, or by the files that the command names."""
+        """Replace the weights by ``tensors``, or by the files of the command."""
         self._check_supported()
         slept = self._dropped.pop(WEIGHTS, None)
         if slept is not None:
@@ -127,7 +132,7 @@ class Elastic:
         self._lacking, self._digest = False, None
         self.state.weight_version = command.version or str(self._changes)
         self.state.blocked_reason = ""
-        logger.info("The weights are those of version %s, digest %s", self.state.weight_version, self.state.digest)
+        logger.info("The weights now have version %s, digest %s", self.state.weight_version, self.state.digest)
 
     def _load(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
         with self._backend.uploading() as copy:
@@ -148,7 +153,7 @@ class Elastic:
             self._forget()
             self._compute_digest()
             if isinstance(error, CheckFailed):
-                raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
+                raise InvalidRequest(f"the old weights stay, as the new ones fail the check: {error}") from None
             raise
 
     def _source(
@@ -160,16 +165,16 @@ class Elastic:
         return SafetensorsFiles(Path(command.path), read, renames, below=command.root or None)
 
     def check_sleep(self, level: int) -> None:
-        """Raise InvalidRequest, saying what to change, where the engine cannot sleep so."""
+        """Raise InvalidRequest, with advice, if the engine cannot sleep at this level."""
         if not self._settings.enable_sleep_mode:
-            raise InvalidRequest("the engine was started without --enable-sleep-mode, which sleep needs")
+            raise InvalidRequest("sleep needs an engine that was started with --enable-sleep-mode")
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 0, 1 or 2, not {level}", param="level")
         if not LEVELS[level].get(WEIGHTS, True):
             self._check_supported()  # nothing else brings weights back
 
     def sleep(self, level: int) -> None:
-        """Running sequences keep their tokens: the rest is computed again when the engine is awake."""
+        """Release memory. Running sequences keep their tokens; the rest is computed again after the sleep."""
         if level:
             self._forget()
             self._digest = self.state.digest or None  # a boot without warm-up has none
@@ -179,15 +184,15 @@ class Elastic:
 
     @torch.no_grad()
     def wake(self, tags: list[str]) -> bool:
-        """Raises NotInvariant if the digest is not that of before, and the engine takes no requests then."""
+        """Take memory again. Raises NotInvariant if the digest has changed, and the engine then takes no requests."""
         if unknown := set(tags) - {WEIGHTS, CACHE}:
             raise InvalidRequest(f"tags are {WEIGHTS} and {CACHE}, not {min(unknown)!r}", param="tags")
         wanted = tags or [WEIGHTS, CACHE]
         if self._lacking and CACHE in wanted:
-            raise InvalidRequest("level 2 has dropped the weights: /update_weights first, with all of them")
+            raise InvalidRequest("sleep level 2 has dropped the weights: send all of them with /update_weights first")
         for tag in wanted:
             if tag in self._dropped:
-                self._dropped[tag].restore()  # which may find no memory: then it still sleeps
+                self._dropped[tag].restore()  # may find no memory: then the tag still sleeps
                 del self._dropped[tag]
                 if tag == CACHE:
                     self._clear_cache()
@@ -213,7 +218,10 @@ class Elastic:
             cache.data.view(torch.uint8).zero_()
 
     def _prove(self) -> None:
-        """The digest must be that from before the sleep, unless there are new weights."""
+        """Check that the digest equals the one before the sleep.
+
+        After new weights there is nothing to compare.
+        """
         expected, self._digest = self._digest, None
         self.state.sleeping = None
         try:
@@ -228,7 +236,7 @@ class Elastic:
             self._monitor.forget()
 
     def _forget(self) -> None:
-        """Nothing that the cache holds counts any more."""
+        """Invalidate the contents of the cache."""
         self._changes += 1
         self._scheduler.rekey(cache_contents(self._model, f"change {self._changes}"))
 
@@ -238,7 +246,7 @@ class Elastic:
         check = self._check()
         check.begin()
         check.run("finite")
-        self._scheduler.adapters.forget()  # the check has put its own into their places
+        self._scheduler.adapters.forget()  # the check has put its own adapters into the slots
         self.state.digest = self._monitor.record.proof.digest
 
     @property
@@ -246,7 +254,7 @@ class Elastic:
         return [self._executor.cache, *self._executor.other_caches]
 
     def _check_supported(self) -> None:
-        """Raise InvalidRequest, saying what to change, where weights cannot be updated."""
+        """Raise InvalidRequest, with advice, if weights cannot be updated."""
         facts, on = self._backend.facts, traits_of(self._settings) | {"updates"}
         try:
             check(on, {f"on {facts.name}": facts.lacks})

@@ -1,4 +1,4 @@
-"""``EngineArgs``: the options of an engine before it boots, as vLLM's scripts pass them around."""
+"""``EngineArgs``: the options of an engine before it boots, for vLLM's scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from preheat.utils.options import add_flags
 
 
 class _Given:
-    """The fields that ``dataclasses`` finds: all options of the class, and the given ones of an object."""
+    """The fields that ``dataclasses`` finds.
+
+    They are all options of the class, and the given ones of an object.
+    """
 
     def __get__(self, args: EngineArgs | None, owner: type[EngineArgs]) -> dict[str, Any]:
         every = Settings.__dataclass_fields__
@@ -21,10 +24,10 @@ class _Given:
 
 
 class EngineArgs:
-    """Options by name, those of :class:`preheat.LLM`; one that is not given has its default when it is read.
+    """Options of :class:`preheat.LLM` by name; reading one that is not given returns its default.
 
-    ``dataclasses.asdict`` and ``replace`` work, with the options that were given. An option may be set until an engine
-    is made of it. Raises SettingsError for an unknown name, and what :meth:`create_engine_config` raises for values.
+    ``dataclasses.asdict`` and ``replace`` work with the given options. An option may be set until an engine is made.
+    Raises SettingsError for an unknown name, and the errors of :meth:`create_engine_config` for values.
     """
 
     __dataclass_fields__ = _Given()
@@ -56,7 +59,7 @@ class EngineArgs:
     def create_engine_config(self, usage_context: object = None) -> Settings:
         """Return the settings: the options, then the environment, then the defaults. Raises SettingsError.
 
-        ``usage_context`` is vLLM's name of who asks, for statistics that are not made here.
+        ``usage_context`` identifies the caller for vLLM's usage statistics; preheat has none and ignores it.
         """
         return Settings.load(self.given)
 
@@ -68,7 +71,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Make it of the attributes of ``args`` that are options."""
+        """Make the options from the attributes of ``args`` that are options."""
         return cls(**{name: value for name, value in vars(args).items() if name in OPTIONS})
 
 
@@ -77,7 +80,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class GivenArgs(argparse.Namespace):
-    """Flags that were given; an option of an engine that was not has its default when it is read."""
+    """Given flags; reading an engine option that is not given returns its default."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in OPTIONS:
@@ -86,9 +89,9 @@ class GivenArgs(argparse.Namespace):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes flags in the forms that vLLM takes: underscores, ``-tp``, ``--object.key value``.
+    """A parser that accepts vLLM's forms of flags: underscores, ``-tp``, ``--object.key value``.
 
-    ``vars`` of what it returns are the flags that were given, and defaults of the script's own flags.
+    ``vars`` of its result are the given flags, and defaults of the script's own flags.
     """
 
     def parse_known_args(  # type: ignore[override]

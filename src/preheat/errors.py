@@ -1,7 +1,9 @@
-"""The errors that preheat raises on purpose. A class has its HTTP status and OpenAI's ``type`` and ``code``.
+"""The errors that preheat raises on purpose.
 
-An error crosses processes as a :class:`WireError`: what the loop raises is raised again, with the same class, in the
-process that answers the client.
+A class has its HTTP status and OpenAI's ``type`` and ``code``.
+
+An error crosses processes as a :class:`WireError`. The process that answers the client raises it again, with the same
+class.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import msgspec
 
 
 class PreheatError(Exception):
-    """Base class. The message says what to change; ``param`` names the option or field that it is about.
+    """Base class. The message gives advice; ``param`` names the option or field at fault.
 
     Subclasses may set the three class attributes, but must keep this constructor, so that they can be restored.
     """
@@ -28,7 +30,7 @@ class PreheatError(Exception):
 
 
 class SettingsError(PreheatError):
-    """An option has an unknown name, or a value that is wrong or not implemented."""
+    """An option is unknown, or has a wrong or unsupported value."""
 
 
 class ModelError(PreheatError):
@@ -36,15 +38,18 @@ class ModelError(PreheatError):
 
 
 class NotInvariant(PreheatError):
-    """Results depend on the path by which they are computed, although batch invariance is on."""
+    """Results depend on the path of computation, although batch invariance is on."""
 
 
 class CheckFailed(PreheatError):
-    """A check at boot found logits that are not finite, or draws that are not those of the sampler's contract."""
+    """A boot check failed.
+
+    Logits are not finite, or draws break the sampler's contract.
+    """
 
 
 class OutsideLimits(PreheatError):
-    """A step exceeds the limits: a bug of the scheduler, not a fault of a request."""
+    """A step exceeds the limits: a bug of the scheduler, not a request's fault."""
 
 
 class ColdStep(PreheatError):
@@ -59,13 +64,16 @@ class InvalidRequest(PreheatError):
 
 
 class GrammarFailed(PreheatError):
-    """A grammar refused a token, or became too complex to go on: the request cannot be held to it any longer."""
+    """A grammar refused a token, or became too complex to go on.
+
+    The request's constraint cannot be kept any longer.
+    """
 
     code = "grammar_failed"
 
 
 class NotFinite(PreheatError):
-    """The model computed numbers that are not finite for a request, which therefore has no answer."""
+    """The model computed numbers that are not finite; the request has no answer."""
 
     code = "not_finite"
 
@@ -146,7 +154,7 @@ class NotReady(PreheatError):
 
 
 class Asleep(NotReady):
-    """The engine has given back its memory, and takes no requests before it is woken up."""
+    """The engine sleeps, and takes no requests before it is woken up."""
 
     code = "asleep"
 
@@ -159,7 +167,7 @@ class EngineDead(PreheatError):
 
 
 class RankDied(EngineDead):
-    """One of the processes that share the model is gone, and so are all."""
+    """One of the processes that share the model has died, and so have all."""
 
 
 class StepTimeout(PreheatError):
@@ -179,19 +187,19 @@ class WireError(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """``error`` as it is sent; an error that is not ours becomes a PreheatError that names its class."""
+        """Convert ``error`` for sending; a foreign error becomes a PreheatError that names its class."""
         if isinstance(error, PreheatError):
             return cls(type(error).__name__, error.message, error.param)
         return cls(PreheatError.__name__, f"{type(error).__name__}: {error}")
 
     def restore(self) -> PreheatError:
-        """The error, or a PreheatError if this process does not know its class."""
+        """Return the error, or a PreheatError if this process does not know its class."""
         kind = next((kind for kind in _kinds(PreheatError) if kind.__name__ == self.name), PreheatError)
         return kind(self.message, param=self.param)
 
 
 def _kinds(base: type[PreheatError]) -> Iterator[type[PreheatError]]:
-    """``base`` and all its subclasses."""
+    """Yield ``base`` and all its subclasses."""
     yield base
     for kind in base.__subclasses__():
         yield from _kinds(kind)

@@ -1,4 +1,4 @@
-"""Prompts of the library: their forms, and what is in them."""
+"""Prompts of the library: their forms and their contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A text; ``cache_salt``: only prompts with the same one share what is cached."""
+    """A text. Only prompts with the same ``cache_salt`` share cached blocks."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -22,7 +22,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, and their text if it is to be shown in the result."""
+    """Token ids, and optionally their text for the result."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -38,17 +38,19 @@ class EmbedsPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | dict[str, Any]
-"""Text, token ids, or one of vLLM's dictionaries, whose ``"multi_modal_data": {"image": images}`` is one image of
-Pillow or a list of them."""
+"""Text, token ids, or one of vLLM's dictionaries.
+
+``"multi_modal_data": {"image": images}`` in a dictionary holds one image of Pillow or a list of them.
+"""
 
 PromptType = Prompt
-"""vLLM's name of it."""
+"""vLLM's name of :data:`Prompt`."""
 
 Messages = list[dict[str, Any]]
 
 
 def adapter_of_each(given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of ``count`` prompts. Raises InvalidRequest unless each name stands for one adapter."""
+    """Return the adapter of each of ``count`` prompts. Raises InvalidRequest unless each name means one adapter."""
     found = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
     if len(found) != count:
         raise InvalidRequest(f"{count} prompts but {len(found)} lora_requests: give one for each")
@@ -60,7 +62,7 @@ def adapter_of_each(given: LoRARequest | Sequence[LoRARequest | None] | None, co
 
 
 def images_of(data: dict[str, Any] | None) -> list[Any]:
-    """The images in a prompt's ``multi_modal_data``."""
+    """Return the images in a prompt's ``multi_modal_data``. Raises InvalidRequest for other data."""
     if unknown := sorted((data or {}).keys() - {"image"}):
         raise InvalidRequest(f"multi_modal_data holds {unknown[0]!r}, but only 'image' is supported", param="prompt")
     images = (data or {}).get("image")
@@ -70,7 +72,10 @@ def images_of(data: dict[str, Any] | None) -> list[Any]:
 def parts_of(
     prompt: Prompt, embedded: Callable[[object], Embedded]
 ) -> tuple[str | Sequence[int] | Embedded, dict[str, Any]]:
-    """The text, the ids or the embeddings of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
+    """Return the text, ids or embeddings of a prompt, and more arguments for :meth:`Frontend.prepare`.
+
+    Raises InvalidRequest for an invalid prompt.
+    """
     if not isinstance(prompt, dict):
         return prompt, {}
     more: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
@@ -79,7 +84,7 @@ def parts_of(
             raise InvalidRequest(
                 "prompt_is_token_ids names tokens among prompt_embeds: give the embeddings of all", param="prompt"
             )
-        if "prompt_is_token_ids" in prompt:  # the ids only say how long the prompt is
+        if "prompt_is_token_ids" in prompt:  # the ids only tell the prompt's length
             more.pop("prompt_token_ids", None)
         if unknown := more.keys() - {"cache_salt"}:
             raise InvalidRequest(f"a prompt is prompt_embeds or {min(unknown)}: leave one out", param="prompt")
@@ -95,7 +100,7 @@ def parts_of(
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also for a single one (text, ids or a dict)."""
+    """Return a list of prompts, also for a single one (text, ids or a dict)."""
     if isinstance(prompts, str | dict):
         return [cast("Prompt", prompts)]
     if len(prompts) and isinstance(prompts[0], int):  # type: ignore[literal-required]

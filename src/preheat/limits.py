@@ -1,4 +1,4 @@
-"""The limits of an engine, resolved once from the settings, the model and the memory."""
+"""The limits of an engine, from the settings, the model and the memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from preheat.errors import SettingsError
 from preheat.settings import Settings
 
 MAX_BLOCKS = 2**24
-"""Blocks that a pool may have; its ids are Python objects on the host."""
+"""Most blocks of a pool; its ids are Python objects on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
+    """The limits of an engine.
+
+    Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
-    positions of a prompt; 0: there are none.
+    positions of a prompt; 0 means that there are none.
     """
 
     max_model_len: int
@@ -30,7 +32,7 @@ class Limits:
 
     @property
     def max_images(self) -> int:
-        """Images whose embeddings are kept: any prompt that one step holds has no more."""
+        """Images with kept embeddings; no prompt within one step has more."""
         return self.max_num_batched_tokens // self.image_tokens + 1 if self.image_tokens else 0
 
     @property
@@ -39,12 +41,18 @@ class Limits:
 
     @property
     def max_rows(self) -> int:
-        """The most rows of a step: each takes a token of the budget and a block of its own."""
+        """The most rows of a step.
+
+        Each row takes a token of the budget and a block of its own.
+        """
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_blocks - 1)
 
     @property
     def max_sampled(self) -> int:
-        """The most positions that a step samples: one in each row, and one after each draft token."""
+        """The most positions that a step samples.
+
+        There is one in each row, and one after each draft token.
+        """
         most = self.max_num_seqs * (1 + self.num_speculative_tokens)
         return min(most, max(self.max_num_batched_tokens, self.max_num_seqs))
 
@@ -58,13 +66,15 @@ def resolve_limits(
     cache_bytes: int | None = None,
     image_tokens: int = 0,
 ) -> Limits:
-    """The limits for a model made for ``max_positions`` tokens, whose KV cache takes ``block_bytes`` a block and whose
-    images take ``image_tokens`` positions.
+    """Resolve the limits of a model made for ``max_positions`` tokens.
 
-    ``usable`` is the memory in bytes that the cache may take: None before it is known, when all sequences fit in full.
-    ``cache_bytes`` is the backend's default size of the cache, None if that is all that is usable.
-    Of ``settings`` the limits of a step and the block size must be set, see :func:`preheat.plan.modes.with_defaults`.
-    Raises SettingsError for a length or a cache that is not possible.
+    - ``block_bytes``: bytes of a block of its KV cache.
+    - ``image_tokens``: positions of an image.
+    - ``usable``: bytes of memory for the cache; None before it is known, when all sequences fit in full.
+    - ``cache_bytes``: the backend's default size of the cache; None is all usable memory.
+
+    The limits of a step and the block size must be set in ``settings``, see :func:`preheat.plan.modes.with_defaults`.
+    Raises SettingsError for an impossible length or cache.
     """
     sequences, tokens, size = settings.max_num_seqs, settings.max_num_batched_tokens, settings.block_size
     if sequences is None or tokens is None or size is None:
@@ -72,7 +82,7 @@ def resolve_limits(
     length = settings.max_model_len or max_positions
     if length > max_positions:
         raise SettingsError(
-            f"max_model_len {length} exceeds the {max_positions} positions that the model was made for",
+            f"max_model_len {length} exceeds the {max_positions} positions that the model was made for: lower it",
             param="max_model_len",
         )
     speculates = settings.speculation
@@ -97,7 +107,11 @@ def resolve_limits(
 
 
 def _num_blocks(settings: Settings, most: int, block_bytes: int, *, usable: int | None, default: int | None) -> int:
-    """Blocks of the cache, the pad block included: at most ``most``, which all sequences at full length hold."""
+    """Return the number of blocks of the cache, including the pad block.
+
+    It is at most ``most``, enough for all sequences at full length. Raises SettingsError if the asked size does not
+    fit.
+    """
     if settings.num_gpu_blocks_override is not None:
         return _checked_blocks(settings.num_gpu_blocks_override, block_bytes, usable)
     asked = settings.kv_cache_memory_bytes
@@ -105,15 +119,16 @@ def _num_blocks(settings: Settings, most: int, block_bytes: int, *, usable: int 
         return most if asked is None else min(most, asked // block_bytes)
     if asked is not None and asked > usable:
         raise SettingsError(
-            f"kv_cache_memory_bytes {asked} is more than the {usable} bytes that gpu_memory_utilization "
-            f"{settings.gpu_memory_utilization} of the free memory, less what graphs reserve, allows",
+            f"kv_cache_memory_bytes {asked} is more than the {usable} bytes that are left by gpu_memory_utilization "
+            f"{settings.gpu_memory_utilization} and the memory reserved for graphs: lower it, or raise "
+            "gpu_memory_utilization",
             param="kv_cache_memory_bytes",
         )
     return min(most, (asked or min(default or usable, usable)) // block_bytes)
 
 
 def _checked_blocks(blocks: int, block_bytes: int, usable: int | None) -> int:
-    """``blocks`` as asked for, if they can be: before anything is made for each of them."""
+    """Return ``blocks`` if there is room for them. Raises SettingsError before anything is made for each block."""
     most = MAX_BLOCKS if usable is None else min(usable // block_bytes, MAX_BLOCKS)
     if blocks > most:
         raise SettingsError(

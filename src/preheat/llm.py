@@ -41,7 +41,7 @@ __all__ = ["LLM", "EmbedsPrompt", "OfflineClient", "Prompt", "TextPrompt", "Toke
 
 
 class LLM(OfflineClient):
-    """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
+    """One model in this process. ``options`` are the command line's, by name: see docs/settings.md.
 
     Raises SettingsError for a bad option, ModelError for a bad checkpoint, NotInvariant if the check at boot fails.
     """
@@ -65,7 +65,7 @@ class LLM(OfflineClient):
         transport = InlineTransport(progress.show)
         settings = self.settings
         metrics = Metrics(model_names(settings)[0], settings.metrics_prefix)
-        # First: an error of the frontend shows without torch.
+        # First, so that an error of the frontend shows without torch.
         frontend = boot_front(settings, transport.send, metrics)
         self.loop = boot_engine(settings, transport)
         super().__init__(frontend, self.loop, transport)
@@ -73,11 +73,11 @@ class LLM(OfflineClient):
         self.frontend.check_blocked()
         if not settings.skip_warmup:
             _warm_up(self.frontend)
-        self._profile: tuple[Trace, Call] | None = None  # what is written, and what the loop calls through otherwise
+        self._profile: tuple[Trace, Call] | None = None  # the open trace, and the loop's usual way of calls
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """Boot the engine that ``engine_args`` describe."""
+        """Boot the engine of ``engine_args``."""
         return cls.of(engine_args.create_engine_config())
 
     @cached_property
@@ -86,8 +86,9 @@ class LLM(OfflineClient):
         return LLMEngine(self)
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as transformers has it, with the chat template that is used here. Raises
-        InvalidRequest without a tokenizer, and where transformers is not installed.
+        """Return the model's tokenizer as transformers' class, with the chat template in use.
+
+        Raises InvalidRequest without a tokenizer, and without transformers.
         """
         return self._transformers_tokenizer
 
@@ -96,29 +97,34 @@ class LLM(OfflineClient):
         return transformers_tokenizer(self.frontend.tokenizer, self.frontend.template.source)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of prompts without any: those that the checkpoint recommends."""
+        """Return the sampling parameters of prompts without any: the checkpoint's recommendations."""
         return self.frontend.input.params()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics, those of the server's ``/metrics``, without those of its process."""
+        """Return the metrics of the server's ``/metrics``, without the metrics of the process."""
         return metric_values(self.frontend.metrics)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of ranks; there is one replica in a process, with or without ``include_dp``."""
+        """Return the number of ranks.
+
+        There is one replica in a process, with or without ``include_dp``.
+        """
         return self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What it does: "generate", or "embed" and "score"."""
+        """The tasks of the engine: "generate", or "embed" and "score"."""
         return ("generate",) if self.frontend.pooling is None else ("embed", "score")
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Begin a trace of every step, for https://ui.perfetto.dev, in ``PREFIX_trace_PID.json`` in the working
-        directory; ``profile_prefix`` is "preheat" unless given. Raises InvalidRequest if there is a trace already.
+        """Begin a trace of every step, for https://ui.perfetto.dev.
+
+        The trace goes to ``PREFIX_trace_PID.json`` in the working directory; ``profile_prefix`` is "preheat" unless
+        given. Raises InvalidRequest if there is a trace already.
         """
         if self._profile is not None or self.settings.profiler_enabled:
             raise InvalidRequest("a trace is written already: call stop_profile first, or unset VLLM_PROFILER_ENABLED")
-        self.loop.settle()
+        self.loop.drain_steps()
         trace = open_trace(True, prefix=profile_prefix or "preheat")
         self._profile, self.loop.call = (trace, self.loop.call), trace.calls(STEP_EVENTS)
 
@@ -126,7 +132,7 @@ class LLM(OfflineClient):
         """End the trace. Raises InvalidRequest if :meth:`start_profile` was not called."""
         if self._profile is None:
             raise InvalidRequest("no trace is written: call start_profile first")
-        self.loop.settle()
+        self.loop.drain_steps()
         (trace, self.loop.call), self._profile = self._profile, None
         trace.close()
 
@@ -137,15 +143,18 @@ class LLM(OfflineClient):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of :class:`preheat.worker.Worker` by its name, or a function with the worker, between two
-        steps. The results are a list, of one: the worker is in this process. Raises InvalidRequest.
+        """Call a method of the :class:`preheat.worker.Worker`, or a function with it.
+
+        The call comes between two steps.
+
+        Return a list with one result, as the one worker is in this process. Raises InvalidRequest.
         """
         if timeout is not None:
             raise InvalidRequest("the call runs in this process and cannot be cut off: leave timeout out")
         return collective_rpc(Worker(self.settings, self.loop), method, args, kwargs)
 
     def apply_model(self, func: Callable[[Decoder], R]) -> list[R]:
-        """Call ``func`` with the model, to look at it; as :meth:`collective_rpc`."""
+        """Call ``func`` with the model, for inspection; otherwise as :meth:`collective_rpc`."""
         return self.collective_rpc("apply_model", args=(func,))
 
     reset_mm_cache = Refused("reset_mm_cache", "images are read anew for each request, and none are kept")
@@ -153,18 +162,20 @@ class LLM(OfflineClient):
     reward = Refused("reward", "no reward models are run here; LLM.score compares embeddings")
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Run no step until :meth:`resume`. ``mode`` is for requests that run, as they may under
-        :meth:`OfflineClient.advance`: they end with reason "abort", are run to their end, or go on later.
+        """Run no step until :meth:`resume`.
+
+        ``mode`` is about running requests, which exist under :meth:`OfflineClient.advance`: they end with reason
+        "abort", run to their end, or go on later.
         """
         self._command("pause", mode=mode)
 
     def resume(self) -> None:
-        """Run again."""
+        """Run steps again."""
         self._command("resume")
 
     @property
     def state(self) -> EngineState:
-        """Whether it is paused or asleep, the version of its weights and the digest of the check's logits with them."""
+        """The state: pause, sleep, weights' version, digest of the check's logits."""
         return self.frontend.state
 
     def update_weights(
@@ -172,11 +183,12 @@ class LLM(OfflineClient):
         weights: str | Path | Iterable[tuple[str, Tensor]] | Mapping[str, Any],
         weight_version: str | None = None,
     ) -> None:
-        """Replace weights in place: those in the safetensors files of a folder, or these tensors, by their names in the
-        checkpoint; or, as in vLLM, ``{"update_info": {...}}``, those that a trainer sends. They may be some of the
-        model's. What was cached is forgotten.
+        """Replace weights in place, all or some of them, and clear the prefix cache.
 
-        Raises ModelError, naming tensors, for what does not fit or is not finite; the old weights stay then.
+        ``weights`` is a folder of safetensors files, or tensors by their names in the checkpoint. Or it is, as in vLLM,
+        ``{"update_info": {...}}``, which describes tensors that a trainer will send.
+
+        Raises ModelError, naming tensors, if some do not fit or are not finite; the old weights then stay.
         """
         version = weight_version or ""
         if isinstance(weights, str | Path):
@@ -189,29 +201,35 @@ class LLM(OfflineClient):
             self._command("update_weights", tensors=dict(weights), version=version)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Join the group of a trainer, which waits in :class:`preheat.WeightGroup`; needs ``weight_transfer_config``.
-        ``init_info`` has vLLM's ``master_address``, ``master_port``, ``rank_offset`` and ``world_size``, and
-        ``timeout`` in seconds. Raises InvalidRequest.
+        """Join the group of a trainer; needs ``weight_transfer_config``.
+
+        The trainer waits in :class:`preheat.WeightGroup`. ``init_info`` has vLLM's ``master_address``, ``master_port``,
+        ``rank_offset`` and ``world_size``, and ``timeout`` in seconds. Raises InvalidRequest.
         """
         self._command("init_weight_transfer_engine", group=TransferGroup(**init_info.get("init_info", init_info)))
 
     def start_weight_update(self) -> None:
-        """Keep what a trainer sends until :meth:`finish_weight_update`."""
+        """Collect a trainer's tensors until :meth:`finish_weight_update`."""
         self._command("start_weight_update")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Replace weights in place by all that a trainer has sent since :meth:`start_weight_update`."""
+        """Replace weights in place by the tensors sent since :meth:`start_weight_update`."""
         self._command("finish_weight_update", version=weight_version or "")
 
     def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Give back memory, with ``enable_sleep_mode``: at level 1 that of the cache, at level 2 that of the weights
-        too, which :meth:`update_weights` must then bring back; level 0 only pauses. ``mode`` is as in :meth:`pause`.
+        """Release memory; needs ``enable_sleep_mode``.
+
+        Level 1 releases the memory of the cache. Level 2 releases the weights' too, and :meth:`update_weights` must
+        then bring them back. Level 0 only pauses. ``mode`` is as in :meth:`pause`.
         """
         self._command("sleep", level=level, mode=mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, of all or of what ``tags`` name ("weights", "kv_cache"), and run again once all is there.
-        Raises NotInvariant if the check's logits are not those of before.
+        """Take memory again, of all or of ``tags`` ("weights", "kv_cache").
+
+        Steps run again once all memory is there.
+
+        Raises NotInvariant if the check's logits differ from the logits before.
         """
         self._command("wake_up", tags=list(tags or ()))
 
@@ -220,14 +238,17 @@ class LLM(OfflineClient):
         self.frontend.command(name, outcomes.append, **fields)
         self._loop.take(0)
         self._receive()
-        while not outcomes:  # running requests are waited for
+        while not outcomes:  # running requests must end first
             self.advance()
         if outcomes[0].error is not None:
             raise outcomes[0].error.restore()
 
 
 class LLMEngine(StepEngine):
-    """The engine of an :class:`LLM`: requests are added one by one, and each :meth:`step` returns what is new."""
+    """The engine of an :class:`LLM`, driven step by step.
+
+    Requests are added one by one, and each :meth:`step` returns new outputs.
+    """
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
@@ -239,14 +260,15 @@ class LLMEngine(StepEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None) -> LLMEngine:
-        """Boot the engine that ``engine_args`` describe; ``usage_context`` is as in
-        :meth:`EngineArgs.create_engine_config`.
+        """Boot the engine of ``engine_args``.
+
+        ``usage_context`` is as in :meth:`EngineArgs.create_engine_config`.
         """
         return cls(LLM.from_engine_args(engine_args))
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Settings, usage_context: object = None) -> LLMEngine:
-        """Boot the engine of what :meth:`EngineArgs.create_engine_config` returned."""
+        """Boot the engine of a configuration from :meth:`EngineArgs.create_engine_config`."""
         return cls(LLM.of(vllm_config))
 
     @property
@@ -255,21 +277,21 @@ class LLMEngine(StepEngine):
 
     @property
     def vllm_config(self) -> Settings:
-        """The settings: one object, and not vLLM's tree."""
+        """The settings: one object, unlike vLLM's tree."""
         return self.llm.settings
 
     def is_sleeping(self) -> bool:
-        """Say whether the engine has given back memory."""
+        """Return whether the engine sleeps."""
         return self.llm.state.sleeping is not None
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Have an adapter read before a request names it. Raises InvalidRequest."""
+        """Load an adapter before a request names it. Raises InvalidRequest."""
         self.llm.serve(lora_request)
         return True
 
-    remove_lora = Refused("remove_lora", "an adapter that no request uses gives its place on the device to others")
+    remove_lora = Refused("remove_lora", "an adapter that no request uses gives its slot on the device to others")
     list_loras = Refused("list_loras", "adapters are known by name: see LLM.frontend.adapters.served")
-    pin_lora = Refused("pin_lora", "an adapter keeps its place as long as a request of it runs")
+    pin_lora = Refused("pin_lora", "an adapter keeps its slot as long as one of its requests runs")
     reset_mm_cache = LLM.reset_mm_cache
     model_config = Refused("model_config", "settings are one object: see vllm_config")
     renderer = Refused("renderer", "prompts are made by LLM.chat, or by get_tokenizer().apply_chat_template")
@@ -280,7 +302,7 @@ class LLMEngine(StepEngine):
 
 
 def _warm_up(frontend: Frontend) -> None:
-    """The frontend warm-up: dummy requests through a separate client."""
+    """Warm up the frontend by dummy requests through a separate client."""
     transport = InlineTransport()
     spare = spare_frontend(frontend, transport.send)
     client = OfflineClient(spare, EchoLoop(transport, frontend.tokenizer), transport)

@@ -25,7 +25,7 @@ from preheat.utils.log import one_line
 _TOKEN_SECONDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
 )  # fmt: skip
-"""vLLM's bounds begin at 0.01, above a whole step of a small model."""
+"""Bounds in seconds. vLLM's begin at 0.01, above a whole step of a small model."""
 _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(2**power for power in range(15))
@@ -33,7 +33,10 @@ _CHOICES = (1, 2, 5, 10, 20)
 
 
 class Histogram:
-    """Numbers of values in each bucket, and the sum of all values; ``name`` and ``text`` as ``/metrics`` shows them."""
+    """Numbers of values in each bucket, and the sum of all values.
+
+    ``/metrics`` shows ``name`` and ``text``.
+    """
 
     __slots__ = ("bounds", "counts", "name", "text", "total")
 
@@ -47,7 +50,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it), as Prometheus wants it."""
+        """Return pairs (upper bound, number of values up to it), the form of Prometheus."""
         reached, buckets = 0, []
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             reached += count
@@ -57,7 +60,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Times:
-    """When what happened to a sequence, by ``time.monotonic``; 0: not yet."""
+    """Times of a sequence's events, by ``time.monotonic``; 0 means not yet."""
 
     arrived: float = 0.0
     started: float = 0.0
@@ -66,7 +69,7 @@ class Times:
 
 
 _Row = tuple[str, str, Callable[[Any], float]]
-"""A counter's name, its text, and what it is of what an engine says."""
+"""A counter's name, its text, and its value from an engine's statistics."""
 
 _COUNTERS: tuple[_Row, ...] = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
@@ -82,10 +85,10 @@ _COUNTERS: tuple[_Row, ...] = (
 _EXTERNAL: tuple[_Row, ...] = (
     (
         "external_prefix_cache_queries",
-        "Tokens looked up on the host, which the prefix cache had not.",
+        "Tokens looked up on the host, because the prefix cache did not have them.",
         attrgetter("external_queries"),
     ),
-    ("external_prefix_cache_hits", "Tokens found there.", attrgetter("external_hits")),
+    ("external_prefix_cache_hits", "Tokens found on the host.", attrgetter("external_hits")),
 )
 _DRAFTS: tuple[_Row, ...] = (
     ("spec_decode_num_drafts", "Rows with draft tokens.", attrgetter("drafts")),
@@ -94,19 +97,20 @@ _DRAFTS: tuple[_Row, ...] = (
 )
 _GRAMMARS: tuple[_Row, ...] = (
     ("grammars_compiled", "Grammars of structured outputs that were compiled.", attrgetter("compiled")),
-    ("grammars_reused", "Requests whose grammar was compiled before.", attrgetter("reused")),
-    ("grammars_refused", "Requests whose grammar could not be compiled.", attrgetter("refused")),
-    ("grammar_compile_seconds", "Time that compiling grammars took.", attrgetter("compile_seconds")),
-    ("grammar_masks", "Masks that were computed.", attrgetter("masks")),
-    ("grammar_mask_seconds", "Time that computing masks took.", attrgetter("mask_seconds")),
-    ("grammar_wait_seconds", "The part of it that steps waited for.", attrgetter("wait_seconds")),
+    ("grammars_reused", "Requests with a grammar that was already compiled.", attrgetter("reused")),
+    ("grammars_refused", "Requests with a grammar that could not be compiled.", attrgetter("refused")),
+    ("grammar_compile_seconds", "Time spent compiling grammars.", attrgetter("compile_seconds")),
+    ("grammar_masks", "Masks of grammars computed.", attrgetter("masks")),
+    ("grammar_mask_seconds", "Time spent computing masks of grammars.", attrgetter("mask_seconds")),
+    ("grammar_wait_seconds", "Time that steps waited for masks of grammars.", attrgetter("wait_seconds")),
 )
 
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What one engine says of itself. ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds``
-    come from its last record.
+    """Figures of one engine.
+
+    ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds`` come from its last record.
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -118,12 +122,14 @@ class EngineFigures:
 
 
 class Metrics(Collector):
-    """The counts of a frontend for ``model_name``, whose families' names begin with ``prefix``; times in seconds.
+    """The counts of a frontend for ``model_name``; times are in seconds.
 
-    What ``engines`` say of themselves has the label ``engine``, their number, as in vLLM; requests are counted for all
-    together. ``loads`` tells which requests each engine runs and which wait there, if there are several. ``digest``
-    and ``cache_config`` (settings and limits, by name) are those of all. ``adapters`` are the labels that tell which
-    ones run and wait; empty: none can.
+    - ``prefix`` begins the names of the families.
+    - ``engines`` have figures of their own, with their number as label ``engine``, as in vLLM. Requests are counted for
+      all engines together.
+    - ``loads`` returns the numbers of running and waiting requests of each engine, if there are several.
+    - ``digest`` and ``cache_config`` (settings and limits, by name) are common to all engines.
+    - ``adapters`` are the labels with running and waiting adapters; empty if there can be none.
     """
 
     def __init__(self, model_name: str, prefix: str = "preheat", engines: int = 1) -> None:
@@ -160,23 +166,23 @@ class Metrics(Collector):
         self.output_length = Histogram("request_generation_tokens", "Tokens generated for a sequence.", _COUNTS)
         self.params_n = Histogram("request_params_n", "Sequences that a request asks for.", _CHOICES)
         self.params_max_tokens = Histogram(
-            "request_params_max_tokens", "The most tokens that a request asks for.", _COUNTS
+            "request_params_max_tokens", "The maximum number of tokens that a request asks for.", _COUNTS
         )
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def update(self, stats: Stats) -> None:
-        """Take over the engine's own counters and gauges, after a step."""
+        """Store the engine's own counters and gauges, after a step."""
         engine = self.engines[stats.engine]
         before, engine.stats = engine.stats, stats
-        engine.grammars = stats.grammars or engine.grammars  # told only when they changed
+        engine.grammars = stats.grammars or engine.grammars  # sent only when they changed
         tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
         if tokens:
             self.step_tokens.observe(tokens)
 
     def arrived(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """A request begins to wait."""
+        """Count a request that begins to wait."""
         self.waiting += params.n
         self.prompt_tokens += prompt_tokens
         self.prompt_length.observe(prompt_tokens)
@@ -185,7 +191,10 @@ class Metrics(Collector):
             self.params_max_tokens.observe(params.max_tokens)
 
     def ended(self, reason: str, times: Times, tokens: int) -> None:
-        """A sequence of ``tokens`` ends, and a client hears of it now."""
+        """Count a sequence of ``tokens`` tokens that has ended.
+
+        Called just before its client is told.
+        """
         self.finished[reason] += 1
         self.request.observe(time.monotonic() - times.arrived)
         self.output_length.observe(tokens)
@@ -201,7 +210,7 @@ class Metrics(Collector):
             self.token.observe((times.last - times.first) / (tokens - 1))
 
     def text(self) -> bytes:
-        """The page of ``/metrics``, in Prometheus' text format."""
+        """Return the page of ``/metrics``, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -211,12 +220,17 @@ class Metrics(Collector):
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
-        ignored = "Requests with a field that was ignored, by the field."
+        ignored = "Requests with an ignored field, by the field."
         yield counter("request_fields_ignored", ignored, self.ignored, "field")
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()
-        yield gauge("engine_sleep_state", "The state that is 1 is the engine's.", self._sleep_state(), "sleep_state")
+        yield gauge(
+            "engine_sleep_state",
+            "1 for the engine's current state, 0 for the others.",
+            self._sleep_state(),
+            "sleep_state",
+        )
         digest = "Always 1; the label is the digest of the logits of the check at boot."
         yield gauge("numeric_info", digest, self.digest, "digest")
         for value in vars(self).values():
@@ -236,7 +250,12 @@ class Metrics(Collector):
             "num_requests_waiting", "Sequences waiting for their first step.", [waiting for _, waiting in loads]
         )
         by_reason = [{"capacity": waiting} for _, waiting in loads]
-        yield gauge("num_requests_waiting_by_reason", "The same, by what they wait for.", by_reason, "reason")
+        yield gauge(
+            "num_requests_waiting_by_reason",
+            "Sequences waiting for their first step, by the reason for waiting.",
+            by_reason,
+            "reason",
+        )
         used = [each.blocks_used / max(each.blocks_total, 1) for each in stats]
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         for name, text, of in _COUNTERS:
@@ -249,17 +268,17 @@ class Metrics(Collector):
                 yield counter(name, text, [of(each) for each in stats])
             name = "spec_decode_num_accepted_tokens_per_pos"
             places = [{str(place): count for place, count in enumerate(each.accepted_per_pos)} for each in stats]
-            yield counter(name, "The same, by place among a row's drafts.", places, "position")
+            yield counter(name, "Draft tokens accepted, by position among a row's drafts.", places, "position")
         for name, text, of in _GRAMMARS:
             yield counter(name, text, [of(each) for each in grammars])
         slowest = [each.slowest_mask for each in grammars]
-        yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", slowest)
+        yield gauge("grammar_slowest_mask_seconds", "Longest time that the masks of one step took.", slowest)
         yield gauge("warmup_seconds", "Duration of the warm-up.", [each.warmup_seconds for each in self.engines])
         items, cold = [each.items for each in self.engines], [each.cold for each in self.engines]
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", items, "outcome")
         yield counter("cold_events", "Compilations and other cold events after ready, by source.", cold, "source")
         misses = [each.misses for each in self.engines]
-        yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", misses)
+        yield counter("plan_misses", "Steps without a fitting planned bucket, run in a fallback.", misses)
 
     def _sleep_state(self) -> dict[str, int]:
         asleep = {"weights_offloaded": 1, "discard_all": 2}
@@ -274,7 +293,7 @@ class Metrics(Collector):
         return family
 
     def _adapters(self) -> Metric:
-        text = "When this was asked, in seconds since 1970; the labels are the adapters that run and that wait."
+        text = "Time of this scrape, in seconds since 1970; the labels are the running and the waiting adapters."
         family = GaugeMetricFamily(f"{self.prefix}:lora_requests_info", text, labels=list(self.adapters))
         family.add_metric(list(map(one_line, self.adapters.values())), time.time())
         return family
@@ -287,7 +306,7 @@ class Metrics(Collector):
         value: float | Mapping[str, float],
         *label: str,
     ) -> Metric:
-        """A metric with one number, or with one for each value of its label."""
+        """Return a metric with one number, or one for each label value."""
         family = kind(f"{self.prefix}:{name}", text, labels=["model_name", *label])
         if isinstance(value, Mapping):
             for key, number in value.items():
@@ -304,7 +323,7 @@ class Metrics(Collector):
         values: Sequence[float | Mapping[str, float]],
         *label: str,
     ) -> Metric:
-        """A metric with one of ``values`` for each engine, as in :meth:`_family`."""
+        """Return a metric with one of ``values`` for each engine, as in :meth:`_family`."""
         family = kind(f"{self.prefix}:{name}", text, labels=["model_name", "engine", *label])
         for engine, value in enumerate(values):
             if isinstance(value, Mapping):
@@ -321,10 +340,13 @@ class Metrics(Collector):
 
 
 PARTS = {"defrag": "preheat.schedule.defrag"}
-"""Parts that have a debug log, and their loggers."""
+"""Parts with a debug log, and their loggers."""
 
 
 def explain(parts: Collection[str]) -> None:
-    """Turn on the debug log of these of the :data:`PARTS`, and of no others."""
+    """Turn on the debug logs of ``parts``, and turn off all others.
+
+    The parts are named in :data:`PARTS`.
+    """
     for part, name in PARTS.items():
         logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)

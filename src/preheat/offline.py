@@ -1,4 +1,4 @@
-"""Completes prompts within this process: a frontend and a loop, one step after the other."""
+"""Completion of prompts within this process, by a frontend and a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.input_processor import naming_prompt
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -39,23 +39,28 @@ LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
 """An adapter for all prompts, or one or None for each."""
 
 UseTqdm = bool | Callable[..., Any]
-"""Whether there is a bar, or what makes it: a class of tqdm."""
+"""Whether a progress bar is shown, or a class of tqdm."""
 
 _CHAT_OPTIONS = {
     "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template_content_format"
 }  # fmt: skip
 _AS_IT_IS = {"add_special_tokens": False}
-"""A template has written all special tokens."""
+"""No special tokens are added, since a template writes all of them itself."""
 
 
 def _bar(asked: UseTqdm, total: int, what: str) -> Any:
-    """A progress bar, which shows nothing unless it is asked for."""
+    """Make a progress bar; without ``asked`` it shows nothing."""
     make = tqdm if isinstance(asked, bool) else asked
     return make(total=total, desc=what, disable=None if asked else True)
 
 
 def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
-    """Whether special tokens are added, and how many last tokens of a prompt are kept."""
+    """Return whether special tokens are added, and the limit of truncation.
+
+    A limit is the number of last tokens of a prompt that are kept.
+
+    Raises InvalidRequest for other arguments.
+    """
     if unknown := sorted((given or {}).keys() - {"add_special_tokens", "truncate_prompt_tokens"}):
         raise InvalidRequest(
             f"tokenization_kwargs has {unknown[0]!r}, but takes add_special_tokens and truncate_prompt_tokens",
@@ -65,7 +70,7 @@ def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
 
 
 class OfflineClient:
-    """Completes prompts with a frontend and a loop, connected by ``transport``."""
+    """Client of a frontend and a loop, connected by ``transport``."""
 
     def __init__(self, frontend: Frontend, loop: Loop | EchoLoop, transport: InlineTransport) -> None:
         self.frontend, self._loop, self._transport = frontend, loop, transport
@@ -82,13 +87,19 @@ class OfflineClient:
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; the results are in the order of the prompts.
+        """Complete each prompt, and return the results in the order of the prompts.
 
-        ``sampling_params``: one object for all prompts or one for each; None: the checkpoint's recommendations. Raises
-        InvalidRequest for the first prompt that cannot be served, before any runs. ``priority``: a number for all
-        prompts or one for each, with ``scheduling_policy="priority"``; the lowest goes first. ``lora_request``: an
-        adapter for all prompts, or one or None for each; needs ``enable_lora``. ``use_tqdm`` may be what makes the bar.
-        ``tokenization_kwargs`` may have ``add_special_tokens`` and ``truncate_prompt_tokens``.
+        A single prompt has a list of one result. With ``logprobs`` in ``sampling_params``, ``outputs[i].logprobs`` has
+        one dict for each token: token id -> ``Logprob``, from the raw logits at temperature 1.
+
+        - ``sampling_params``: one object for all prompts or one for each; None means the checkpoint's recommendations.
+        - ``priority``: a number for all prompts or one for each, with ``scheduling_policy="priority"``; the lowest goes
+          first.
+        - ``lora_request``: an adapter for all prompts, or one or None for each; needs ``enable_lora``.
+        - ``use_tqdm``: whether a bar is shown, or a class that makes it.
+        - ``tokenization_kwargs``: ``add_special_tokens`` and ``truncate_prompt_tokens``.
+
+        Raises InvalidRequest for the first prompt that cannot be served, before any runs.
         """
         states = self.prepared(
             as_list(prompts), sampling_params, priority, lora_request, tokenization=tokenization_kwargs
@@ -106,8 +117,9 @@ class OfflineClient:
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queue prompts for :meth:`wait_for_completion`, and return their ids; the arguments are those of
-        :meth:`generate`. ``use_tqdm`` shows how many are encoded.
+        """Queue prompts for :meth:`wait_for_completion`, and return their ids.
+
+        The arguments are as in :meth:`generate`; ``use_tqdm`` shows the progress of encoding.
         """
         asked = as_list(prompts)
         with _bar(use_tqdm, len(asked), "Encoding") as bar:
@@ -124,7 +136,7 @@ class OfflineClient:
         priority: Sequence[int] | int | None = None,
         **options: Any,
     ) -> list[str]:
-        """Queue conversations, as :meth:`enqueue`; ``options`` are those of :meth:`chat`."""
+        """Queue conversations, as :meth:`enqueue`; ``options`` are as in :meth:`chat`."""
         prompts = self._prompts_of(messages, **options)
         return self._enqueue(self.prepared(prompts, sampling_params, priority, lora_request, tokenization=_AS_IT_IS))
 
@@ -138,9 +150,9 @@ class OfflineClient:
     def wait_for_completion(
         self, output_type: type[RequestOutput] = RequestOutput, *, use_tqdm: UseTqdm = True
     ) -> list[RequestOutput]:
-        """Complete what was queued, in the order of :meth:`enqueue`. Raises the error of the first that failed."""
+        """Complete the queued requests, in the order of :meth:`enqueue`. Raises the error of the first that failed."""
         if not issubclass(RequestOutput, output_type):
-            raise InvalidRequest(f"what is queued becomes RequestOutput, not {output_type.__name__}")
+            raise InvalidRequest(f"queued requests give RequestOutput, not {output_type.__name__}")
         states, self._queued = self._queued, []
         self._wait(states, use_tqdm)
         return [state.output() for state in states]
@@ -153,9 +165,9 @@ class OfflineClient:
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The ``beam_width`` best sequences after each prompt, by vLLM's rules: see docs/beam-search.md.
+        """Return the ``beam_width`` best sequences after each prompt, by vLLM's rules: see docs/beam-search.md.
 
-        At most ``concurrency_limit`` prompts are searched at once; None: all of them. ``lora_request`` is as in
+        At most ``concurrency_limit`` prompts are searched at once; None means all of them. ``lora_request`` is as in
         :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be served, before any is.
         """
         self.frontend.check_generates("LLM.beam_search")
@@ -186,10 +198,11 @@ class OfflineClient:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. Parts of type "image_url" or, with an image of Pillow,
-        "image_pil" are images. ``options``: ``chat_template``, a template in place of the model's, and those of
-        :meth:`ChatTemplate.render`, whose ``variables`` are ``chat_template_kwargs`` here. The other arguments are
-        those of :meth:`generate`.
+        """Answer one conversation, or each of several.
+
+        Parts of type "image_url" or, with an image of Pillow, "image_pil" are images. ``options`` are the arguments of
+        :meth:`ChatTemplate.render`, with its ``variables`` named ``chat_template_kwargs``, and ``chat_template``, a
+        template in place of the model's. The other arguments are as in :meth:`generate`.
         """
         prompts = self._prompts_of(messages, **options)
         tokenization = _AS_IT_IS | dict(tokenization_kwargs or {})
@@ -205,7 +218,7 @@ class OfflineClient:
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> list[Prompt]:
-        """The prompt of each conversation."""
+        """Return the prompt of each conversation. Raises InvalidRequest for an unknown option."""
         if unknown := sorted(options.keys() - _CHAT_OPTIONS):
             raise InvalidRequest(
                 f"chat takes no {unknown[0]!r}: it takes {', '.join(sorted(_CHAT_OPTIONS))}, chat_template and "
@@ -218,7 +231,7 @@ class OfflineClient:
             template = template.replaced(chat_template)
         prompts = list[Prompt]()
         for talk in talks:
-            plain, images = take_images(told(talk))
+            plain, images = take_images(chat_messages(talk))
             text = template.render(plain, variables=chat_template_kwargs, **options)
             prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else text)
         return prompts
@@ -234,8 +247,10 @@ class OfflineClient:
         pooling_task: str = "embed",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What each prompt is pooled to, in order. Of vLLM's tasks there is "embed". Raises InvalidRequest for the
-        first prompt that cannot be served, before any runs. ``tokenization_kwargs`` are those of :meth:`generate`.
+        """Return the pooled output of each prompt, in order; the only task is "embed".
+
+        ``tokenization_kwargs`` are as in :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be
+        served, before any runs.
         """
         if pooling_task != "embed":
             raise InvalidRequest(f"pooling_task is {pooling_task!r}, but only 'embed' is served", param="pooling_task")
@@ -254,7 +269,7 @@ class OfflineClient:
         tokenization: Mapping[str, Any] | None,
         truncate: int | None = None,
     ) -> list[RequestState]:
-        """Prepare a request for what each prompt is pooled to; ``truncate`` unless ``tokenization`` says."""
+        """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
         pooling, (adds, own) = self.frontend.embedding_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
         wanted = asked_of(pooling, truncate if own is None else own)
@@ -273,7 +288,7 @@ class OfflineClient:
         lora_request: LoRAs = None,
         **options: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt; as :meth:`encode`, whose ``options`` these are."""
+        """Return the embedding of each prompt; ``options`` are as in :meth:`encode`."""
         pooled = self.encode(prompts, pooling_params, use_tqdm, lora_request, **options)
         return [EmbeddingRequestOutput.from_base(each) for each in pooled]
 
@@ -286,7 +301,10 @@ class OfflineClient:
         lora_request: LoRAs = None,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
-        """How alike each of ``data_1`` is to its place in ``data_2``, or a single one to all: see :func:`cosine`."""
+        """Return the similarity of pairs of ``data_1`` and ``data_2``; see :func:`cosine`.
+
+        A single one of ``data_1`` is compared with each of ``data_2``.
+        """
         first, second = as_list(data_1), as_list(data_2)
         count = paired(len(first), len(second), "data_1")
         pooled = self.encode([*first, *second], pooling_params, use_tqdm, lora_request, **options)
@@ -340,7 +358,7 @@ class OfflineClient:
         self._wait(states, use_tqdm)
 
     def start(self, states: Sequence[RequestState]) -> None:
-        """Send prepared requests to the engine, which runs them in :meth:`advance`."""
+        """Send prepared requests to the engine; :meth:`advance` runs them."""
         if self.frontend.state.paused:
             raise InvalidRequest("the engine is paused: call resume() first")
         self.frontend.start(states)
@@ -362,7 +380,7 @@ class OfflineClient:
         for state in states:
             if state.error is not None:
                 raise state.error
-        self.finish()  # the cancels of sequences that ended on a stop string
+        self.finish()  # sends the cancels of sequences that ended on a stop string
 
     def _prepare(
         self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True, priority: int = 0
@@ -378,20 +396,20 @@ class OfflineClient:
         return self.frontend.prompt_embeds.of_tensor(tensor)
 
     def _adapt(self, states: Sequence[RequestState], adapters: Sequence[LoRARequest | None]) -> None:
-        """Let ``states`` have their adapters, which are read unless they are served already."""
+        """Assign the adapters to ``states``, and load adapters that are not served yet."""
         for adapter in dict.fromkeys(each for each in adapters if each is not None):
             self.serve(adapter)
         for state, each in zip(states, adapters, strict=True):
             state.lora_name, state.lora_request = each.lora_name if each else "", each
 
     def serve(self, asked: LoRARequest) -> None:
-        """Have an adapter read, unless it is served already. Raises InvalidRequest."""
+        """Load an adapter, unless it is served already. Raises InvalidRequest."""
         served = self.frontend.adapters.served.get(asked.lora_name)
         if served is not None and not asked.load_inplace:
             if served.path != asked.lora_path:
                 raise InvalidRequest(
-                    f"the adapter {asked.lora_name!r} is that in {served.path}: give the one in {asked.lora_path} "
-                    "another name, or set load_inplace",
+                    f"the adapter {asked.lora_name!r} was loaded from {served.path}: give the adapter in "
+                    f"{asked.lora_path} another name, or set load_inplace",
                     param="lora_request",
                 )
             return
@@ -404,23 +422,28 @@ class OfflineClient:
             raise error
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache, for requests that come from now on, and return True, as vLLM does where it could.
+        """Empty the prefix cache for later requests.
 
-        Running requests keep what they have read, with or without ``reset_running_requests``: it is never read again.
-        ``reset_connector``: what was moved to the host goes as well in any case.
+        Return True, as vLLM does on success.
+
+        Running requests keep their blocks, with or without ``reset_running_requests``, but no other request reads these
+        blocks. Blocks on the host are dropped too, whatever ``reset_connector`` is.
         """
         self.frontend.reset_prefix_cache()
         self._loop.take(0)
         return True
 
     def advance(self) -> None:
-        """Run one step and process its results, as :meth:`generate` does until all requests are finished."""
+        """Run one step and process its results.
+
+        :meth:`generate` repeats this until all requests are finished.
+        """
         self._loop.take(0)
         self._loop.step()
         self._receive()
 
     def finish(self) -> None:
-        """Let the engine end what was canceled, when nothing else runs."""
+        """Let the engine end canceled requests when nothing else runs."""
         self._loop.take(0)
         self._loop.finish()
 

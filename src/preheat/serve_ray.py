@@ -1,7 +1,7 @@
-"""Ray Serve: replicas that are hot, and that compute the same bits, before they get a request.
+"""Ray Serve: replicas that are hot, and bit-equal, before their first request.
 
-``serve run preheat.serve_ray:app model=Qwen/Qwen3-0.6B device=cuda`` builds it; docs/ray.md says more. A replica
-is a server without its port: Ray's proxies pass requests on to the same ASGI application. No torch here.
+``serve run preheat.serve_ray:app model=Qwen/Qwen3-0.6B device=cuda`` builds the application; docs/ray.md says more. A
+replica is a server without its port: Ray's proxies pass requests on to the same ASGI application. No torch here.
 """
 
 from __future__ import annotations
@@ -31,31 +31,36 @@ from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 
 DEPLOYMENT = "preheat"
 LISTENING = (
     "host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_header_bytes", "timeout_headers",
     "timeout_keep_alive",
 )  # fmt: skip
-"""Options of a port, which Ray's proxies open."""
+"""Options of a port, not usable here since Ray's proxies open the port."""
 
-_HEALTH_SECONDS = 2.0  # between checks; Ray replaces a replica after three that fail
+_HEALTH_SECONDS = 2.0  # between checks; Ray replaces a replica after three failures
 _LEAVE_SECONDS = 10.0  # for the engine to end, after the last request
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The application of ``args``: the settings of ``preheat serve`` by name, as values or as text, and under
-    ``deployment`` options of Ray Serve's deployment. What is not given comes from the environment of whoever calls
-    this, as in ``preheat serve``. Raises SettingsError.
+    """Build the application of ``args``. Raises SettingsError.
+
+    ``args`` has the settings of ``preheat serve`` by name, as values or as text, and under ``deployment`` options of
+    Ray Serve's deployment. Other settings come from the caller's environment, as in ``preheat serve``.
     """
     given = {name: value for name, value in args.items() if name != "deployment"}
     settings = served(Settings.load(given))
     operations.check_settings(settings)
     if listening := [name for name in LISTENING if getattr(settings, name) != OPTIONS[name].default]:
-        raise SettingsError(f"{listening[0]} is for a port, which Ray Serve opens: set it in its http_options instead")
+        raise SettingsError(
+            f"{listening[0]} configures a port, and Ray Serve opens the port: use Ray Serve's http_options instead"
+        )
     if settings.device == "auto":
-        raise SettingsError("device: Ray must know what to reserve for a replica: name it, cpu or cuda", param="device")
+        raise SettingsError(
+            "device: Ray reserves a device for each replica and must know its kind: set cpu or cuda", param="device"
+        )
     if settings.boot_check == "off":
         raise SettingsError("replicas are compared by the digest of the check at boot: leave boot_check on")
     if settings.skip_warmup:
@@ -66,7 +71,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         )
     if settings.distributed_executor_backend == "ray":
         raise SettingsError(
-            "distributed_executor_backend: a replica has reserved what its ranks need, and runs them: leave it out",
+            "distributed_executor_backend: a replica runs its ranks on the resources that it has reserved: leave it "
+            "out",
             param="distributed_executor_backend",
         )
     options = deployment_options(settings) | dict(args.get("deployment") or {})
@@ -77,8 +83,10 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
-    """The options of the deployment, where ``args`` give no others: one to four replicas, as many as the running
-    requests fill; a replica that stops has the time to finish them.
+    """Return the deployment's default options.
+
+    They allow one to four replicas, as many as the running requests fill. A stopping replica has the time to finish its
+    requests.
     """
     facts, world = facts_of(settings.device), settings.tensor_parallel_size
     rows = settings.max_num_seqs or facts.max_num_seqs
@@ -92,27 +100,35 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def numerics_key(settings: Settings) -> str:
-    """Names what replicas must have in common to compute the same bits: all settings but those of the server."""
+    """Return a key of the facts that decide about a replica's bits.
+
+    They are all settings except the server's, and the version.
+    """
     kept = {name: value for name, value in dataclasses.asdict(settings).items() if OPTIONS[name].group != "Server"}
     data = msgspec.json.encode({"preheat": preheat.__version__} | kept, order="deterministic")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class Digests:
-    """Keeps the digest of the first replica of each :func:`numerics_key`, while the application runs."""
+    """The digest of the first replica of each :func:`numerics_key`.
+
+    It is kept while the application runs.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def admit(self, key: str, digest: str) -> str:
-        """The digest that replicas of ``key`` must have."""
+        """Return the required digest of replicas of ``key``; the first replica sets it."""
         return self._first.setdefault(key, digest)
 
 
 @serve.ingress()
 class Replica:
-    """An engine and the application in front of it. The constructor ends when the engine is warm and its digest is
-    that of the other replicas; it raises what kept it from that.
+    """An engine and the application in front of it.
+
+    The constructor ends when the engine is warm and its digest equals the other replicas'. Raises the error that
+    prevents it.
     """
 
     async def __init__(self, settings: Settings, digests: DeploymentHandle) -> None:  # type: ignore[misc]
@@ -135,11 +151,11 @@ class Replica:
         return _with_lifespan(build_app(self._service))
 
     async def check_health(self) -> None:
-        """Asked by Ray. Raises EngineDead or StepTimeout."""
+        """Raise EngineDead or StepTimeout if the engine is unhealthy; Ray calls this."""
         self._service.check_health()
 
     async def __del__(self) -> None:
-        if not self._supervising.done():  # the constructor has not stopped it
+        if not self._supervising.done():  # unless the constructor has stopped it
             await self._stop(now=False)
 
     async def _compare(self, key: str, digests: DeploymentHandle) -> None:
@@ -155,7 +171,7 @@ class Replica:
 
     def _heard(self, message: FromEngine) -> None:
         if isinstance(message, Ready) and not self._hot.done():
-            settle()
+            collect_and_freeze()
             if message.blocked_reason:
                 self._hot.set_exception(PreheatError(message.blocked_reason))
             else:
@@ -172,7 +188,10 @@ class Replica:
 
 
 def _with_lifespan(inner: ASGIApp) -> ASGIApp:
-    """``inner``, which starts and stops by other means, for a server that insists on ASGI's lifespan messages."""
+    """Wrap ``inner`` for a server that insists on ASGI's lifespan messages.
+
+    ``inner`` starts and stops by other means.
+    """
 
     async def outer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

@@ -1,4 +1,4 @@
-"""Every option of preheat, with its flag, its environment variables, its default and its help.
+"""Every option of preheat, with flag, environment variables, default and help.
 
 A :class:`Settings` is frozen and always valid. Only :meth:`Settings.load` reads the environment. Flags are the names
 with dashes; every option can also be set by ``PREHEAT_<NAME>``, and some by the variable of vLLM or Gaudi.
@@ -49,11 +49,11 @@ _spec = partial(option, group="Speculation")
 
 
 BATCH_SOFTMAX = ("wsum", "amax", "head_amax", "wsum_head_amax")
-"""Softmax variants of vLLM on Gaudi that look at a whole batch."""
+"""Softmax variants of vLLM on Gaudi that depend on a whole batch."""
 
 
 def _count_or_zero(text: str) -> int:
-    """Negative and unreadable text mean none, as for the determinism warm-up's environment variable in vLLM."""
+    """Parse a count; negative and unreadable text mean 0, as in vLLM's determinism warm-up."""
     try:
         return max(int(text), 0)
     except ValueError:
@@ -62,47 +62,47 @@ def _count_or_zero(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Raises SettingsError, naming the option, for a value that cannot be used."""
+    """All options. Raises SettingsError, naming the option, for an unusable value."""
 
     model: str = _model(
         BUNDLED,
-        "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat.",
+        "A directory, a Hugging Face model id, or `bundled` for the model that comes with preheat.",
         several="models",
     )
     models: tuple[str, ...] = _server(
         (),
-        "Models behind one port, as `NAME=PATH`: see docs/several-models.md. `--model NAME=PATH`, given for each, is "
-        "the same.",
+        "Several models behind one port, each as `NAME=PATH`: see docs/several-models.md. `--model NAME=PATH`, once "
+        "for each model, does the same.",
     )
     model_options: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
-        None, "Options of single models behind one port: a JSON object of objects, by the model's name."
+        None, "Options of each of several models: a JSON object from the model's name to an object of options."
     )
-    tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
-    skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
+    tokenizer: str | None = _model(None, "Directory or id of the tokenizer, if it is not in the model's directory.")
+    skip_tokenizer_init: bool = _model(
+        False, "Load no tokenizer: prompts are token ids, and answers are token ids without text."
+    )
     revision: str | None = _model(None, "Branch, tag or commit of a Hub model.")
-    hf_token: str | None = _model(
-        None, "Token for models of the Hub that are not public, in place of `HF_TOKEN`.", secret=True
-    )
-    use_tqdm_on_load: bool = _model(True, "Show how far a start is, on a terminal.")
+    hf_token: str | None = _model(None, "Token for private models of the Hub, instead of `HF_TOKEN`.", secret=True)
+    use_tqdm_on_load: bool = _model(True, "Show the progress of a start on a terminal.")
     language_model_only: bool = _model(
-        False, "Load no encoder of images, and refuse them; nothing else for a model that sees none."
+        False, "Do not load the image encoder, and refuse images; no effect on a model without one."
     )
     download_dir: str | None = _model(
         None, "Folder for models of the Hub.", default_text="the Hugging Face library's, see `HF_HOME`"
     )
     hf_overrides: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object of fields that replace those of the model's `config.json`."
+        None, "A JSON object of fields that replace fields of the model's `config.json`."
     )
     generation_config: str = _model(
         "auto",
-        "Whose sampling defaults are used: `auto` the model's, `vllm` none, else those of the `generation_config.json` "
-        "in this folder.",
+        "Source of sampling defaults: `auto` takes the model's, `vllm` takes none, and a folder takes its "
+        "`generation_config.json`.",
     )
     override_generation_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object of sampling defaults that win over those of `generation_config`."
+        None, "A JSON object of sampling defaults that override `generation_config`."
     )
     load_format: str = _model(
-        "auto", "Where weights come from; `dummy` draws random ones.", choices=("auto", "safetensors", "dummy")
+        "auto", "Source of the weights; `dummy` draws random ones.", choices=("auto", "safetensors", "dummy")
     )
     dtype: str = _model(
         "auto",
@@ -111,38 +111,40 @@ class Settings:
     )
     max_model_len: int | None = _model(
         None,
-        "Most tokens of prompt and output together; `auto` or -1 is the default.",
+        "Maximum tokens of prompt and output together; `auto` or -1 is the default.",
         low=1,
         default_text="the model's length",
         unset=("auto", "-1"),
     )
     enable_prompt_embeds: bool = _model(
-        False, "Take embeddings in place of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
+        False, "Accept embeddings instead of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
     )
-    chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
+    chat_template: str | None = _model(
+        None, "A Jinja file, or the template itself, instead of the model's chat template."
+    )
     chat_template_content_format: str = _model(
         "auto",
-        "What a chat template gets of a message: one text (`string`) or a list of parts (`openai`); `auto` is the list "
-        "where the model sees images and its template looks into lists.",
+        "Form of a message in the chat template: one text (`string`) or a list of parts (`openai`). `auto` chooses "
+        "the list if the model sees images and its template reads lists.",
         choices=("auto", "string", "openai"),
     )
     exclude_tools_when_tool_choice_none: bool = _model(
-        False, "With `tool_choice` none the chat template gets no tools."
+        False, "Give the chat template no tools if `tool_choice` is none."
     )
     trust_request_chat_template: bool = _model(
-        False, "Chats may bring a template of their own (`chat_template`), which runs in a sandbox."
+        False, "Let chat requests bring a template of their own (`chat_template`); it runs in a sandbox."
     )
     default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
-        "Variables of the chat template, as a JSON object: for each conversation, unless it sets them itself "
+        "Variables of the chat template, as a JSON object, for each conversation that does not set them itself "
         "(`chat_template_kwargs`, `reasoning_effort`).",
     )
     enable_auto_tool_choice: bool = _model(
-        False, "Let models decide whether they call a tool; needs `tool_call_parser`."
+        False, "Let the model decide whether to call a tool; needs `tool_call_parser`."
     )
     tool_call_parser: str | None = _model(
         None,
-        "How the model writes calls of tools: see docs/tools.md.",
+        "Parser for the model's tool calls: see docs/tools.md.",
         choices=(
             "deepseek_v3", "deepseek_v31", "ernie45", "gemma4", "glm45", "glm47", "granite", "granite-20b-fc",
             "granite4", "hermes", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "llama3_json", "llama4_json",
@@ -152,7 +154,7 @@ class Settings:
     )  # fmt: skip
     reasoning_parser: str | None = _model(
         None,
-        "How the model marks what it thinks before it answers: see docs/tools.md.",
+        "Parser for the model's reasoning before its answer: see docs/tools.md.",
         choices=(
             "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
             "minimax_m2", "mistral", "olmo3", "openai", "openai_gptoss", "qwen3", "seed_oss", "step3",
@@ -163,34 +165,37 @@ class Settings:
         "A JSON object: `backend` of grammars (auto, guidance, xgrammar, none), `disable_any_whitespace` and "
         "`disable_additional_properties`, see docs/structured-outputs.md.",
     )
-    grammar_compile_timeout_s: float = _model(5.0, "Seconds that compiling a request's grammar may take.", low=0.001)
+    grammar_compile_timeout_s: float = _model(
+        5.0, "Time limit for compiling a request's grammar, in seconds.", low=0.001
+    )
     preload_grammars: str | None = _model(
-        None, "File of grammars to compile before ready, the `structured_outputs` of a request in each line."
+        None, "File of grammars to compile before ready; each line is the `structured_outputs` of a request."
     )
     runner: str = _model(
         "auto",
-        "Whether the engine generates or pools: see docs/embeddings.md. `auto` pools where the checkpoint has a "
-        "`modules.json` of sentence-transformers, or an architecture without an output head.",
+        "Generate text (`generate`) or make embeddings (`pooling`): see docs/embeddings.md. `auto` pools if the "
+        "checkpoint has a `modules.json` of sentence-transformers, or an architecture without an output head.",
         choices=("auto", "generate", "pooling", "draft"),
-        later={"draft": "a draft model is named in speculative_config, and runs beside the model that it drafts for"},
+        later={"draft": "name a draft model in speculative_config: it runs beside its target model"},
     )
     convert: str = _model(
         "auto",
-        "`embed` makes embeddings, as `runner` pooling; with `none` only an architecture without an output head does.",
+        "`embed` makes embeddings, like `runner` pooling; with `none` only an architecture without an output head "
+        "makes them.",
         choices=("auto", "none", "embed", "classify", "reward"),
-        later=dict.fromkeys(("classify", "reward"), "no heads of classifiers are read"),
+        later=dict.fromkeys(("classify", "reward"), "classification heads are not read"),
     )
     task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object that replaces what the checkpoint says: `pooling_type` (LAST, MEAN), `normalize`."
+        None, "A JSON object that replaces the checkpoint's pooling: `pooling_type` (LAST, MEAN), `normalize`."
     )
     override_pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "An older name of `pooler_config`."
     )
-    max_logprobs: int = _model(20, "Most alternatives that `logprobs` and `prompt_logprobs` may ask for.", low=0)
+    max_logprobs: int = _model(20, "Maximum `logprobs` and `prompt_logprobs` of a request.", low=0)
 
     gpu_memory_utilization: float = _memory(
-        0.9, "Share of the memory that is free after loading the model which preheat may use.", low=0.01, high=1
+        0.9, "Share that preheat may use of the memory that is free after loading the model.", low=0.01, high=1
     )
     block_size: int | None = _memory(
         None,
@@ -199,109 +204,114 @@ class Settings:
         high=256,
         default_text="64, on a CPU 256, on Gaudi 128",
     )
-    num_gpu_blocks_override: int | None = _memory(None, "Blocks of the KV cache, in place of a measured number.", low=2)
-    kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
-    enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
+    num_gpu_blocks_override: int | None = _memory(None, "Blocks of the KV cache, instead of a measured number.", low=2)
+    kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, instead of a measured number.", low=1)
+    enable_prefix_caching: bool = _memory(True, "Keep finished blocks for later prompts with the same beginning.")
 
     kv_offloading_size: float | None = _memory(
-        None, "GiB of the host's memory for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
+        None, "Host memory in GiB for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
     )
     kv_events_config: dict[str, Any] | None = _memory(  # noqa: RUF009 - None is not mutable
-        None, "What is published of the prefix cache, as vLLM's JSON object: see docs/kv-offload.md."
+        None, "Publishing of the prefix cache's events, as vLLM's JSON object: see docs/kv-offload.md."
     )
-    enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
+    enable_sleep_mode: bool = _memory(False, "Let an operator put the engine to sleep: see docs/sleep.md.")
 
-    max_num_seqs: int | None = _schedule(None, "Most sequences in one step.", low=1, default_text="256, on a CPU 64")
+    max_num_seqs: int | None = _schedule(None, "Maximum sequences in one step.", low=1, default_text="256, on a CPU 64")
     max_num_batched_tokens: int | None = _schedule(
-        None, "Most tokens in one step, padding included.", low=1, default_text="2048, on a CPU 1024"
+        None, "Maximum tokens in one step, padding included.", low=1, default_text="2048, on a CPU 1024"
     )
     max_num_mixed_tokens: int | None = _schedule(
         None,
-        "Most tokens in a step in which some decode and others read prompts, or twice those rows if that is more.",
+        "Maximum tokens in a step that mixes prompts and decoding, or twice the number of decoding rows if that is "
+        "more.",
         low=1, default_text="512 for `preheat serve`, else as in any step",
     )  # fmt: skip
     max_num_prefill_seqs: int | None = _schedule(
-        None, "Most sequences in one step that still read their prompt.", low=1
+        None, "Maximum sequences in one step that still read their prompt.", low=1
     )
     scheduling_policy: str = _schedule(
         "fcfs",
-        "Whose turn is next: the first come, or with `priority` the lowest `priority` of a request.",
+        "Order of requests: first come, first served (`fcfs`), or the smallest `priority` first (`priority`). The last "
+        "in this order is preempted.",
         choices=("fcfs", "priority"),
     )
-    enable_chunked_prefill: bool = _schedule(True, "Let a long prompt share several steps with decoding sequences.")
+    enable_chunked_prefill: bool = _schedule(
+        True, "Split long prompts over several steps, together with decoding sequences."
+    )
 
     device: str = _run(
         "auto",
-        "Where the model runs; `auto` takes a Gaudi or an NVIDIA GPU where there is one that preheat can use.",
+        "Device of the model; `auto` takes a Gaudi or an NVIDIA GPU if preheat can use one.",
         choices=("auto", *DEVICES),
     )
     async_scheduling: bool | None = _run(
         None,
-        "Prepare a step while the device runs the one before it.",
-        default_text="where the device runs on by itself, as a GPU does",
+        "Prepare the next step while the device runs the current one.",
+        default_text="on a device that runs on its own, such as a GPU",
     )
     seed: int | None = _run(
         None,
-        "Seed of dummy weights (0 unless set) and, if it is set, of the seeds of requests that bring none.",
+        "Seed of dummy weights (0 unless set) and, if set, of the seeds of requests that give none.",
         low=0,
         high=2**64 - 1,
-        default_text="requests draw from the system",
+        default_text="requests draw seeds from the system",
     )
     num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")
-    enforce_eager: bool = _run(False, "Run operation by operation: nothing is compiled or captured.")
+    enforce_eager: bool = _run(False, "Run operation by operation, without compiling or capturing anything.")
     execution_mode: str = _run(
         "auto",
-        "How programs run: see docs/execution-modes.md. On a CPU `auto` is eager.",
-        choices=("auto", "graphs", "compile", "eager", "lazy"),
+        "Way to run programs: see docs/execution-modes.md. On a CPU `auto` is eager.",
+        choices=("auto", "graphs", "compile", "eager", "lazy", "llvm"),
     )
     lazy_mode: bool | None = _run(
-        None, "With `enforce_eager`, picks the execution mode by Gaudi's table.", env="PT_HPU_LAZY_MODE"
+        None, "Together with `enforce_eager`, chooses the execution mode by Gaudi's table.", env="PT_HPU_LAZY_MODE"
     )
     batch_invariant: bool = _run(
         True,
-        "The bits of a request never depend on what shares its batch. Without, a GPU may run a faster implementation "
-        "whose bits do; a CPU has none, and refuses.",
+        "Keep the bits of a request independent of the other requests in its batch. If off, a GPU may run a faster "
+        "implementation with bits that depend on them; a CPU has none, and refuses.",
         env="VLLM_BATCH_INVARIANT",
     )
     handle_topk_duplicates: bool = _run(
         False,
-        "Keep every token that ties with the last of top_k, not only those with the lowest ids.",
+        "Keep every token that ties with the last of top_k, not only the tokens with the lowest ids.",
         env="VLLM_HANDLE_TOPK_DUPLICATES",
     )
     engine_iteration_timeout_s: float = _run(
-        600.0, "Seconds that one step may take.", env="VLLM_ENGINE_ITERATION_TIMEOUT_S", low=0.001
+        600.0, "Time limit of one step, in seconds.", env="VLLM_ENGINE_ITERATION_TIMEOUT_S", low=0.001
     )
     engine_heartbeat_timeout_s: float = _run(
         5.0,
-        "Seconds without a heartbeat of the engine, or for a step on its device, after which `/health` says so.",
+        "Seconds without a heartbeat of the engine, or for one step on its device, until `/health` reports it.",
         low=0.1,
     )
     rpc_timeout_ms: int = _run(
-        10_000, "Milliseconds that the engine may take to accept a request.", env="VLLM_RPC_TIMEOUT", low=1
+        10_000, "Time limit for the engine to accept a request, in milliseconds.", env="VLLM_RPC_TIMEOUT", low=1
     )
 
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
-    uds: str | None = _server(None, "Path of a Unix socket to listen on, in place of host and port.")
-    root_path: str = _server("", "Path under which a proxy shows the server, such as `/llm`.")
+    uds: str | None = _server(None, "Path of a Unix socket to listen on, instead of host and port.")
+    root_path: str = _server("", "Path prefix of the server behind a proxy, such as `/llm`.")
     served_model_name: tuple[str, ...] | None = _server(
-        None, "Names under which clients find the model, the first one is answered.", default_text="the model"
+        None, "Names of the model for clients; answers give the first one.", default_text="the model"
     )
     api_key: tuple[str, ...] = _server(
-        (), "Keys that clients may use; none: no key is asked for.", env="VLLM_API_KEY", secret=True, one_word=True
+        (), "Keys that clients may use; without any, no key is needed.", env="VLLM_API_KEY", secret=True, one_word=True
     )
-    allowed_origins: tuple[str, ...] = _server(("*",), "Origins from which browsers may call.")
-    allowed_methods: tuple[str, ...] = _server(("*",), "Methods with which browsers may call from another origin.")
-    allowed_headers: tuple[str, ...] = _server(("*",), "Headers that browsers may send from another origin.")
+    allowed_origins: tuple[str, ...] = _server(("*",), "Origins of pages that may call from a browser (CORS).")
+    allowed_methods: tuple[str, ...] = _server(("*",), "Methods that browsers may use from another origin (CORS).")
+    allowed_headers: tuple[str, ...] = _server(("*",), "Headers that browsers may send from another origin (CORS).")
     allow_credentials: bool = _server(
-        False, "Let browsers send cookies and the like from another origin, which `allowed_origins` should then name."
+        False,
+        "Let browsers send credentials such as cookies from another origin; name that origin in `allowed_origins`.",
     )
     ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.")
     ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.")
-    ssl_ca_certs: str | None = _server(None, "Authorities whose client certificates are asked for.")
+    ssl_ca_certs: str | None = _server(None, "File of authorities for client certificates; clients are asked for one.")
     ssl_cert_reqs: int | None = _server(
         None,
-        "Whether clients need a certificate, as in Python's `ssl`: 0 no, 1 those who bring one, 2 all.",
+        "Check of client certificates, as in Python's `ssl`: 0 none, 1 if a client sends one, 2 required.",
         low=0,
         high=2,
         default_text="2 with `ssl_ca_certs`, else 0",
@@ -309,142 +319,152 @@ class Settings:
     ssl_ciphers: str | None = _server(None, "Ciphers of TLS before 1.3, as OpenSSL lists them.")
     middleware: tuple[str, ...] = _server(
         (),
-        "ASGI middleware of your own, as `module.NAME`: a class, or an `async def` of a request and what answers it. "
-        "Its code is run.",
+        "Your own ASGI middleware, as `module.NAME`: a class, or an `async def` that gets a request and the next "
+        "handler. Its code is run.",
         one_word=True,
     )
-    disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, which describes the endpoints.")
-    response_role: str = _server("assistant", "Role of the messages in answers to chats.")
+    disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, the description of the endpoints.")
+    response_role: str = _server("assistant", "Role of the messages in chat answers.")
     enable_force_include_usage: bool = _server(
         False, "End each stream with its usage, as if `stream_options.include_usage` were true."
     )
     stream_interval: int = _server(
-        1, "Tokens in each event of a stream but the first and the last, for requests that do not say.", low=1
+        1, "Tokens in each event of a stream, except the first and the last, unless a request sets it.", low=1
     )
     return_tokens_as_token_ids: bool = _server(
         False, "Show tokens in logprobs as `token_id:5`, for clients that need to tell tokens of equal text apart."
     )
     enable_responses_store: bool = _server(
         False,
-        "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again.",
+        "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and for reading them again.",
         env="VLLM_ENABLE_RESPONSES_API_STORE",
     )
     batch_dir: str | None = _server(
         None,
-        "Folder in which `/v1/files` and `/v1/batches` keep files and batches: see docs/batches.md; none: they are not "
-        "served.",
+        "Folder for the files and batches of `/v1/files` and `/v1/batches`: see docs/batches.md. Without it these "
+        "endpoints are not served.",
     )
-    max_batch_file_bytes: int = _server(200 * 2**20, "Most bytes of a file for a batch.", low=1024)
-    max_batch_files: int = _server(1000, "Most files that are kept, the answers of batches among them.", low=3)
-    max_batches: int = _server(8, "Most batches that have not ended; beyond that, status 429.", low=1)
+    max_batch_file_bytes: int = _server(200 * 2**20, "Maximum bytes of a batch's file.", low=1024)
+    max_batch_files: int = _server(1000, "Maximum files kept, including the answers of batches.", low=3)
+    max_batches: int = _server(8, "Maximum unfinished batches; beyond it, status 429.", low=1)
     request_fields: str = _server(
         "accept",
-        "Fields of a request that nobody knows: `accept` ignores them and names them in the header `X-Ignored-Fields`; "
-        "`strict` refuses them.",
+        "Handling of unknown fields in a request: `accept` ignores them and names them in the header "
+        "`X-Ignored-Fields`; `strict` refuses the request.",
         choices=("accept", "strict"),
     )
     api: str = _server(
         "openai",
-        "`ollama` serves Ollama's API too, for desktop tools: see docs/try-it.md.",
+        "`ollama` also serves Ollama's API, for desktop tools: see docs/try-it.md.",
         choices=("openai", "ollama"),
     )
-    ui: bool = _server(True, "Show a page at `/` on which the model can be tried: see docs/try-it.md.")
-    max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
-    max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
-    max_body_bytes: int = _server(16 * 2**20, "Most bytes in the body of an HTTP request.", low=1024)
-    max_header_bytes: int = _server(2**16, "Most bytes in the headers of an HTTP request.", low=1024)
+    ui: bool = _server(True, "Serve a page at `/` to try the model: see docs/try-it.md.")
+    max_queued_requests: int = _server(
+        20_000, "Maximum sequences waiting for the engine; beyond it, status 429.", low=1
+    )
+    max_concurrent_requests: int = _server(4096, "Maximum HTTP requests served at once; beyond it, status 429.", low=1)
+    max_body_bytes: int = _server(16 * 2**20, "Maximum bytes in the body of an HTTP request.", low=1024)
+    max_header_bytes: int = _server(2**16, "Maximum bytes in the headers of an HTTP request.", low=1024)
     timeout_headers: float = _server(
-        10.0, "Seconds within which the headers of an HTTP request must arrive; then the connection closes.", low=0.1
+        10.0,
+        "Time limit for the headers of an HTTP request to arrive, in seconds; then the connection closes.",
+        low=0.1,
     )
     timeout_keep_alive: int = _server(
-        5, "Seconds after which an idle connection closes.", env="VLLM_HTTP_TIMEOUT_KEEP_ALIVE", low=1
+        5, "Seconds until an idle connection closes.", env="VLLM_HTTP_TIMEOUT_KEEP_ALIVE", low=1
     )
     shutdown_timeout: float = _server(
-        30.0, "Seconds that running requests have to finish after SIGTERM; then they end with an error.", low=0
+        30.0, "Seconds for running requests to finish after SIGTERM; then they end with an error.", low=0
     )
     access_log: str = _server(
-        "off", "Log each HTTP request when it is answered, as text or as JSON.", choices=("text", "json", "off")
+        "off", "Log each HTTP request after its answer, as text or as JSON.", choices=("text", "json", "off")
     )
     metrics_prefix: str = _server(
-        "preheat", "Prefix of the metrics' names; with `vllm` they are those of vLLM.", choices=("preheat", "vllm")
+        "preheat", "Prefix of the metrics' names; `vllm` gives vLLM's names.", choices=("preheat", "vllm")
     )
     otlp_traces_endpoint: str | None = _server(
-        None, "Where a span of each request is sent, as OpenTelemetry's collectors take it: see docs/metrics.md."
+        None, "Address of an OpenTelemetry collector, to send it a span of each request: see docs/metrics.md."
     )
     otlp_traces_protocol: str = _server(
-        "grpc", "How spans are sent: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-    )  # checked where spans are sent: the variable may be meant for other programs
+        "grpc", "Protocol for sending spans: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    )  # checked where spans are sent, as the variable may be meant for other programs
     collect_detailed_traces: str | None = _server(
         None,
-        "Times of parts of the engine in the spans.",
+        "Times of the engine's parts in spans.",
         choices=("model", "worker", "all"),
         later="a step computes many requests, and measuring its parts would hold it up",
     )
 
     allowed_media_domains: tuple[str, ...] = _images(
-        (), "Hosts, or `host:port`, from which images are fetched by their URL; none: only data URLs are read."
+        (), "Hosts, or `host:port`, of image URLs that are fetched; without any, only data URLs are read."
     )
-    allowed_local_media_path: str | None = _images(None, "Folder below which `file://` URLs of images may be.")
+    allowed_local_media_path: str | None = _images(None, "Folder for images with `file://` URLs, subfolders included.")
     image_fetch_timeout: float = _images(
-        5.0, "Seconds within which an image must have been fetched.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
+        5.0, "Time limit for fetching an image, in seconds.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
     )
     limit_mm_per_prompt: dict[str, Any] | None = _images(  # noqa: RUF009 - None is not mutable
-        None, 'Most images in a prompt, as `{"image": 4}`.', default_text="as many as fit the model's length"
+        None, 'Maximum images in a prompt, as `{"image": 4}`.', default_text="as many as fit the model's length"
     )
-    max_image_bytes: int = _images(20 * 2**20, "Most bytes in an image's file.", low=1)
-    max_image_pixels: int = _images(2**25, "Most pixels of an image, as it is sent and as it is resized.", low=1)
+    max_image_bytes: int = _images(20 * 2**20, "Maximum bytes of an image's file.", low=1)
+    max_image_pixels: int = _images(2**25, "Maximum pixels of an image, both as sent and as resized.", low=1)
 
     server_dev_mode: bool = _server(
         False,
-        "Serve the endpoints of an operator, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
+        "Serve an operator's endpoints, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
         "`api_key`.",
         env="VLLM_SERVER_DEV_MODE",
     )
     weight_transfer_config: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
         None,
-        'How a trainer may send new weights, as vLLM\'s JSON object: `{"backend": "nccl"}`, or `gloo`; see '
+        'Transfer of new weights from a trainer, as a JSON object like vLLM\'s: `{"backend": "nccl"}`, or `gloo`; see '
         "docs/weight-updates.md.",
     )
-    weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
+    weights_root: str | None = _server(
+        None, "Folder for new weights that `/update_weights` may read, subfolders included."
+    )
 
-    config: str | None = _general(None, "A file of options in YAML or JSON; flags and environment win over it.")
+    config: str | None = _general(
+        None, "A file of options in YAML or JSON; flags and environment variables override it."
+    )
     log_level: str = _general(
         "info",
-        "Least severity that is logged.",
+        "Lowest severity to log.",
         env="VLLM_LOGGING_LEVEL",
         choices=("debug", "info", "warning", "error"),
         parse=str.lower,
     )
     log_config_file: str | None = _general(
         None,
-        "A JSON file for Python's `logging.config.dictConfig`, of loggers below `preheat`; what it says of `vllm` "
-        "counts too.",
+        "A JSON file for Python's `logging.config.dictConfig`, for loggers below `preheat`; entries for `vllm` apply "
+        "to `preheat` if it has none.",
         env="VLLM_LOGGING_CONFIG_PATH",
     )
-    enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")
+    enable_log_requests: bool = _general(False, "Log each request at its arrival and at its end, without its text.")
 
     bucketing_policy: str | None = _bucketing(
         None,
-        "Separate or common steps for prompts and decoding.",
+        "Separate (`split`) or common (`unified`) steps for prompts and decoding.",
         choices=("unified", "split"),
         default_text="unified, on Gaudi split; split if a file or a range of prompts or blocks is set",
     )
     bucketing_strategy: str = _bucketing(
         "auto",
-        "Rule that spaces the buckets (exp, lin and pad are understood); `auto`: linear where a range is set, "
-        "padding_aware where its padding is, else exponential with `unified`, linear with `split`.",
+        "Rule that spaces the buckets (exp, lin and pad are understood). `auto` is linear if a range is set, "
+        "padding_aware if its padding is set, else exponential with `unified` and linear with `split`.",
         env="VLLM_BUCKETING_STRATEGY",
         choices=("auto", "linear", "exponential", "padding_aware", "file"),
         parse=strategy_named,
     )
     bucketing_from_file: str | None = _bucketing(
-        None, "File of buckets, in place of ranges.", env="VLLM_BUCKETING_FROM_FILE"
+        None, "File of buckets, instead of ranges.", env="VLLM_BUCKETING_FROM_FILE"
     )
-    allow_large_plan: bool = _bucketing(False, "Boot even when the plan has more than 2,000 programs.")
+    allow_large_plan: bool = _bucketing(False, "Boot even if the plan has more than 2,000 programs.")
     bucket_pad_max: int | None = _bucketing(
-        None, "Most that `padding_aware` buckets pad by, in any dimension; 0: no limit.", low=0
+        None, "Maximum padding of `padding_aware` buckets in any dimension; 0 is no limit.", low=0
     )
-    bucket_pad_percent: int | None = _bucketing(None, "The same in percent.", low=0, high=50)
+    bucket_pad_percent: int | None = _bucketing(
+        None, "Maximum padding of `padding_aware` buckets in any dimension, in percent.", low=0, high=50
+    )
     prompt_bs_bucket_min: int | None = bucket_range("prompt_bs", "min")
     prompt_bs_bucket_step: int | None = bucket_range("prompt_bs", "step")
     prompt_bs_bucket_max: int | None = bucket_range("prompt_bs", "max")
@@ -474,39 +494,47 @@ class Settings:
     skip_warmup: bool = _warm(False, "Do not warm up before serving.", env="VLLM_SKIP_WARMUP")
     determinism_warmup_iterations: int = _warm(
         3,
-        "Passes that settle the numerics before serving; negative or unreadable means none.",
+        "Forward passes that settle the numerics before serving; a negative or unreadable value means none.",
         env="VLLM_DETERMINISM_WARMUP_ITERATIONS",
         low=0,
         parse=_count_or_zero,
     )
     on_cold: str = _warm(
-        "warn", "What happens when something is built after ready.", choices=("off", "count", "warn", "raise")
+        "warn",
+        "Reaction to a cold event, such as a compilation, after ready.",
+        choices=("off", "count", "warn", "raise"),
     )
     cache_dir: str | None = _warm(
         None,
-        "Folder where a boot leaves its record and what it compiled, for the next one that is the same; `off`: none.",
+        "Folder where a boot keeps its record and compiled code for the next equal boot; `off` keeps none.",
         default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
     )
 
     graph_reserved_mem: float = _graph(
         0.1,
-        "Share of the usable memory for graphs, in execution mode graphs.",
+        "Share of the usable memory that is reserved for graphs, in execution mode graphs.",
         env="VLLM_GRAPH_RESERVED_MEM",
         low=0,
         high=1,
     )
     graph_prompt_ratio: float = _graph(
-        0.3, "Share of the graphs' memory for prompts.", env="VLLM_GRAPH_PROMPT_RATIO", low=0, high=1
+        0.3, "Share of the graphs' memory for graphs of prompts.", env="VLLM_GRAPH_PROMPT_RATIO", low=0, high=1
     )
     graph_prompt_strategy: str = _graph(
-        "min_tokens", "Order of capturing prompts.", env="VLLM_GRAPH_PROMPT_STRATEGY", choices=("min_tokens", "max_bs")
+        "min_tokens",
+        "Order of capturing graphs of prompts.",
+        env="VLLM_GRAPH_PROMPT_STRATEGY",
+        choices=("min_tokens", "max_bs"),
     )
     graph_decode_strategy: str = _graph(
-        "max_bs", "Order of capturing decodes.", env="VLLM_GRAPH_DECODE_STRATEGY", choices=("min_tokens", "max_bs")
+        "max_bs",
+        "Order of capturing graphs of decoding.",
+        env="VLLM_GRAPH_DECODE_STRATEGY",
+        choices=("min_tokens", "max_bs"),
     )
     config_hidden_layers: int | None = _graph(
         None,
-        "Layers in one graph; a step runs its graphs one after the other.",
+        "Layers in one graph; a step runs its graphs one after another.",
         env="VLLM_CONFIG_HIDDEN_LAYERS",
         low=1,
         default_text="all, on Gaudi 1",
@@ -514,25 +542,28 @@ class Settings:
 
     defrag_threshold: int = _defrag(
         32,
-        "Compact the KV cache when the highest block in use lies more than this above the number in use.",
+        "Compact the KV cache if the highest block in use exceeds the number of blocks in use by more than this.",
         env="VLLM_DEFRAG_THRESHOLD",
         low=0,
     )
     defrag_with_graphs: bool | None = _defrag(
-        None, "Swap blocks by captured graphs; no platform does.", env="VLLM_DEFRAG_WITH_GRAPHS", default_text="false"
+        None,
+        "Swap blocks by captured graphs; no platform supports it.",
+        env="VLLM_DEFRAG_WITH_GRAPHS",
+        default_text="false",
     )
     contiguous_pa: bool | None = _defrag(
         None,
-        "Decode reads the KV cache in place: on a CPU, which needs `--block-size 256`, and on Gaudi where it is set.",
+        "Let decoding read the KV cache in place: on a CPU, with `--block-size 256`, and on Gaudi, if set.",
         env="VLLM_CONTIGUOUS_PA",
         default_text="on a CPU true for blocks of 256",
     )
 
-    boot_check: str = _proof("quick", "Compare bits over all paths before ready.", choices=("off", "quick", "full"))
-    require_invariance: bool = _proof(False, "Refuse to start where invariance cannot be promised.")
+    boot_check: str = _proof("quick", "Compare the bits of all paths before ready.", choices=("off", "quick", "full"))
+    require_invariance: bool = _proof(False, "Refuse to start if invariance cannot be promised.")
 
     debug: tuple[str, ...] = _trace(
-        (), "Parts that explain themselves in the log.", env="VLLM_DEBUG", choices=("defrag", "warmup")
+        (), "Parts of the engine that log details.", env="VLLM_DEBUG", choices=("defrag", "warmup")
     )
     profiler_enabled: bool = _trace(
         False,
@@ -543,132 +574,153 @@ class Settings:
         False, "Log the steps that compile.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION"
     )
     log_step_graph_compilation_all: bool = _trace(
-        False, "Log what every step compiles, nothing included.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL"
+        False,
+        "Log the compilations of every step, also of steps without any.",
+        env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL",
     )
     log_step_cpu_fallbacks: bool = _trace(
         False,
-        "Log the steps in which compiled code leaves an operation to eager Python.",
+        "Log the steps with operations that compiled code leaves to eager Python.",
         env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS",
     )
     log_step_cpu_fallbacks_all: bool = _trace(
-        False, "Log such fallbacks of every step, none included.", env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL"
+        False,
+        "Log the operations left to eager Python for every step, also for steps without any.",
+        env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL",
     )
 
     tensor_parallel_size: int = _spread(
-        1, "Devices, or processes on a CPU, that share each layer: 1, 2, 4 or 8.", low=1, high=8
+        1, "Number of devices, or processes on a CPU, that share each layer: 1, 2, 4 or 8.", low=1, high=8
     )
     tp_invariant: bool | None = _spread(
         None,
-        "Sum layers that devices share in an order that is the same on 1, 2 and 4 of them.",
+        "Sum shared layers in one order, the same on 1, 2 and 4 devices.",
         default_text="with more than one device",
     )
     pipeline_parallel_size: int = _spread(
-        1, "Stages that have a range of layers each, and so many devices as share a layer.", low=1, high=64
+        1, "Number of stages, each with a range of layers and `tensor_parallel_size` devices.", low=1, high=64
     )
     distributed_executor_backend: str = _spread(
         "mp",
-        "What runs the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several. "
-        "`uni`: there are none.",
+        "Processes of the ranks beside the engine: its own processes (`mp`), or actors of Ray on one or several nodes "
+        "(`ray`). `uni` has no further ranks.",
         choices=("mp", "ray", "uni"),
     )
 
     data_parallel_size: int = _spread(
-        1, "Replicas of the engine behind one server, with devices of their own.", low=1, high=64
+        1, "Number of replicas of the engine behind one server, each with devices of its own.", low=1, high=64
     )
 
     quantization: str | None = _quant(
         None,
-        "How weights are quantized: `fp8` makes float8 of a checkpoint that is not quantized, while it is loaded; "
-        "`inc` rounds linear layers to FP8 by the measured ranges that `quant_config` names. One that is quantized "
-        "needs no option; naming another method than its own is an error.",
+        "Quantization while loading a checkpoint: `fp8` converts weights to float8; `inc` rounds linear layers to FP8 "
+        "by the measured ranges that `quant_config` names. A quantized checkpoint needs no option; to name another "
+        "method than its own is an error.",
     )
     quant_config: str | None = _quant(
         None,
-        "JSON file of Intel Neural Compressor: what is quantized, how, and where the measured ranges are.",
+        "JSON file of Intel Neural Compressor (INC) with the modules to quantize, the method, and the path of the "
+        "measured ranges.",
         env="QUANT_CONFIG",
     )
     kv_cache_dtype: str = _quant(
         "auto",
-        "Type of the KV cache; `auto` is the model's, `fp8` is e4m3, `fp8_inc` takes its scales from `quant_config`.",
+        "Type of the KV cache: `auto` is the model's, `fp8` is e4m3, and `fp8_inc` takes its scales from "
+        "`quant_config`.",
         choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "bfloat16", "float16", "float32"),
     )
     weights_load_device: str | None = _quant(
         None,
-        "Where weights are read and prepared, layer by layer, before they go to the device.",
+        "Device for reading and preparing weights, layer by layer, before they go to the model's device.",
         choices=(HOST,),
         default_text="the device",
     )
 
-    enable_lora: bool = _lora(False, "Serve adapters.")
+    enable_lora: bool = _lora(False, "Serve LoRA adapters.")
     lora_modules: tuple[str, ...] = _lora(
-        (), 'Adapters to read at the start, as `name=path` or `{"name": ..., "path": ..., "base_model_name": ...}`.'
+        (), 'Adapters to load at the start, as `name=path` or `{"name": ..., "path": ..., "base_model_name": ...}`.'
     )
-    max_loras: int = _lora(1, "Most adapters in one step: the places for them on the device.", low=1, high=64)
+    max_loras: int = _lora(
+        1, "Maximum adapters in one step: the number of adapter slots on the device.", low=1, high=64
+    )
     max_lora_rank: int = _lora(16, "Largest rank of an adapter.", low=1, high=512)
-    max_cpu_loras: int | None = _lora(None, "Most adapters that the host keeps.", low=1, default_text="`max_loras`")
+    max_cpu_loras: int | None = _lora(None, "Maximum adapters kept on the host.", low=1, default_text="`max_loras`")
     lora_dtype: str = _lora(
-        "auto", "Type of the adapters' matrices; `auto` is the model's.", choices=("auto", "bfloat16", "float32")
+        "auto", "Type of the adapters' matrices; `auto` is the model's type.", choices=("auto", "bfloat16", "float32")
     )
     lora_root: str | None = _lora(
-        None, "Folder below which adapters may be loaded while the server runs; none: only `lora_modules` are served."
+        None,
+        "Folder for adapters that may be loaded while the server runs, subfolders included; without it only "
+        "`lora_modules` are served.",
     )
     allow_runtime_lora_updating: bool = _lora(
         False,
-        "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
+        "Let clients with a key load and unload adapters while the server runs; needs `enable_lora`.",
         env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     )
     fully_sharded_loras: bool = _lora(
-        False, "Ranks divide the first matrix of adapters by tiles of 16 ranks in layers that are divided by rows, too."
+        False,
+        "In layers divided by rows, divide the adapters' first matrix among devices too, in tiles of 16 adapter ranks.",
     )
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
-        None, "What drafts tokens, as vLLM's JSON object: see docs/speculation.md."
+        None, "Drafting of tokens, as vLLM's JSON object: see docs/speculation.md."
     )
-    speculative_model: str | None = _spec(None, "`[ngram]`, or the model that drafts; as `model` in the object.")
-    num_speculative_tokens: int | None = _spec(None, "Tokens drafted for a row; as in the object.", low=1, high=128)
+    speculative_model: str | None = _spec(
+        None, "`[ngram]`, or the draft model; same as `model` in `speculative_config`."
+    )
+    num_speculative_tokens: int | None = _spec(
+        None, "Tokens drafted for a row; same as in `speculative_config`.", low=1, high=128
+    )
     speculative_k: str = _spec(
         "fixed",
-        "Draft all of those tokens, or choose how many from measured costs and from what was accepted.",
+        "Draft always `num_speculative_tokens` tokens (`fixed`), or choose the number from measured costs and "
+        "acceptance (`auto`).",
         choices=("fixed", "auto"),
     )
-    ngram_prompt_lookup_max: int | None = _spec(None, "As `prompt_lookup_max` in the object.", low=1, high=64)
-    ngram_prompt_lookup_min: int | None = _spec(None, "As `prompt_lookup_min` in the object.", low=1, high=64)
+    ngram_prompt_lookup_max: int | None = _spec(
+        None, "Same as `prompt_lookup_max` in `speculative_config`.", low=1, high=64
+    )
+    ngram_prompt_lookup_min: int | None = _spec(
+        None, "Same as `prompt_lookup_min` in `speculative_config`.", low=1, high=64
+    )
     num_scheduler_steps: int = _spec(
         1,
-        "vLLM's multi-step scheduling. More than 1 is `--async-scheduling`: the next step is prepared while one runs.",
+        "vLLM's multi-step scheduling. More than 1 means `--async-scheduling`: the next step is prepared during the "
+        "current one.",
         low=1,
     )
 
     lazy_collectives: bool | None = _gaudi(
         None,
-        "Collectives within lazy graphs, which several cards with HPU Graphs need.",
+        "Collectives within lazy graphs; several cards with HPU Graphs need them.",
         env="PT_HPU_ENABLE_LAZY_COLLECTIVES",
         default_text="the bridge's",
     )
     disable_tensor_cache: bool | None = _gaudi(
         None,
-        "Graphs do not keep what they compute on the way; false takes more memory for each.",
+        "Do not keep the intermediate results of graphs; false takes more memory for each graph.",
         env="PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
         default_text="true",
     )
     metrics_gc_details: bool | None = _gaudi(
         None,
-        "Cold events say what was compiled.",
+        "Name the compiled recipe in cold events.",
         env="PT_HPU_METRICS_GC_DETAILS",
         default_text="the bridge's",
     )
     pa_softmax_impl: str | None = _gaudi(
         None,
-        "How attention over the cache is normalised: by each row's own maximum, in both.",
+        "Softmax of attention over the cache: both choices subtract each row's own maximum.",
         env="VLLM_PA_SOFTMAX_IMPL",
         choices=("index_reduce", "scatter_reduce", *BATCH_SOFTMAX),
         later=dict.fromkeys(
-            BATCH_SOFTMAX, "its maximum is taken over rows of other requests, on which bits would then depend"
+            BATCH_SOFTMAX, "its maximum is taken over rows of other requests, and bits would depend on them"
         ),
         default_text="index_reduce",
     )
     use_fake_hpu: bool = _gaudi(
-        False, "Run on a fake device, which must be installed; for tests.", env="VLLM_USE_FAKE_HPU"
+        False, "Run on a fake Gaudi, for tests; its package must be installed.", env="VLLM_USE_FAKE_HPU"
     )
 
     def __post_init__(self) -> None:
@@ -677,7 +729,8 @@ class Settings:
         _check_mm_limits(self.limit_mm_per_prompt)
         if self.tensor_parallel_size not in (1, 2, 4, 8):
             raise SettingsError(
-                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}",
+                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}: sums are a fixed "
+                "tree of four K splits (eight on 8 ranks), and each rank holds a subtree of it",
                 param="tensor_parallel_size",
             )
         structured_config(self.structured_outputs_config)
@@ -691,7 +744,7 @@ class Settings:
 
     @property
     def speculation(self) -> Speculation | None:
-        """What drafts tokens; None: nothing does."""
+        """The drafting of tokens, or None."""
         return speculation(self)
 
     @classmethod
@@ -701,11 +754,13 @@ class Settings:
         env: Mapping[str, str] | None = None,
         config_file: str | None = None,
     ) -> Settings:
-        """Settings from keywords or flags, then the environment, then a YAML file, then the defaults.
+        """Load settings from keywords or flags, and other sources.
+
+        Keywords or flags come first, then the environment, then a YAML file, then the defaults.
 
         ``args`` maps option names to values of the option's type, or to text. ``env`` is by default the process's
         environment, ``config_file`` the option ``config``. Raises SettingsError for unknown names and values; unknown
-        variables are only warned about.
+        variables only cause a warning.
         """
         env = os.environ if env is None else env
         values = read_environment(OPTIONS, env)
@@ -717,7 +772,7 @@ class Settings:
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:
-    """Raise SettingsError unless ``limits`` are counts of what a prompt may hold besides text."""
+    """Raise SettingsError unless ``limits`` are counts of images, the only kind besides text."""
     for name, count in (limits or {}).items():
         if name != "image" or type(count) is not int or count < 0:
             raise SettingsError(
@@ -731,7 +786,10 @@ OPTIONS: dict[str, Option] = registry(Settings)
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    """The options in a YAML or JSON file: one mapping, names with dashes or underscores."""
+    """Read the options in a YAML or JSON file. Raises SettingsError.
+
+    The file has one mapping, from names with dashes or underscores.
+    """
     import yaml
 
     try:

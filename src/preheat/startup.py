@@ -1,6 +1,6 @@
 """The two boots: of the engine, and of the frontend (tokenizer, chat template).
 
-The frontend's process never imports torch, so :func:`boot_engine` imports what needs it when it is called.
+The frontend's process never imports torch, so :func:`boot_engine` defers all imports that need it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
-from preheat.model.shard import shard, sums_leaves
+from preheat.model.shard import shard, sums_k_splits
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.stage import stage_of
 from preheat.model.traits import check_traits
@@ -43,7 +43,7 @@ from preheat.plan.modes import with_defaults
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
-from preheat.utils.gc import keep_imports, settle
+from preheat.utils.gc import collect_and_freeze, keep_imports
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
@@ -66,16 +66,15 @@ def boot_front(
     *,
     max_queued: int | None = None,
 ) -> Frontend:
-    """The frontend with its tokenizer and chat template. ``send`` hands a message to the engine; at most
-    ``max_queued`` sequences may wait there.
+    """Boot the frontend with its tokenizer and chat template. Raises SettingsError or ModelError, with advice.
 
-    Raises SettingsError or ModelError, saying what to change.
+    ``send`` sends a message to the engine; at most ``max_queued`` sequences may wait there.
     """
     describe_structs()
     with boot_errors("The tokenizer cannot be loaded"):
         folder = find_model(settings, with_weights=False)
         config = read_config(folder, settings.hf_overrides)
-        check_architecture(config)  # before its tokenizer, which may be of a kind that is not read here
+        check_architecture(config)  # before its tokenizer, as that may be of an unsupported kind
         files = ModelFiles(folder, settings.hf_overrides, _generation_folder(settings))
         tokens = find_tokenizer(settings) if settings.tokenizer else folder
         tokenizer = NoTokenizer(folder, files) if settings.skip_tokenizer_init else Tokenizer(tokens, files)
@@ -121,7 +120,10 @@ def _traces(settings: Settings) -> RequestTraces | None:
 
 
 def _images(settings: Settings, folder: Path) -> Images | None:
-    """What reads the images of requests, if the model sees any: Pillow is imported for no other."""
+    """Return the reader of images, if the model sees images.
+
+    No other model needs Pillow.
+    """
     if settings.language_model_only:
         return None
     config = read_config(folder, settings.hf_overrides)
@@ -155,27 +157,27 @@ def _images(settings: Settings, folder: Path) -> Images | None:
 
 
 def _embed_size(settings: Settings, folder: Path) -> int | None:
-    """The numbers of an embedding, if prompts may be embeddings."""
+    """Return the size of an embedding, if prompts may be embeddings."""
     if not settings.enable_prompt_embeds:
         return None
     return read_spec(read_config(folder, settings.hf_overrides), settings.quantization).hidden_size
 
 
 def _generation_folder(settings: Settings) -> Path | None:
-    """The folder that ``--generation-config`` names; None if it is the model's."""
+    """Return the folder of ``--generation-config``; None for the model's. Raises SettingsError."""
     if settings.generation_config in ("auto", "vllm"):
         return None
     folder = Path(settings.generation_config).expanduser()
     if not (folder / "generation_config.json").is_file():
         raise SettingsError(
-            f"generation_config: {folder} holds no generation_config.json; write auto, vllm or a folder that does",
+            f"generation_config: {folder} holds no generation_config.json; write auto, vllm or a folder that has one",
             param="generation_config",
         )
     return folder
 
 
 def _recommended(settings: Settings, files: ModelFiles) -> dict[str, object]:
-    """The sampling defaults, by parameter."""
+    """Return the sampling defaults, by parameter."""
     given = settings.override_generation_config or {}
     overridden = {key: value for key, value in files.generation.items() if key not in given}
     if settings.generation_config == "vllm":
@@ -186,9 +188,10 @@ def _recommended(settings: Settings, files: ModelFiles) -> dict[str, object]:
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:
-    """The plan of these settings, as text or as JSON, from the model's config alone: no weights, no torch.
+    """Return the plan of these settings, as text or JSON.
 
-    The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
+    It needs only the model's config: no weights, no torch. The device is not examined: the plan assumes bfloat16
+    arithmetic and room for every sequence.
     """
     facts = facts_of(settings.device)
     check_traits(with_defaults(settings, facts), facts)
@@ -205,13 +208,14 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
 
 
 def _spec(settings: Settings) -> ModelSpec:
-    """The spec of the model, or of a rank's shard. Raises ModelError for a config that makes none, and for a model that
-    cannot be divided.
+    """Return the spec of the model, or of a rank's shard.
+
+    Raises ModelError for an invalid config, and for a model that cannot be divided.
     """
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
     spec = stage_of(spec, 0, settings.pipeline_parallel_size)
-    return shard(spec, 0, settings.tensor_parallel_size) if sums_leaves(settings) else spec
+    return shard(spec, 0, settings.tensor_parallel_size) if sums_k_splits(settings) else spec
 
 
 def boot_engine(
@@ -220,28 +224,28 @@ def boot_engine(
     before_ready: Callable[[], None] = lambda: None,
     backend: Backend | None = None,
 ) -> Loop:
-    """An engine that is warm, in the steps of :mod:`preheat.boot`. Calls ``before_ready``, then tells ``transport``
-    that requests may come. ``backend``: what computes; None picks one by ``settings.device``.
+    """Boot an engine in the steps of :mod:`preheat.boot`, and return it warm.
 
-    Raises SettingsError or ModelError, saying what to change.
+    ``before_ready`` is called first, then ``transport`` is told that requests may come. ``backend`` None picks a
+    backend by ``settings.device``. Raises SettingsError or ModelError, with advice.
     """
     started = time.monotonic()
     with boot_errors("The engine cannot start"):
         if settings.data_parallel_size > 1 and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "data_parallel_size is for `preheat serve`, which starts a process for each replica, and this is an "
-                "engine within a process: leave it out",
+                "data_parallel_size needs `preheat serve`, because each replica is a process, and this engine runs "
+                "within one process: leave it out",
                 param="data_parallel_size",
             )
         if settings.models and isinstance(transport, InlineTransport):
             raise SettingsError(
-                "models are for `preheat serve`, which starts a process for each, and this is an engine within a "
+                "models needs `preheat serve`, because each model is a process, and this engine runs within one "
                 "process: give model",
                 param="models",
             )
         check_required(settings)
         explain(settings.debug)
-        _spec(settings)  # a config that does not fit is told before torch is imported
+        _spec(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
         wake(settings.device)
         with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
@@ -252,7 +256,10 @@ def boot_engine(
 
 @contextmanager
 def boot_errors(what: str) -> Iterator[None]:
-    """Errors that preheat did not foresee become a PreheatError of one line, whose cause is kept."""
+    """Convert unforeseen errors to a PreheatError of one line.
+
+    The error is kept as its cause.
+    """
     try:
         yield
     except PreheatError:
@@ -264,26 +271,31 @@ def boot_errors(what: str) -> Iterator[None]:
                 f"{what}: there is not enough memory ({reason or type(error).__name__}): use a smaller model, or lower "
                 "--max-num-seqs, --max-num-batched-tokens, --max-model-len or the size of the KV cache"
             ) from error
-        raise PreheatError(f"{what}: {type(error).__name__}: {reason}; --log-level debug shows where") from error
+        raise PreheatError(
+            f"{what}: {type(error).__name__}: {reason}; --log-level debug shows the traceback"
+        ) from error
 
 
 def _is_no_memory(error: Exception) -> bool:
-    """Whether Python, torch or a device is out of memory; torch is not imported here, and its CPU error has no class
-    of its own.
+    """Return whether Python, torch or a device is out of memory.
+
+    torch is not imported here, and its error on a CPU has no class of its own.
     """
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def run_engine(settings: Settings, address: str) -> None:
-    """The engine's process: boot, say so, run until drained. A fatal error is sent to the frontend. The server
-    prints that of a boot; a later one, which nobody foresaw, is raised too.
+    """Run the engine's process: boot, report ready, run until drained. A fatal error is sent to the frontend.
 
-    Nearly all objects that a boot makes stay: the garbage collector looks at them once, at the end, and never again.
+    The server prints an error of the boot. A later, unforeseen error is raised here too.
+
+    Nearly all objects of a boot stay. So garbage collection is off during the boot, runs once at its end, and then
+    ignores the remaining objects.
     """
 
     def before_ready() -> None:
-        settle()
+        collect_and_freeze()
         gc.enable()
 
     gc.disable()

@@ -1,4 +1,4 @@
-"""Requests that a caller adds one by one and steps himself: ``LLMEngine``, and the thread of ``AsyncLLM``."""
+"""Requests that a caller adds and steps: ``LLMEngine``, and ``AsyncLLM``'s thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class Report:
-    """What a caller hears of a running request: ``take`` returns what is due, when ``params`` want it."""
+    """The outputs of a running request.
+
+    ``take`` returns the next one when ``params`` make it due.
+    """
 
     def __init__(self, state: RequestState, params: SamplingParams | PoolingParams, pooling: Pooling | None) -> None:
         self.state, self._params, self._pooling = state, params, pooling
-        self._told = 0  # tokens of the longest choice
+        self._tokens_returned = 0  # tokens of the longest choice
 
     def take(self) -> Output | None:
-        """Return an output if there are new tokens that are due, or if the request has ended."""
+        """Return an output if one is due, or if the request has ended.
+
+        An output is due if there are enough new tokens.
+        """
         state, params = self.state, self._params
         if isinstance(params, PoolingParams):
             done = state.finished and state.error is None and self._pooling is not None
@@ -41,15 +47,18 @@ class Report:
         state = self.state
         tokens = max((len(choice.token_ids) for choice in state.choices), default=0)
         unknown = params.prompt_logprobs is not None and not state.prompt_logprobs
-        early = self._told and tokens - self._told < (params.stream_interval or 1)
+        early = self._tokens_returned and tokens - self._tokens_returned < (params.stream_interval or 1)
         if params.output_kind is RequestOutputKind.FINAL_ONLY or unknown or not tokens or early:
             return False
-        self._told = tokens
+        self._tokens_returned = tokens
         return True
 
 
 class StepEngine:
-    """Runs the requests that are added to a ``client``, a step at a time. A request is known by its ``request_id``."""
+    """Engine that runs the requests added to a ``client``, a step at a time.
+
+    A request is identified by its ``request_id``.
+    """
 
     def __init__(self, client: OfflineClient) -> None:
         self._client = client
@@ -68,7 +77,9 @@ class StepEngine:
     ) -> str:
         """Send a request, and return its id. Raises InvalidRequest if it cannot be served or its id is in use."""
         if request_id in self._reports:
-            raise InvalidRequest(f"request_id {request_id!r} is that of a running request", param="request_id")
+            raise InvalidRequest(
+                f"request_id {request_id!r} belongs to a running request: choose another", param="request_id"
+            )
         if isinstance(params, PoolingParams):
             (state,) = self._client.prepared_to_pool([prompt], params, lora_request, tokenization_kwargs)
         else:
@@ -80,7 +91,7 @@ class StepEngine:
         return request_id
 
     def has_unfinished_requests(self) -> bool:
-        """Say whether :meth:`step` has something to do."""
+        """Return whether :meth:`step` has something to do."""
         return bool(self._reports)
 
     def get_num_unfinished_requests(self) -> int:
@@ -88,7 +99,10 @@ class StepEngine:
         return len(self._reports)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[Output]:
-        """End requests, and return what they had so far; ids of requests that have ended are left out."""
+        """End requests, and return their outputs so far.
+
+        Ids of requests that have ended are left out.
+        """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         reports = [self._reports.pop(id) for id in ids if id in self._reports]
         for report in reports:
@@ -98,13 +112,14 @@ class StepEngine:
         return [output for report in reports if (output := report.take()) is not None]
 
     def step(self) -> list[Output]:
-        """Run a step, and return the outputs that are due. A request that failed has ``finish_reason`` "error", and
-        the message as ``stop_reason``.
+        """Run a step, and return the outputs that are due.
+
+        A failed request has ``finish_reason`` "error", and the message as ``stop_reason``.
         """
         return [_failed(id, each) if isinstance(each, PreheatError) else each for id, each in self.advance()]
 
     def advance(self) -> list[tuple[str, Output | PreheatError]]:
-        """Run a step, and return what is due of each request, by its id."""
+        """Run a step, and return the due output of each request, by its id."""
         if not self._reports:
             return []
         self._client.advance()
@@ -121,6 +136,6 @@ class StepEngine:
 
 
 def _failed(request_id: str, error: PreheatError) -> RequestOutput:
-    """The output of a request that failed."""
+    """Return the output of a request that failed."""
     choice = CompletionOutput(0, "", [], finish_reason="error", stop_reason=error.message)
     return RequestOutput(request_id, None, [], None, [choice], finished=True)

@@ -1,4 +1,6 @@
-"""Carries messages between frontend and engine: inside one process, or as msgpack over ZeroMQ between two.
+"""Transports of messages between frontend and engine.
+
+They work inside one process, or as msgpack over ZeroMQ between two.
 
 The engine calls ``take`` and ``put``, the frontend ``send`` and ``receive``. Messages stay in order.
 """
@@ -36,7 +38,10 @@ class InlineTransport:
         self._to_front: deque[FromEngine] = deque()
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """All messages to the engine; ignores ``timeout``, since nothing can be sent while the engine waits."""
+        """Return all messages to the engine.
+
+        ``timeout`` is ignored, since nothing can arrive while the engine waits.
+        """
         messages = list(self._to_engine)
         self._to_engine.clear()
         return messages
@@ -50,7 +55,7 @@ class InlineTransport:
         self._to_engine.append(message)
 
     def receive(self) -> list[FromEngine]:
-        """All messages of the engine since the last call."""
+        """Return all messages of the engine since the last call."""
         messages = list(self._to_front)
         self._to_front.clear()
         return messages
@@ -67,18 +72,21 @@ class Beat(msgspec.Struct, tag="beat"):
 
 
 class _End:
-    """One of two processes: binds its socket for incoming messages, connects the one for outgoing messages."""
+    """One of two processes, with its two sockets.
+
+    It binds the socket for incoming messages, and connects the one for outgoing messages.
+    """
 
     def __init__(self, incoming: str, outgoing: str) -> None:
         self._context = zmq.Context()
         self._in, self._out = _socket(self._context, zmq.PULL), _socket(self._context, zmq.PUSH)
         self._in.bind(incoming)
-        self._out.connect(outgoing)  # the sender connects, because it then keeps what is sent too early
+        self._out.connect(outgoing)  # a connecting sender keeps messages that are sent too early
         self._encoder = msgspec.msgpack.Encoder()
 
 
 class EngineTransport(_End):
-    """The engine's end; ``address`` is that of the :class:`FrontendTransport`."""
+    """The engine's end; ``address`` is the address of the :class:`FrontendTransport`."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address + _REQUESTS, address + _DELTAS)
@@ -87,14 +95,17 @@ class EngineTransport(_End):
         self._heartbeat: Heartbeat | None = None
 
     def start_heartbeat(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Tell the frontend from now on that the engine lives, while ``alive()`` is true."""
+        """Send heartbeats to the frontend from now on, while ``alive()`` is true."""
         socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
         socket.connect(self._address + _DELTAS)
         beat = self._encoder.encode(Beat())
         self._heartbeat = Heartbeat(lambda: socket.send(beat), alive)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """All messages to the engine; waits up to ``timeout`` seconds for the first one (None: forever)."""
+        """Return all messages to the engine.
+
+        Waits up to ``timeout`` seconds for the first one (None: forever).
+        """
         frames = _frames(self._in)
         if not frames and timeout != 0 and self._in.poll(None if timeout is None else int(timeout * 1000)):
             frames = _frames(self._in)
@@ -104,11 +115,14 @@ class EngineTransport(_End):
         return messages
 
     def put(self, message: FromEngine) -> None:
-        """Send to the frontend."""
+        """Send a message to the frontend."""
         self._out.send(self._encoder.encode(message))
 
     def report_death(self, error: PreheatError) -> None:
-        """Tell the frontend that the engine is dead, from any thread: the loop may wait for requests."""
+        """Report the engine's death to the frontend.
+
+        Any thread may call it, as the loop may be waiting for requests.
+        """
         with suppress(zmq.ZMQError):  # the engine has left by itself
             socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
             socket.connect(self._address + _DELTAS)
@@ -123,7 +137,7 @@ class EngineTransport(_End):
 
 
 class FrontendTransport(_End):
-    """The frontend's end. It owns the sockets' folder, which only this user can enter.
+    """The frontend's end. It owns the sockets' folder, accessible to this user only.
 
     ``untaken`` has the ids of the requests that the engine has not taken yet, with the time when each was sent, in
     order. ``beat_at`` is the time of the last heartbeat, or None before the first. Times are monotonic seconds.
@@ -137,17 +151,20 @@ class FrontendTransport(_End):
         self.beat_at: float | None = None
 
     def fileno(self) -> int:
-        """Readable when there may be messages; edge-triggered, so receive until there are none."""
+        """Return a descriptor that is readable when there may be messages.
+
+        It is edge-triggered, so receive until no messages are left.
+        """
         return int(self._in.FD)
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Messages that the engine never takes are dropped in :meth:`close`."""
+        """Send a message; never blocks. Messages that the engine never takes are dropped in :meth:`close`."""
         self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
         if isinstance(message, Request):
             self.untaken.append((message.id, time.monotonic()))
 
     def receive(self) -> list[FromEngine]:
-        """All messages of the engine since the last call; never waits."""
+        """Return all messages of the engine since the last call; never waits."""
         messages: list[FromEngine] = []
         for frame in _frames(self._in):
             message = self._decoder.decode(frame)
@@ -179,7 +196,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """All frames that have arrived."""
+    """Return all frames that have arrived."""
     frames: list[bytes] = []
     try:
         while True:

@@ -1,7 +1,7 @@
-"""Where vLLM's scripts import from: names by module, of our package or with the reason why they are not here.
+"""Modules of vLLM that scripts import, as tables of names.
 
-Each module of the tables can be imported below ``preheat``, though it has no file; see
-:mod:`preheat.utils.module_aliases`.
+A name has its home in preheat, or the reason of its absence. Each module of the tables can be imported below
+``preheat``, though it has no file; see :mod:`preheat.utils.module_aliases`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HOMES: Mapping[str, str] = {
     "print_embeddings": "preheat.frontend.embedding",
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "preheat.frontend.metric_values"),
 }
-"""Where the names are that the package itself does not offer."""
+"""The homes of names that the package itself does not offer."""
 
 _NO_CODE = (
     "no code of a script runs in a step: see docs/structured-outputs.md and allowed_token_ids, logit_bias, bad_words"
@@ -105,26 +105,26 @@ def _refused() -> dict[tuple[str, str], Refused]:
 
 @cache
 def modules() -> frozenset[str]:
-    """The modules, without the package's name."""
+    """Return the modules, without the package's name."""
     return frozenset(OFFERED) | frozenset(PROGRAMS) | {module for module, _ in _refused()}
 
 
 def names(module: str) -> Names:
-    """What is in a module."""
+    """Return the names in a module, with functions that return their objects."""
     found: dict[str, object] = {name: partial(_object, name) for name in OFFERED.get(module, "").split()}
     refused = {name: partial(_same, value) for (home, name), value in _refused().items() if home == module}
     return found | refused  # type: ignore[return-value]
 
 
 def program(module: str) -> str:
-    """What ``python -m`` runs; nothing, for a module that is no program."""
+    """Return the program that ``python -m`` runs; empty for a module that is no program."""
     if module not in PROGRAMS:
         return ""
     return _PROGRAM.format(command=PROGRAMS[module])
 
 
 def _object(name: str) -> object:
-    """The object that our package knows by ``name``."""
+    """Return the object that preheat has by ``name``."""
     home, _, other = HOMES.get(name, "preheat").partition(":")
     return getattr(importlib.import_module(home), other or name)
 

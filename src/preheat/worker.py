@@ -1,4 +1,4 @@
-"""What ``LLM.collective_rpc`` and ``LLM.apply_model`` call: the engine's one worker, which is in this process."""
+"""The engine's one worker, in this process, for ``LLM.collective_rpc`` and ``LLM.apply_model``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ R = TypeVar("R")
 
 
 class Worker:
-    """The device, the model and the settings of an engine. A function that ``collective_rpc`` calls gets this."""
+    """The device, the model and the settings of an engine.
+
+    Functions of ``collective_rpc`` get it as argument.
+    """
 
     rank = local_rank = 0
 
@@ -31,34 +34,38 @@ class Worker:
         return self._loop.executor.backend.device
 
     def get_model(self) -> Decoder:
-        """Return the decoder, whose ``weights`` and ``spec`` are the model. It is there to be looked at: the checks at
-        boot were of the model as it was loaded, and ``LLM.update_weights`` replaces weights.
+        """Return the decoder; its ``weights`` and ``spec`` are the model. It is for inspection only.
+
+        The checks at boot covered the model as it was loaded; ``LLM.update_weights`` replaces weights.
         """
         return self._loop.executor.decoder
 
     def apply_model(self, func: Callable[[Decoder], R]) -> R:
-        """Return what ``func`` makes of the model."""
+        """Return the result of ``func`` with the model."""
         return func(self.get_model())
 
     def check_health(self) -> None:
-        """Return: a worker that is in the caller's process and can be called is alive."""
+        """Return: a worker that can be called, in the caller's process, is alive."""
 
 
 METHODS = tuple(name for name in vars(Worker) if not name.startswith("_") and callable(vars(Worker)[name]))
-"""What can be called by its name."""
+"""The methods that can be called by name."""
 
 
 def collective_rpc(
     worker: Worker, method: str | Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Any]:
-    """Call ``method`` of the worker, or a function with the worker, while no step runs. Raises InvalidRequest."""
+    """Call ``method`` of the worker, or a function with the worker. Raises InvalidRequest.
+
+    No step runs meanwhile.
+    """
     import torch
 
     settings = worker.settings
     if (ranks := settings.tensor_parallel_size * settings.pipeline_parallel_size) > 1:
         raise InvalidRequest(
-            f"the engine has {ranks} ranks, each a process that takes weights and steps but no code: look at a model "
-            "with one rank, and change weights by update_weights",
+            f"the engine has {ranks} ranks, and each is a process that runs no code of a caller: inspect a model with "
+            "one rank, and change weights by update_weights",
             param="method",
         )
     if isinstance(method, str) and method not in METHODS:
@@ -67,7 +74,7 @@ def collective_rpc(
             "worker; weights, sleep and the prefix cache are methods of LLM",
             param="method",
         )
-    worker._loop.settle()
+    worker._loop.drain_steps()
     called = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
     with torch.inference_mode():
         return [called(*args, **(kwargs or {}))]

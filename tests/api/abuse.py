@@ -1,8 +1,8 @@
-"""What clients send at the limits of each endpoint, for the test and the benchmark that time /health meanwhile.
+"""Requests at the limits of each endpoint, for the test and the benchmark that time /health meanwhile.
 
-A row is one request as bytes, and the statuses that may answer it. To add one, add it to :data:`ROWS`. ``server`` names
-its server in :data:`SERVERS`; files that a server reads are those of :mod:`tests.api.hostile_files`. ``python -m
-tests.api.abuse PORT`` times /health until its input ends.
+A row is one request as bytes, and the statuses that may answer it. To add a request, add a row to :data:`ROWS`.
+``server`` names the row's server in :data:`SERVERS`. :mod:`tests.api.hostile_files` writes the files that servers read.
+``python -m tests.api.abuse PORT`` times /health until its input ends.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ SERVERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "adapters": _of_adapters,
     "weights": _of_weights,
 }
-"""The options of each server, whose files are written into an empty folder. A scripted engine answers, so that the
-server alone is measured; adapters and weights are read by the real one.
+"""Options of each server.
+
+Each function writes the server's files into an empty folder. A scripted engine answers, so that the server alone is
+measured. The real engine reads adapters and weights.
 """
 
 
 @contextlib.contextmanager
 def abused(name: str, **more: Any) -> Iterator[Server]:
-    """The server ``name`` of :data:`SERVERS`, with ``more`` options."""
+    """Run the server ``name`` of :data:`SERVERS`, with ``more`` options."""
     with tempfile.TemporaryDirectory(prefix="abused-") as folder:
         options = SERVERS[name](Path(folder)) | more
         with serving(options.pop("model"), **options) as server:
@@ -79,7 +81,11 @@ def abused(name: str, **more: Any) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Row:
-    """``payload`` makes the bytes of a request to ``path`` whose body may have so many bytes."""
+    """Request at the limits of an endpoint.
+
+    ``payload`` makes the bytes of a request to ``path``, given the largest size of its body. ``statuses`` may answer
+    it.
+    """
 
     path: str
     payload: Callable[[int], bytes]
@@ -88,7 +94,7 @@ class Row:
 
 
 def http(path: str, data: bytes) -> bytes:
-    """A request with this body."""
+    """Return the bytes of a POST request with this body."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
@@ -101,7 +107,7 @@ def _json(path: str, fields: Callable[[int], dict[str, Any]], *statuses: int, se
 
 
 def _many(path: str, before: str, item: str, after: str, *statuses: int, server: str = "plain") -> Row:
-    """A body with as many of ``item`` as fit."""
+    """Return a row with a body of as many copies of ``item`` as fit."""
 
     def payload(limit: int) -> bytes:
         count = (limit - len(before) - len(after)) // (len(item) + 1)
@@ -112,7 +118,7 @@ def _many(path: str, before: str, item: str, after: str, *statuses: int, server:
 
 @cache
 def text(length: int) -> str:
-    """Text of varied words, as a tokenizer's cache does not help with."""
+    """Return text of varied words, so that a tokenizer's cache does not help."""
     draw = random.Random(length)
     common = "the a def return if for in of to".split()
     words = " ".join(f"{draw.choice(common)} word{draw.randrange(10**6)}" for _ in range(5000))
@@ -120,7 +126,7 @@ def text(length: int) -> str:
 
 
 def _tensor_file(shape: bytes, before: bytes = b"", entries: int = 0) -> str:
-    """A file of ``torch.save`` whose pickle says this of the shape."""
+    """Return a file of ``torch.save`` with these pickle bytes in place of the tensor's shape."""
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
     pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + before + shape
     made = io.BytesIO()
@@ -140,7 +146,10 @@ def _said(content: str) -> list[dict[str, str]]:
 
 
 def _calls(size: int) -> dict[str, Any]:
-    """A conversation whose call has arguments of many lists, as text."""
+    """Return a conversation with a tool call.
+
+    The call's arguments are many lists, as text.
+    """
     call = {
         "id": "a",
         "type": "function",
@@ -150,7 +159,10 @@ def _calls(size: int) -> dict[str, Any]:
 
 
 def _pictures(urls: Callable[[int], list[str]], *statuses: int) -> Row:
-    """A conversation with the images behind so many bytes of URLs."""
+    """Return a row whose conversation holds images.
+
+    ``urls`` makes the URLs, given their size.
+    """
 
     def fields(size: int) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(size)]
@@ -173,7 +185,7 @@ REFUSED, TAKEN = (400,), (200,)
 ADAPTERS = dict.fromkeys((*hostile_files.CONFIGS, "fifo", "endless", "names"), REFUSED) | {"whole": TAKEN}
 ADAPTERS |= {"huge": TAKEN, "layers": TAKEN, "patterns": (200, 400)}
 WEIGHTS = dict.fromkeys(("link", "fifo", "endless", "index", "index_long", "names", "cut"), REFUSED) | {"whole": TAKEN}
-"""What answers the folders of :mod:`tests.api.hostile_files`."""
+"""Statuses that answer a request to load each folder of :mod:`tests.api.hostile_files`."""
 
 ROWS: dict[str, Row] = {
     # texts
@@ -271,7 +283,7 @@ ROWS: dict[str, Row] = {
         f"weights_in_{name}": _json("/update_weights", lambda _, name=name: {"path": name}, *statuses, server="weights")
         for name, statuses in WEIGHTS.items()
     },
-    # a server without --batch-dir keeps nothing
+    # a server without --batch-dir stores no files
     "files": Row("/v1/files", lambda limit: http("/v1/files", b"a" * (limit - ROOM)), frozenset({404})),
     "batches": _json("/v1/batches", lambda size: {"input_file_id": text(size)}, 404),
     # many sequences, long answers
@@ -326,7 +338,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def health(port: int) -> float:
-    """Milliseconds for one answer of /health, through a connection of its own."""
+    """Return the milliseconds that one answer of /health takes, over a new connection."""
     started = time.perf_counter()
     with socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -338,7 +350,7 @@ def health(port: int) -> float:
 
 
 class HealthProbe:
-    """Times /health of a server in a process of its own, so that what this one does delays nothing.
+    """Times /health of a server from another process, so that work in this process delays nothing.
 
     ``times`` are milliseconds, ascending; they are there after the context.
     """
@@ -351,7 +363,7 @@ class HealthProbe:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdout is not None
-        self.times.append(float(self._process.stdout.readline()))  # it has begun
+        self.times.append(float(self._process.stdout.readline()))  # the first time has arrived: probing has begun
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -359,7 +371,7 @@ class HealthProbe:
         self.times = sorted([*self.times, *map(float, said.split())])
 
     def at(self, share: float) -> float:
-        """The time that this share of the answers took at most."""
+        """Return the longest time in this share of the fastest answers."""
         return self.times[min(len(self.times) - 1, int(len(self.times) * share))]
 
     def figures(self) -> dict[str, float]:

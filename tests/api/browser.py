@@ -1,4 +1,7 @@
-"""A real browser, driven over its debugging pipe: no driver, no package, only a Chromium that is installed."""
+"""A real browser, driven over its debugging pipe.
+
+It needs no driver and no package, only an installed Chromium.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ FLAGS = (
 
 
 def find() -> str | None:
-    """The first Chromium on the path."""
+    """Return the first Chromium on the path."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Tab:
-    """One page. ``requests`` are the addresses it asked for, ``complaints`` what its scripts and console said."""
+    """One page of the browser.
+
+    ``requests`` are the addresses that the page asked for. ``complaints`` are errors of its scripts and its console.
+    """
 
     def __init__(self, into: int, out: int) -> None:
         self._into, self._out = into, out
@@ -39,7 +45,7 @@ class Tab:
             self._call(f"{domain}.enable")
 
     def open(self, url: str, *, width: int = 1240, scripts: bool = True, dark: bool = False) -> None:
-        """Load ``url`` and wait until it is there."""
+        """Load ``url`` and wait until the page is loaded."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self._call("Emulation.setEmulatedMedia", features=[scheme])
@@ -50,13 +56,13 @@ class Tab:
             self._book(self._receive())
 
     def picture(self, height: int, kind: str = "webp", quality: int = 82) -> bytes:
-        """The top of the page, ``height`` pixels of it, as an image."""
+        """Return an image of the page's top ``height`` pixels."""
         clip = {"x": 0, "y": 0, "width": self.value("innerWidth"), "height": height, "scale": 1}
         data = self._call("Page.captureScreenshot", format=kind, quality=quality, clip=clip, captureBeyondViewport=True)
         return base64.b64decode(data["data"])
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives."""
+        """Return the value of a JavaScript expression."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -99,7 +105,7 @@ class Tab:
 
 @contextmanager
 def tab(path: str) -> Iterator[Tab]:
-    """A tab of the browser at ``path``, which ends with it."""
+    """Start the browser at ``path``, yield a tab of it, and end the browser."""
     read_commands, commands = os.pipe()
     answers, write_answers = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

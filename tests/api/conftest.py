@@ -1,4 +1,7 @@
-"""A server in its own process, with its engine in another: the real one, or one that follows a script."""
+"""A server in its own process, with its engine in another process.
+
+The engine is the real one, or one that follows a script.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, which must have OpenAI's shape."""
+        """Return the error, after a check that it has OpenAI's shape."""
         assert self.headers["content-type"] == "application/json"
         assert set(self.json) == {"error"} and set(self.json["error"]) == {"message", "type", "param", "code"}
         return dict(self.json["error"])
@@ -90,7 +93,7 @@ class Server:
             return Answer(error.code, error.read(), dict(error.headers))
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric of /metrics."""
+        """Return the value of a metric of /metrics."""
         for line in self.get("/metrics").body.decode().splitlines():
             wanted = all(f'{label}="{value}"' in line for label, value in labels.items())
             if line.startswith(f"preheat:{name}{{") and wanted:
@@ -98,11 +101,11 @@ class Server:
         raise AssertionError(f"/metrics has no {name}")
 
     def wait_until_open(self, seconds: float = 60) -> None:
-        """Until the port is open."""
+        """Wait until the port is open."""
         self._wait_for("/live", seconds)
 
     def wait_until_ready(self, seconds: float = 60) -> None:
-        """Until requests are taken."""
+        """Wait until the server takes requests."""
         self._wait_for("/ready", seconds)
 
     def _wait_for(self, path: str, seconds: float) -> None:
@@ -134,8 +137,10 @@ def serving(
     descriptors: int | None = None,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server for ``model``; ``engine`` None runs the real one. ``log``: where its messages go, instead of to standard
-    error. ``descriptors``: how many files it may open.
+    """Run a server for ``model``; ``engine`` None runs the real engine.
+
+    ``log`` is the file for the server's messages, instead of standard error. ``descriptors`` is the number of files
+    that the server may open.
     """
     port = free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **options}
@@ -158,7 +163,7 @@ def serving(
 
 
 def write_model(folder: Path) -> Path:
-    """A tokenizer with a chat template, and no weights."""
+    """Write a tokenizer with a chat template, and no weights."""
     backend = byte_level()
     backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
@@ -174,14 +179,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scripted(folder: Path) -> Iterator[Server]:
-    """A server whose engine's tokens can be told by hand."""
+    """Run a server with a scripted engine: a test can tell each token of its answers by hand."""
     with serving(str(folder), served_model_name=["tiny", "alias"], max_body_bytes=2**20) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The real thing: the bundled model, and the engine that runs it."""
+    """Run the real engine with the bundled model."""
     with serving("bundled", engine=None, num_threads=1) as server:
         yield server
 
@@ -197,7 +202,10 @@ TALKER = (
 
 
 def write_tools_model(folder: Path) -> Path:
-    """A model whose tokenizer has marks: those of reasoning are ordinary tokens, those of calls special ones."""
+    """Write a model whose tokenizer has marks for reasoning and for tool calls.
+
+    The marks of reasoning are ordinary tokens; the marks of tool calls are special tokens.
+    """
     backend = byte_level()
     backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     backend.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
@@ -215,7 +223,7 @@ def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def talker(tools_folder: Path) -> Iterator[Server]:
-    """A server that answers what the last message says, with parsers of tools and of reasoning, and a store."""
+    """Run a server that repeats the last message, with tool and reasoning parsers, and a store."""
     options: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     options |= {"reasoning_parser": "qwen3", "enable_responses_store": True}
     with serving(str(tools_folder), served_model_name=["m"], **options) as running:

@@ -1,4 +1,7 @@
-"""Files that a server reads for a client: images, adapters and weights that are large, hostile, or at a limit."""
+"""Files that a server reads for a client: large, hostile or at a limit.
+
+There are images, adapters and weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import PIL.Image
 from preheat.model.files import BUNDLED_PATH
 
 WIDEST = 5792
-"""Sides of the largest square image that is decoded: 2**25 pixels."""
+"""Side of the largest square image that is decoded, with 2**25 pixels."""
 
 
 # --- images ---
@@ -31,7 +34,7 @@ def data_url(data: bytes, kind: str) -> str:
 
 @cache
 def jpeg(scans: int, width: int = 4000, height: int = 3000) -> str:
-    """A gray photograph that goes over all its pixels in so many scans."""
+    """Return a gray photograph that goes over all its pixels ``scans`` times."""
     file = io.BytesIO()
     PIL.Image.new("L", (width, height), 90).save(file, "JPEG", progressive=True)
     data = file.getvalue()
@@ -46,7 +49,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 @cache
 def png(width: int, height: int, text: int = 0) -> str:
-    """A gray image in black and, if it has so many characters of ``text``, with a comment that unpacks to them."""
+    """Return a black image of gray scale, with a comment that unpacks to ``text`` characters."""
     pack = zlib.compressobj(9)
     rows = b"".join(pack.compress(bytes(1 + width)) for _ in range(min(height, WIDEST)))
     said = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(text), 9)) if text else b""
@@ -56,7 +59,7 @@ def png(width: int, height: int, text: int = 0) -> str:
 
 
 def noise(size: int) -> str:
-    """An image of noise whose URL has about ``size`` characters."""
+    """Return an image of noise with a URL of about ``size`` characters."""
     side = int((0.7 * size) ** 0.5)
     file = io.BytesIO()
     PIL.Image.frombytes("L", (side, side), random.Random(side).randbytes(side * side)).save(file, "PNG")
@@ -64,7 +67,7 @@ def noise(size: int) -> str:
 
 
 def seeing_model(folder: Path) -> str:
-    """A model that sees, without more weights than its files need."""
+    """Write a model that sees, with no more weights than its files need."""
     from tests.llava import save_llava
 
     save_llava(folder)
@@ -79,7 +82,7 @@ ADAPTER: dict[str, Any] = {
     "lora_alpha": 4,
     "target_modules": ["q_proj", "v_proj", "o_proj"],
 }
-"""The config of an adapter that is loaded; its tensors are those of tests/adapters.py."""
+"""Config of an adapter that loads; :mod:`tests.adapters` writes its tensors."""
 
 CATASTROPHIC = "((([a-z0-9_]+)+[.])+)+!"
 
@@ -93,11 +96,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "digits": {"r": 10**4000},
     "layers": {"layers_to_transform": [*range(500_000)]},
 }
-"""What is written over :data:`ADAPTER`, by the adapter's name."""
+"""Hostile fields of an adapter's config, by the adapter's name.
+
+They replace fields of :data:`ADAPTER`.
+"""
 
 
 def adapters(folder: Path) -> None:
-    """One folder for each of :data:`CONFIGS`, and those whose files are no files."""
+    """Write a folder for each of :data:`CONFIGS`, and folders with hostile files."""
     from tests.adapters import write_adapter
 
     folder.mkdir()
@@ -117,7 +123,10 @@ def adapters(folder: Path) -> None:
 
 
 def _json(fields: dict[str, Any]) -> str:
-    """With whole numbers of any length, which ``json`` writes up to a bound."""
+    """Return JSON with whole numbers of any length.
+
+    ``json`` bounds the digits of a number.
+    """
     long = {name: value for name, value in fields.items() if isinstance(value, int) and value > 10**100}
     text = json.dumps({name: value for name, value in fields.items() if name not in long})
     return text[:-1] + "".join(f', "{name}": 1{"0" * 4000}' for name in long) + "}"
@@ -128,7 +137,7 @@ def _copied(source: Path, target: Path, without: str) -> None:
 
 
 def _many_names(count: int) -> bytes:
-    """A file of tensors without numbers, whose header names so many."""
+    """Return a file of ``count`` empty tensors, with a header of mostly names."""
     tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     prefix = "base_model.model.model.layers"
     header = json.dumps({f"{prefix}.{number}.q_proj.lora_A.weight": tensor for number in range(count)}).encode()
@@ -136,7 +145,7 @@ def _many_names(count: int) -> bytes:
 
 
 def _huge(source: Path, target: Path) -> None:
-    """The same tensors, of numbers that are finite and overflow as soon as they are used."""
+    """Write the same tensors with finite numbers that overflow as soon as they are used."""
     from safetensors.torch import load_file, save_file
 
     save_file({name: each.fill_(3e38) for name, each in load_file(source).items()}, target)
@@ -149,7 +158,7 @@ INDEX = f"{WEIGHTS}.index.json"
 
 
 def weights(folder: Path, outside: Path) -> None:
-    """Folders of weights: those of the bundled model, and some that lead elsewhere or never end."""
+    """Write folders of weights: the bundled model's, links that lead elsewhere, and files that never end."""
     shutil.copytree(BUNDLED_PATH, outside)
     for name in ("whole", "link", "fifo", "endless", "index", "index_long", "names", "cut"):
         (folder / name).mkdir(parents=True)

@@ -27,7 +27,7 @@ class Stamp:
 
 
 async def teapot(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """Answers one path itself."""
+    """Answer one path itself."""
     if request.url.path == "/coffee":
         return JSONResponse({"brews": False}, 418)
     return await call_next(request)

@@ -1,6 +1,7 @@
-"""A server that measures nothing and does everything in its event loop: what the test of /health must find.
+"""A faulty server that does all its work in the event loop.
 
-It is imported in the server's process, as the module of the scripted engine that runs beside it.
+It serves the control of the /health test. The server's process imports this module as the module of the scripted
+engine, and the engine runs beside it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""An engine without a model: it speaks the transport's protocol, and every token that it gives can be told by hand.
+"""An engine without a model, with every token of its answers told by hand.
 
-It loads adapters from folders that exist, and unloads them after their last request. With one it repeats the prompt
-backwards.
+It speaks the transport's protocol. It loads adapters from folders that exist, and unloads them after their last
+request. With an adapter it repeats the prompt backwards.
 
 Token k of a sequence is ``prompt[(k + 1) % len(prompt)]``: it repeats its prompt, from the second token on. A prompt
-whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request. Its record is
-that of a small plan; every step counts as a hit of the first item, every failing request as a cold event.
+whose first token is HANG makes the step that starts it last for ever; a prompt with FAIL fails its request. Its record
+describes a small plan. Every step counts as a hit of the first item, every failing request as a cold event.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ScriptedEngine:
                         self.running.clear()
 
     def unload(self) -> None:
-        """Unload the adapters whose last request has ended."""
+        """Unload each adapter that waits for its last request, once that request has ended."""
         used = {sequence.request.lora_name for sequence in self.running.values()}
         for message in [message for message in self.unloading if message.name not in used]:
             self.unloading.remove(message)
@@ -154,14 +154,14 @@ def run_engine(settings: Settings, address: str) -> None:
 
 
 def run_paced_engine(settings: Settings, address: str) -> None:
-    """Slow enough for a server to send each token in a write of its own."""
+    """Run slowly enough for a server to send each token in a write of its own."""
     transport = EngineTransport(address)
     ScriptedEngine(transport, step_seconds=0.03).run()
     transport.close()
 
 
 def run_late_engine(settings: Settings, address: str) -> None:
-    """Takes its time to become ready."""
+    """Take some time to become ready."""
     transport = EngineTransport(address)
     time.sleep(1.5)
     ScriptedEngine(transport).run()
@@ -169,7 +169,7 @@ def run_late_engine(settings: Settings, address: str) -> None:
 
 
 def run_waiting_engine(settings: Settings, address: str) -> None:
-    """In the middle of its warm-up until the model's folder has a file named go."""
+    """Stay in the middle of the warm-up until the model's folder has a file named go."""
     transport = EngineTransport(address)
     transport.put(Progress(0, 40, "(mixed, 64, 8)"))
     transport.put(Progress(12, 40, "(decode, 8)", 2.5))
@@ -180,14 +180,14 @@ def run_waiting_engine(settings: Settings, address: str) -> None:
 
 
 def run_short_engine(settings: Settings, address: str) -> None:
-    """Every answer is short."""
+    """Give only short answers."""
     transport = EngineTransport(address)
     ScriptedEngine(transport, step_seconds=0, max_model_len=48).run()
     transport.close()
 
 
 def run_unproved_engine(settings: Settings, address: str) -> None:
-    """Its check at boot failed."""
+    """Report a failed check at boot."""
     transport = EngineTransport(address)
     engine = ScriptedEngine(transport)
     engine.record.entries[0].outcome = "failed"
@@ -198,7 +198,7 @@ def run_unproved_engine(settings: Settings, address: str) -> None:
 
 
 def run_changing_engine(settings: Settings, address: str) -> None:
-    """Beside two others or more, a sequence ends with another token."""
+    """End a sequence with another token when at least two other sequences run."""
     transport = EngineTransport(address)
     ChangingEngine(transport).run()
     transport.close()
@@ -212,7 +212,7 @@ class ChangingEngine(ScriptedEngine):
 
 
 def run_roomy_engine(settings: Settings, address: str) -> None:
-    """Takes prompts of up to a million tokens."""
+    """Take prompts of up to a million tokens."""
     transport = EngineTransport(address)
     ScriptedEngine(transport, max_model_len=2**20).run()
     transport.close()

@@ -1,4 +1,4 @@
-"""No request stops another: /health answers while clients send what is large or hostile to every endpoint."""
+"""/health answers while clients send large or hostile requests to every endpoint."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from tests.api.abuse import ROWS, SERVERS, HealthProbe, Row, abused, http, text
 from tests.api.conftest import Server
 
 BOUND_MS = 1000.0
-"""For a busy machine, ten times what is wanted; `python -m benchmarks overload` has the figures for a quiet one."""
+"""Bound for a busy machine, ten times the wanted one.
+
+`python -m benchmarks overload` has the figures of a quiet machine.
+"""
 
 BODY_BYTES = 4 * 2**20
 
 MOST_MIB = 400
-"""By which the server may grow while it is abused."""
+"""Bound on the growth of the server's memory while it is abused, in MiB."""
 
 
 def status_of(server: Server, payload: bytes) -> int:
-    """The status that answers ``payload``, which may come before all of it is sent."""
+    """Return the status that answers ``payload``.
+
+    It may come before the whole payload is sent.
+    """
     with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # refused before it was sent
+            with contextlib.suppress(OSError):  # refused before the payload was sent
                 connection.sendall(payload)
 
         sender = threading.Thread(target=send)
@@ -42,7 +48,7 @@ def status_of(server: Server, payload: bytes) -> int:
 
 
 def resident(server: Server) -> int:
-    """MiB."""
+    """Return the resident memory of the server, in MiB."""
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * 4096 >> 20
 
@@ -61,7 +67,7 @@ def test_health_answers_whatever_comes(name: str) -> None:
 
 
 def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
-    """The statuses that are not those of their rows."""
+    """Return the statuses that the rows do not allow."""
     with ThreadPoolExecutor(2) as clients:
         found = clients.map(lambda row: status_of(server, row.payload(BODY_BYTES)), rows.values())
         statuses = dict(zip(rows, found, strict=True))
@@ -69,7 +75,7 @@ def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
 
 
 def test_work_in_the_event_loop_is_found() -> None:
-    """The bound can be broken: by a server that encodes a text where all its clients wait."""
+    """Control: a server that encodes a text in its event loop breaks the bound."""
     engine = "tests.api.planted_inline:run_engine"
     with abused("plain", engine=engine) as server, HealthProbe(server.port) as probe:
         payload = http("/v1/messages/count_tokens", _said(text(BODY_BYTES)))
@@ -82,7 +88,10 @@ def _said(content: str) -> bytes:
 
 
 def test_every_endpoint_that_takes_a_body_is_abused() -> None:
-    """Aliases count as one; those that only read a name do not."""
+    """Every endpoint with a body has a row.
+
+    Aliases count once, and bodies with only a name need none.
+    """
     taken = {operation.path for operation in OPERATIONS if operation.body}
     small = {"/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
     small |= {"/start_weight_update", "/finish_weight_update"}

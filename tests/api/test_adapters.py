@@ -1,4 +1,4 @@
-"""Adapters over HTTP: as models, and loaded and unloaded while the server runs."""
+"""Adapters over HTTP: served as models, loaded and unloaded while the server runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "bca", "bac"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of adapters, with ways out of it."""
+    """Write a folder of adapters, with ways out of the folder."""
     folder = tmp_path_factory.mktemp("adapters")
     outside = tmp_path_factory.mktemp("outside")
     for name in ("sql", "chat", "more"):
@@ -137,14 +137,14 @@ def test_refusals(adapted: Server, root: Path) -> None:
     assert "sql" in cards(adapted)
 
 
-def test_unloading_waits_for_what_runs(adapted: Server) -> None:
-    """No new request is taken meanwhile, nor another adapter of that name."""
+def test_unloading_waits_for_running_requests(adapted: Server) -> None:
+    """While an unload waits, neither new requests nor another adapter of that name are taken."""
     load(adapted, "long", "more")
     body = json.dumps({"prompt": "abc", "max_tokens": 4000, "model": "long", "stream": True}).encode()
     request = urllib.request.Request(adapted.url + COMPLETIONS, body, {"Authorization": "Bearer k"})
     gone: list[Answer] = []
     unloading = threading.Thread(target=lambda: gone.append(unload(adapted, "long")))
-    with urllib.request.urlopen(request, timeout=30):  # it runs for as long as we like
+    with urllib.request.urlopen(request, timeout=30):  # this request runs for as long as the test likes
         assert 'running_lora_adapters="long"' in adapted.get("/metrics").body.decode()
         unloading.start()
         while "long" in cards(adapted):

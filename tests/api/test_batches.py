@@ -1,4 +1,4 @@
-"""Files and batches through OpenAI's own client: answered once, whatever happens to the server."""
+"""Files and batches through OpenAI's own client: each line is answered once, whatever happens to the server."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_input_that_is_wrong_is_said(client: openai.OpenAI, data: bytes, code
     assert batch.output_file_id is None and batch.error_file_id is None
 
 
-def test_what_a_batch_cannot_be(client: openai.OpenAI, kept: Server) -> None:
+def test_invalid_batches_are_refused(client: openai.OpenAI, kept: Server) -> None:
     file = client.files.create(file=lines(1), purpose="batch")
     for more, param in (({"endpoint": "/v1/audio"}, "endpoint"), ({"completion_window": "soon"}, "completion_window")):
         body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **more}
@@ -163,7 +163,7 @@ def test_a_server_without_a_folder_says_so(scripted: Server) -> None:
 
 
 def test_bounds(folder: Path, tmp_path: Path) -> None:
-    """Batches at once, and files in all; what is in use stays."""
+    """The numbers of batches and of files are bounded, and a file in use stays."""
     options = {"batch_dir": str(tmp_path), "max_batches": 1, "max_batch_files": 6}
     with serving(str(folder), engine=PACED, **options) as server:
         client = client_of(server)
@@ -196,7 +196,7 @@ def test_one_folder_has_one_server(folder: Path, kept: Server, client: openai.Op
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_goes_on_where_another_ended(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
-    """Every line is answered once; what was written is not asked for again."""
+    """A new server answers every line once, and asks for no written line again."""
     place, count = tmp_path / "kept", 400
     options = {"batch_dir": str(place), "shutdown_timeout": 0.2}
     with serving(str(folder), engine=PACED, **options) as server:
@@ -210,7 +210,7 @@ def test_a_server_goes_on_where_another_ended(folder: Path, tmp_path: Path, how:
     before = partial.read_bytes()
     written = {json.loads(text)["custom_id"]: text for text in before.splitlines(keepends=True) if text.endswith(b"\n")}
     assert 0 < len(written) < count
-    partial.write_bytes(before + b'{"custom_id": "399", "resp')  # it was killed in the midst of a line
+    partial.write_bytes(before + b'{"custom_id": "399", "resp')  # the server was killed in the middle of a line
     with serving(str(folder), **options) as server:
         client = client_of(server)
         batch = ended(client, batch.id)
@@ -258,7 +258,7 @@ def test_an_expired_batch_says_so_of_each_line(folder: Path, tmp_path: Path) -> 
 
 
 def test_clients_come_before_a_batch(tmp_path: Path) -> None:
-    """With the real engine, whose places a batch has taken."""
+    """A client's request comes before a batch that has taken all the slots of the real engine."""
     options = {"batch_dir": str(tmp_path), "num_threads": 1, "max_num_seqs": 2, "max_model_len": 2048}
     with serving("bundled", engine=None, skip_warmup=True, boot_check="off", **options) as server:
         client = client_of(server)

@@ -1,4 +1,4 @@
-"""Beam search over HTTP: the official client against a real server, and what is refused by name."""
+"""Beam search over HTTP: the official client against a real server, and refusals by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 
 def test_completions_and_chats(server: Server) -> None:
-    """The best sequences, the most likely first where all have one length; beside others they are the same."""
+    """Completions and chats get the best sequences.
+
+    With equal lengths the likeliest comes first. Other requests change nothing.
+    """
     with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
         body = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True, "length_penalty": 0.5}
         answer = client.completions.create(

@@ -1,7 +1,8 @@
-"""What `vllm bench serve` sends and reads, with its backends ``openai`` and ``openai-chat``, against a real server.
+"""Requests and answers of `vllm bench serve`, with its backends ``openai`` and ``openai-chat``.
 
-Rebuilt from vLLM's vllm/benchmarks/lib/endpoint_request_func.py: the bodies, the header with the request's id, and how
-events are told apart. One with choices is a token, as far as its clock knows; the usage is read from one without.
+The client is rebuilt from vLLM's vllm/benchmarks/lib/endpoint_request_func.py: the bodies, the header with the
+request's id, and the way to tell events apart. Its clock counts an event with choices as a token. It reads the usage
+from an event without choices. The server is a real one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOKENS = 12
 
 @dataclass
 class Measured:
-    """What the benchmark makes of one request."""
+    """Figures that the benchmark makes of one request."""
 
     text: str = ""
     first: float = 0.0
@@ -35,7 +36,10 @@ class Measured:
 
 
 def body_of(backend: str, model: str, prompt: Any, **extra: Any) -> tuple[str, dict[str, Any]]:
-    """Path and body. What the client does not set it sends as null."""
+    """Return path and body of a request.
+
+    Fields that the client does not set are null.
+    """
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if backend == "openai":
         own = {"prompt": prompt, "repetition_penalty": 1.0, "max_tokens": TOKENS, "logprobs": None}
@@ -45,7 +49,10 @@ def body_of(backend: str, model: str, prompt: Any, **extra: Any) -> tuple[str, d
 
 
 def events(chunks: Iterator[bytes]) -> Iterator[str]:
-    """The data of each event, however the bytes are cut; comments are passed over."""
+    """Yield the data of each event, however the bytes are cut.
+
+    Comments are passed over.
+    """
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk.decode()).split("\n\n")
@@ -82,9 +89,12 @@ def measure(server: Server, backend: str, prompt: Any, request_id: str, **extra:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_the_benchmark_gets_its_figures(server: Server, backend: str) -> None:
-    """Every request succeeds, with the tokens that were asked for, in events of one or a few, and the usage behind."""
+    """Every request succeeds with the tokens asked for.
+
+    They come in events of one or a few tokens, then the usage.
+    """
     (model,) = server.get("/v1/models").json["data"]
-    assert model["id"] == server.model and model["root"]  # its tokenizer is read from there
+    assert model["id"] == server.model and model["root"]  # the client reads the tokenizer from there
     prompts = [f"def f{number}(a, b):" for number in range(8)]
     asked = {"ignore_eos": True, "temperature": 0.0}
 
@@ -102,7 +112,7 @@ def test_the_benchmark_gets_its_figures(server: Server, backend: str) -> None:
 
 
 def test_prompts_of_token_ids(server: Server) -> None:
-    """Its random prompts may be sent as such."""
+    """The benchmark may send its random prompts as token ids."""
     found = measure(server, "openai", [5, 6, 7, 8, 9], "ids", ignore_eos=True, temperature=0.0)
     assert (found.prompt_tokens, found.output_tokens) == (5, TOKENS)
 

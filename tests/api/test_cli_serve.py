@@ -1,4 +1,4 @@
-"""``preheat serve``: what it prints is true when it is printed."""
+"""``preheat serve``: everything that it prints is true when it is printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("program", ["preheat serve", "preheat.entrypoints.openai.api_server"])
-def test_the_curl_is_printed_when_it_works(program: str) -> None:
+def test_the_curl_line_is_printed_once_the_port_answers(program: str) -> None:
     command = [sys.executable, "-m", *program.split(), "--port", "0", "--num-threads", "1", "--log-level", "warning"]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -1,4 +1,4 @@
-"""Fields and endpoints that clients of vLLM use by themselves, through the official client: each does what it says."""
+"""Fields and endpoints that vLLM's clients use by themselves, through the official client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    """Its tokens are those of the prompt, again and again from the second one on."""
+    """Run a server whose answers repeat the prompt's tokens, from the second token on."""
     with serving(str(folder), chat_template=TEMPLATE, max_logprobs=MOST_LOGPROBS) as running:
         yield running
 
@@ -63,20 +63,20 @@ def chat(client: OpenAI, server: Server) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def prompt_of(folder: Path) -> Callable[[Any], str]:
-    """The prompt that an answer to a conversation says it had, as text."""
+    """Return the text of the prompt, as the answer to a conversation reports it."""
     tokenizer = Tokenizer(folder)
     return lambda answer: tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False)
 
 
 def refused(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str | None, str]:
-    """The field that the refusal names, and what it says."""
+    """Return the field that the refusal names, and its message."""
     with pytest.raises(BadRequestError) as error:
         call(*args, **options)
     return error.value.param, error.value.message
 
 
 def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Callable[..., Any]) -> None:
-    """The tokens of the prompt come again and again: three times here, whole and streamed."""
+    """An answer ends once the prompt's tokens have come three times, whole and streamed."""
     detection = {"max_pattern_size": 3, "min_pattern_size": 3, "min_count": 3}
     for stream in (False, True):
         answer = complete([40, 41, 42], stream=stream, max_tokens=40, repetition_detection=detection)
@@ -90,8 +90,8 @@ def test_a_text_that_repeats_itself_ends(complete: Callable[..., Any], chat: Cal
         complete("xyz", repetition_detection={"max_pattern_size": 3})
 
 
-def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
-    """``model_dump`` has null in fields that only OpenAI fills, and in those of whatever client made it."""
+def test_an_answer_may_be_sent_back_unchanged(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
+    """An answer may be sent back unchanged: ``model_dump`` has null in fields of OpenAI and of other clients."""
     answer = chat().choices[0].message
     plain = prompt_of(chat([USER, {"role": "assistant", "content": answer.content}, USER]))
     for message in (answer, answer.model_dump(), {**answer.model_dump(), "reasoning_content": None, "parsed": None},
@@ -100,7 +100,10 @@ def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any],
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_of: Callable[..., str]) -> None:
-    """In the header, once in the log, and in the metric; one that is null is not given."""
+    """An unknown field is named in the header, once in the log, and in the metric.
+
+    A null field is not.
+    """
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "other": None}
     strange = {"messages": [{**USER, "content": [part], "what": 1}, {"role": "user", "content": "", "what": 2}],
                "why\r\n": {"a": 1}, "nothing": None, "max_tokens": 2, "stream_options": None,
@@ -117,7 +120,7 @@ def test_a_field_that_nobody_knows_is_ignored_and_named(server: Server, prompt_o
     assert (refusal.status, refusal.headers["x-ignored-fields"]) == (400, "what")
 
 
-def test_what_is_known_and_not_done_is_refused(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+def test_known_but_unsupported_fields_are_refused(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
     assert refused(chat, [{**USER, "annotations": [{}], "what": 1}])[0] == "messages[0].annotations"
     assert refused(complete, what=1, logit_bias={"5": None})[0] == "logit_bias[...]"  # no field, but a value
 
@@ -225,7 +228,7 @@ def test_prompts_are_truncated_from_the_left(
     assert len(chat(truncate_prompt_tokens=5).prompt_token_ids) == 5
 
 
-def test_minus_one_truncates_to_what_fits_beside_the_answer(
+def test_minus_one_truncates_to_leave_room_for_the_answer(
     complete: Callable[..., Any], chat: Callable[..., Any]
 ) -> None:
     ids = [5 + at % 200 for at in range(MAX_MODEL_LEN + 10)]
@@ -270,7 +273,7 @@ def test_ping(server: Server) -> None:
         assert (answer.status, answer.json) == (200, server.get("/health").json)
 
 
-def test_load_counts_what_is_being_answered(folder: Path, complete: Callable[..., Any], server: Server) -> None:
+def test_load_counts_running_requests(folder: Path, complete: Callable[..., Any], server: Server) -> None:
     assert server.get("/load").json == {"server_load": 0}
     stream = complete(stream=True, max_tokens=3000)
     next(iter(stream))
@@ -294,7 +297,7 @@ def test_tokenizer_info_of_a_model(tmp_path: Path) -> None:
     with serving(str(folder)) as server:
         assert server.get("/tokenizer_info").json == shown
     with serving(str(folder), skip_tokenizer_init=True) as server:
-        assert "no tokenizer" in server.get("/tokenizer_info").error["message"]
+        assert "needs a tokenizer" in server.get("/tokenizer_info").error["message"]
 
 
 def test_tokenizer_info(server: Server) -> None:
@@ -360,7 +363,7 @@ def test_invocations_go_where_the_body_fits(server: Server) -> None:
 
 
 def test_several_conversations_are_answered_together(server: Server) -> None:
-    """Each as if it were alone, in order, with the usage of all."""
+    """Each conversation is answered as if it were alone, in order, with the usage of all."""
     said = [[{"role": "user", "content": text}] for text in ("hi", "good morning", "x")]
     common = {"max_tokens": 5, "logprobs": True, "return_token_ids": True}
     alone = [server.post("/v1/chat/completions", {"messages": messages, **common}).json for messages in said]
@@ -386,7 +389,7 @@ def test_several_conversations_are_answered_together(server: Server) -> None:
         ({"messages": [[USER], [{"role": "user", "content": "x " * 5000}]]}, None),
     ],
 )  # fmt: skip
-def test_what_a_batch_of_conversations_cannot_have(server: Server, more: dict[str, Any], param: str | None) -> None:
+def test_invalid_batches_of_conversations_are_refused(server: Server, more: dict[str, Any], param: str | None) -> None:
     answer = server.post("/v1/chat/completions/batch", {"messages": [[USER]], "max_tokens": 2} | more)
     assert answer.status == 400 and (param is None or answer.error["param"] == param)
 
@@ -412,7 +415,7 @@ def test_a_chat_brings_its_own_template_where_that_is_trusted(server: Server, fo
         assert tokenizer.decode(usual["token_ids"]).startswith("user: hi")
 
 
-def test_verbosity_is_for_templates_that_look_at_it(server: Server, folder: Path) -> None:
+def test_verbosity_reaches_templates_that_read_it(server: Server, folder: Path) -> None:
     low = {"messages": [USER], "max_tokens": 2, "verbosity": "low"}
     assert server.post("/v1/chat/completions", low).headers["x-ignored-fields"] == "verbosity"
     assert "x-ignored-fields" not in server.post("/v1/chat/completions", low | {"verbosity": "medium"}).headers

@@ -1,4 +1,4 @@
-"""The command lines that the page for users of vLLM shows: each starts, with the bundled model, and answers."""
+"""The command lines on the page for users of vLLM: each starts, with the bundled model, and answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.command_lines import pairs
 
 SMALLER = {"--port": "0", "--max-model-len": "1k"}
-"""What a test on a shared machine with a small model gives in place of an option's value."""
+"""Smaller values of options, for a shared machine and a small model."""
 
 
 LINES = [ours for _, ours in pairs("from-vllm.md")]
@@ -56,7 +56,7 @@ def test_a_line_serves(line: str) -> None:
 
 
 def ask(url: str, line: str) -> None:
-    """Ask one question by the API that the line is about."""
+    """Ask one question by the API that the command line is about."""
     words = shlex.split(line)
     key = words[words.index("--api-key") + 1] if "--api-key" in words else "none"
     name = words[words.index("--served-model-name") + 1] if "--served-model-name" in words else "bundled"

@@ -1,4 +1,4 @@
-"""What a client may send and leave unsaid before the application hears of it: headers, time, connections."""
+"""Bounds on headers, time and connections, before the application hears of a request."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def connect(server: Server) -> socket.socket:
 
 
 def read_all(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Return all bytes until the server closes the connection."""
     received = b""
     try:
         while chunk := client.recv(65536):
             received += chunk
     except ConnectionResetError:
-        pass  # it closed while we were sending
+        pass  # the server closed while the client was sending
     return received
 
 
 def is_cut_off(client: socket.socket, more: bytes, pause: float = 0.1, seconds: float = 10) -> bool:
-    """Whether the server closes a connection on which ``more`` comes over and over, before 1,000 of them have come."""
+    """Return whether the server closes a connection before ``more`` has been sent 1,000 times."""
     end = time.monotonic() + seconds
     try:
         for _ in range(1000):
@@ -105,7 +105,7 @@ def test_idle_connections_close(guarded: Server) -> None:
 
 
 def test_a_running_stream_is_not_idle(guarded: Server) -> None:
-    """The control: it outlasts both limits, even if the client has begun another request behind it."""
+    """Control: a running stream outlasts both limits, even if the client has begun another request behind it."""
     with connect(guarded) as client:
         length = b"Content-Length: %d\r\nAuthorization: Bearer secret\r\n\r\n" % len(STREAM)
         client.sendall(HEAD + length + STREAM)
@@ -136,7 +136,7 @@ def test_exhausted_descriptors_are_logged_once(folder: Path, tmp_path: Path) -> 
         assert log.read_text().count("file descriptors") == 1, log.read_text()
 
 
-def test_it_is_logged_again_when_it_happens_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_server_is_logged_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     limits = ConnectionLimits(100, 1, 10)
     with caplog.at_level(logging.ERROR):
         assert [limits.admit(count) for count in (10, 11, 12, 9, 11)] == [True, False, False, True, False]
@@ -146,7 +146,7 @@ def test_it_is_logged_again_when_it_happens_again(caplog: pytest.LogCaptureFixtu
 
 
 class Parsing(LimitedProtocol):
-    """Remembers what it has parsed, and its loop what it shall call."""
+    """Protocol that keeps the slices that it has parsed, and the calls that its loop is to make."""
 
     def __init__(self) -> None:
         self.parsed, self.calls = list[bytes](), list[Callable[[], None]]()
@@ -159,8 +159,8 @@ class Parsing(LimitedProtocol):
 
 
 @given(sizes=st.lists(st.integers(1, 4 * SLICE_BYTES), min_size=1, max_size=6), late=st.data())
-def test_what_arrives_is_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
-    """In order, one slice for each turn of the loop, whenever more comes."""
+def test_received_bytes_are_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
+    """Bytes are parsed in order, one slice for each turn of the loop, whenever more arrive."""
     protocol, sent = Parsing(), [bytes([place]) * size for place, size in enumerate(sizes)]
     for data in sent:
         before = len(protocol.parsed)

@@ -1,4 +1,7 @@
-"""A server with two replicas of the bundled model: bits, routing, what it shows of each, and a replica that dies."""
+"""A server with two replicas of the bundled model.
+
+The tests are of bits, routing, metrics of each replica, and a replica that dies.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def engines_of(server: Server) -> list[int]:
 
 
 def queried(server: Server) -> list[float]:
-    """Tokens that each engine has looked up in its prefix cache: it grows with every prompt that it gets."""
+    """Return the tokens that each engine has looked up in its prefix cache.
+
+    Every prompt adds to them.
+    """
     return [server.metric("prefix_cache_queries_total", engine=engine) for engine in ENGINES]
 
 
@@ -87,12 +93,12 @@ def test_a_prompt_goes_where_its_prefix_is(pair: Server) -> None:
             assert grown(before, queried(pair)) == grown(hits, found(pair)) == [int(engine)]
 
 
-def test_an_emptied_cache_is_no_reason(pair: Server) -> None:
+def test_routing_ignores_an_emptied_prefix_cache(pair: Server) -> None:
     prompt = "# something else\n" * 12
     answered(pair, prompt, **{"X-data-parallel-rank": "1"})
     assert pair.post("/reset_prefix_cache", {}).status == 200
     hits = found(pair)
-    for engine in ENGINES:  # both replicas have heard of it
+    for engine in ENGINES:  # both replicas have got the adapter
         answered(pair, prompt, **{"X-data-parallel-rank": engine})
     assert found(pair) == hits
 
@@ -133,7 +139,7 @@ def test_an_abort_reaches_the_right_replica(pair: Server, engine: str) -> None:
         time.sleep(0.1)
 
 
-def test_what_is_shown_of_each(pair: Server) -> None:
+def test_each_replica_has_its_own_record_and_metrics(pair: Server) -> None:
     records = pair.get("/warmup?format=json").json["engines"]
     assert len(records) == 2
     for engine, record in enumerate(records):
@@ -184,7 +190,7 @@ def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def streams(server: Server, count: int, victim: int) -> list[bytes]:
-    """What clients have read when ``victim`` was killed in their midst."""
+    """Return the bytes that clients have read of their streams, after ``victim`` is killed in their midst."""
     body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     running = [asyncio.create_task(ask(server.port, body | {"prompt": f"{n} " * 40})) for n in range(count)]
     while sum(server.metric("num_requests_running", engine=engine) for engine in ENGINES) < count:
@@ -199,7 +205,7 @@ def test_a_killed_replica_ends_all(tmp_path: Path) -> None:
         engines = engines_of(server)
         assert len(engines) == 2
         answers = asyncio.run(asyncio.wait_for(streams(server, 8, engines[1]), 60))
-        with contextlib.suppress(OSError):  # the server may have left by now
+        with contextlib.suppress(OSError):  # the server may have ended by now
             assert server.get("/health").status == 503
         assert server.process.wait(10) == 1
     for answer in answers:
@@ -219,7 +225,7 @@ def test_replicas_that_differ_never_serve(tmp_path: Path) -> None:
 
 
 def run_unlike(settings: Settings, address: str) -> None:
-    """An engine whose digest is like that of no other: the address of its sockets."""
+    """Run an engine with a digest that no other engine has: the address of its sockets."""
     transport = EngineTransport(address)
     record = ScriptedEngine(transport).record.to_json()
     transport.put(Ready(MAX_MODEL_LEN, BLOCKS, 64, 0.0, record, digest=address))
@@ -228,5 +234,5 @@ def run_unlike(settings: Settings, address: str) -> None:
 
 
 def test_an_engine_within_a_process_is_one() -> None:
-    with pytest.raises(SettingsError, match="data_parallel_size is for `preheat serve`"):
+    with pytest.raises(SettingsError, match="data_parallel_size needs `preheat serve`"):
         LLM("bundled", data_parallel_size=2, **SMALL)

@@ -1,4 +1,4 @@
-"""A server that makes embeddings: the official client, the endpoints of vLLM, and what is refused by name."""
+"""A server that makes embeddings: the official client, vLLM's endpoints, and refusals by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def vectors(server: Server, given: object, **more: object) -> list[list[float]]:
 
 
 def test_the_official_client(embedder: Server) -> None:
-    """Which asks for base64 unless told otherwise."""
+    """The official client gets the same numbers in base64, its default, as in floats."""
     with OpenAI(base_url=embedder.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         answer = client.embeddings.create(model="bundled", input=TEXTS)
         plain = client.embeddings.create(model="bundled", input=TEXTS[1], encoding_format="float")
@@ -73,7 +73,10 @@ def test_scores_and_ranks(embedder: Server) -> None:
 
 
 def test_a_kind_of_text_has_the_prompt_of_the_model(embedder: Server, tmp_path: Path) -> None:
-    """A model without prompts is told so; with them, the text is read behind the one of its kind."""
+    """``input_type`` puts the model's prompt of that kind before the text.
+
+    Without prompts it is ignored and named.
+    """
     plain = vectors(embedder, TEXTS[0])
     answer = embedder.post("/v1/embeddings", {"input": TEXTS[0], "input_type": "query"})
     assert answer.json["data"][0]["embedding"] == plain[0]

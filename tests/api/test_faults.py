@@ -1,4 +1,4 @@
-"""What goes wrong ends well: no leaked block, no hung client, the right errors, and a truthful /health."""
+"""Every fault ends well: no leaked block, no hung client, the right errors, and a truthful /health."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def request(body: dict) -> bytes:
 
 
 async def ask(port: int, body: dict, leave_after: int | None = None) -> bytes:
-    """The raw answer; ``leave_after`` so many bytes the client closes, without a word."""
+    """Return the raw answer.
+
+    The client closes silently after ``leave_after`` bytes of it.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request(body))
     if leave_after is None:
@@ -47,7 +50,10 @@ def run(port: int, bodies: list[dict], leave_after: int | None = None, seconds: 
 
 
 def assert_idle(server: Server, seconds: float = 20) -> None:
-    """Nothing runs, waits or holds a block; what the engine last said of its blocks comes with one more request."""
+    """Assert that nothing runs, waits or holds a block.
+
+    A request brings the engine's last report of its blocks.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status == 200
@@ -68,7 +74,7 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
 
 
 def test_a_running_stream_is_no_idle_server(server: Server) -> None:
-    """The control: what the test above looks at does show a sequence that is still there."""
+    """Control: the metrics that :func:`assert_idle` reads do show a running sequence."""
 
     async def scenario() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -108,7 +114,7 @@ def test_a_mix_of_bad_clients_harms_no_other(server: Server) -> None:
 
 
 async def until_running(server: Server, count: int) -> None:
-    """Until ``count`` requests run and each of them, as they run together, has got tokens."""
+    """Wait until ``count`` requests run and have got some three tokens each together."""
     while await asyncio.to_thread(server.metric, "num_requests_running") < count:
         await asyncio.sleep(0.02)
     enough = await asyncio.to_thread(server.metric, "generation_tokens_total") + 3 * count
@@ -181,7 +187,7 @@ def test_a_request_that_is_not_taken(folder: Path) -> None:
         answer = server.post(COMPLETIONS, {"prompt": "x"})
         assert answer.status == 504 and "VLLM_RPC_TIMEOUT" in answer.error["message"]
         assert server.get("/health").status == 504
-        os.kill(server.engine_pid, signal.SIGCONT)  # it comes back, and the server says so
+        os.kill(server.engine_pid, signal.SIGCONT)  # the engine comes back, and the server says so
         end = time.monotonic() + 10
         while server.get("/health").status != 200:
             assert time.monotonic() < end
@@ -190,7 +196,7 @@ def test_a_request_that_is_not_taken(folder: Path) -> None:
 
 
 def health_within(server: Server, status: int, seconds: float) -> float:
-    """Seconds until /health has this status."""
+    """Return the seconds until /health has this status."""
     started = time.monotonic()
     while server.get("/health").status != status:
         assert time.monotonic() - started < seconds
@@ -208,8 +214,8 @@ def test_an_engine_that_is_stopped_while_it_runs(folder: Path) -> None:
             await asyncio.to_thread(health_within, server, 504, 10)
             assert "heartbeat" in server.get("/health").error["message"] and server.get("/ready").status == 503
             late = [await asyncio.wait_for(ask(server.port, {"prompt": "x"}), 10) for _ in range(2)]
-            await asyncio.sleep(3.5)  # another hand-over timeout, in which nothing waits
-            assert not running.done()  # it has the time of a step, which is ten minutes
+            await asyncio.sleep(3.5)  # another hand-over timeout, while no request waits
+            assert not running.done()  # it has the time of a step, ten minutes
             os.kill(server.engine_pid, signal.SIGCONT)
             return await running, late
 
@@ -222,7 +228,7 @@ def test_an_engine_that_is_stopped_while_it_runs(folder: Path) -> None:
 
 
 def test_a_long_step_is_no_stopped_engine(folder: Path) -> None:
-    """The control: an engine that takes no request for long, but beats, is well, and the request waits."""
+    """Control: an engine that takes no request for long, but beats, is well, and the request waits."""
     with serving(str(folder), engine_heartbeat_timeout_s=1.5, rpc_timeout_ms=500) as server:
 
         async def scenario() -> None:

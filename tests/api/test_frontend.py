@@ -1,4 +1,4 @@
-"""The frontend against an engine played by hand: what it sends, what it makes of what comes back."""
+"""The frontend against an engine played by hand: its messages, and its answers to the engine's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Played:
-    """A frontend and what it sent."""
+    """A frontend, and the messages that it sent."""
 
     def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
         self.sent: list[ToEngine] = []
@@ -85,7 +85,7 @@ class Played:
         return [message for message in self.sent if isinstance(message, Request)]
 
     def say(self, text: str | list[int], finish: Finish | None = None, id: int = 1) -> None:
-        """The engine gives the tokens of ``text``, one step each."""
+        """Give the tokens of ``text`` as the engine, one step each."""
         ids = self.frontend.tokenizer.encode(text, False) if isinstance(text, str) else text
         for place, token in enumerate(ids):
             last = finish is not None and place == len(ids) - 1
@@ -275,7 +275,10 @@ words = st.lists(st.sampled_from(["return", " a", "+", "😀", "\n", "é", "x"])
 @settings(max_examples=150, deadline=None)
 @given(words=words, stops=st.lists(st.sampled_from(["a+", "retu", "😀é", "\n", "zz"]), max_size=3), n=st.integers(1, 3))
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str], stops: list[str], n: int) -> None:
-    """Choices in any interleaving: the deltas of each, joined, are its text; without stops, the decoded tokens."""
+    """The joined deltas of each choice are its text, in any interleaving.
+
+    Without stops, they are the decoded tokens.
+    """
     played, rng = Played(tokenizer), random.Random(len(words))
     state = played.ask(n=n, stop=stops or None, stream=True)
     told = [""] * n
@@ -376,7 +379,7 @@ def test_truncation_makes_no_room_that_there_is_not(played: Played, asked: int, 
         played.frontend.prepare([5] * 80, params)
 
 
-def test_a_truncated_text_is_what_was_kept(tokenizer: Tokenizer) -> None:
+def test_the_prompt_of_a_truncated_text_is_its_kept_part(tokenizer: Tokenizer) -> None:
     played = Played(tokenizer)
     played.frontend.handle(msgspec.structs.replace(READY, max_prompt_len=3))
     text = "def add(a, b):"
@@ -440,7 +443,7 @@ def test_recommended_parameters(tmp_path: Path) -> None:
 def test_recommendations_that_cannot_be_used_are_found_at_once(tmp_path: Path, broken: dict[str, object]) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(broken))
-    with pytest.raises(ModelError, match=r"generation_config\.json recommends what cannot be used"):
+    with pytest.raises(ModelError, match=r"generation_config\.json recommends sampling parameters that cannot be used"):
         Frontend(Tokenizer(tmp_path), print)
 
 
@@ -448,7 +451,7 @@ def booted(folder: Path, **options: object) -> Frontend:
     return boot_front(Settings(model=str(folder), **options), print)  # type: ignore[arg-type]
 
 
-def test_whose_recommendations_count(tmp_path: Path) -> None:
+def test_the_generation_config_setting_chooses_the_recommendations(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (other := tmp_path / "other").mkdir()
     write_model(model)
@@ -490,7 +493,7 @@ def test_a_broken_template_is_found_at_the_start(tmp_path: Path, template: str) 
         booted(tmp_path, chat_template=template)
 
 
-def test_variables_of_every_conversation_are_those_of_the_settings(tmp_path: Path) -> None:
+def test_settings_give_template_variables_of_every_conversation(tmp_path: Path) -> None:
     write_model(tmp_path)
     frontend = booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"mood": "calm"})
     assert frontend.template.render([]) == "calm"
@@ -499,8 +502,8 @@ def test_variables_of_every_conversation_are_those_of_the_settings(tmp_path: Pat
         booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"messages": []})
 
 
-def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
-    """Templates read the other name of a thought, and arguments of calls as objects."""
+def test_offline_chats_are_rendered_as_over_http(tmp_path: Path) -> None:
+    """Templates get a thought under its other name too, and arguments of calls as objects, as over HTTP."""
     write_model(tmp_path)
     source = (
         "{% for m in messages %}{{ m.reasoning_content }}"
@@ -515,7 +518,7 @@ def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
     assert frontend.template.render(plain_messages(body)) == "why7"
 
 
-def test_what_a_generation_config_asks_for_in_vain_is_refused(tmp_path: Path) -> None:
+def test_unsupported_fields_of_a_generation_config_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "temperature": 0.5}')
     with pytest.raises(ModelError, match=r"generation_config\.json: num_beams 4 .*--generation-config vllm"):
@@ -531,7 +534,10 @@ def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
 
 
 def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
-    """A request that will never fit is the client's mistake; one that does not fit now may come again."""
+    """A request that will never fit is the client's mistake.
+
+    A request that does not fit now may come again.
+    """
     played = Played(tokenizer, max_queued=4)
     with pytest.raises(InvalidRequest, match=r"asks for 5 sequences .* at most 4 can wait"):
         played.ask(n=5)
@@ -540,7 +546,7 @@ def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
         played.ask(n=2)
 
 
-def test_which_prompt_of_a_list() -> None:
+def test_an_error_names_the_prompt_of_a_list() -> None:
     with pytest.raises(ContextTooLong, match=r"^prompt\[2\]: This model's maximum") as error, naming_prompt(2, 3):
         raise ContextTooLong("This model's maximum", param="prompt")
     assert error.value.param == "prompt[2]"
@@ -551,7 +557,10 @@ def test_which_prompt_of_a_list() -> None:
 
 
 def test_others_may_work_between_the_messages_of_a_request(tokenizer: Tokenizer) -> None:
-    """Requests that begin meanwhile know of those that are on their way; whoever stops leaves nothing behind."""
+    """Requests that begin meanwhile count the requests under way.
+
+    A request that stops leaves nothing behind.
+    """
     played = Played(tokenizer, max_queued=10)
     frontend = played.frontend
     params = frontend.input.params(n=4)
@@ -590,13 +599,13 @@ def test_the_bytes_of_a_request_are_counted_for_each_choice(tokenizer: Tokenizer
         with pytest.raises(InvalidRequest, match="each counted n times") as refused:
             played.ask([5] * 20, **params)
         assert refused.value.param == "n"
-    offline = Played(tokenizer)  # where the caller is the owner of the memory
+    offline = Played(tokenizer)  # here the caller owns the memory
     offline.ask([5] * 20, n=7)
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_what_has_ended_is_forgotten_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
-    """The control: choices and their state know each other."""
+def test_ended_requests_are_freed_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
+    """Control: without the cleanup, choices and their state refer to each other and stay in memory."""
 
     def choices() -> int:
         return sum(type(each) is Choice for each in gc.get_objects())

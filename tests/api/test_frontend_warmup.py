@@ -24,7 +24,7 @@ from tests.api.conftest import SCRIPTED
 
 
 class Listening:
-    """An application that keeps the status of every answer, and all that was said."""
+    """Application that keeps the status of every answer, and all bytes of the answers."""
 
     def __init__(self, service: Service) -> None:
         self.service, self._app = service, build_app(service)
@@ -42,7 +42,7 @@ class Listening:
 
 
 def warmed(**options: object) -> tuple[Frontend, Listening]:
-    """The real frontend after the warm-up, and the application that answered the dummy requests."""
+    """Return the real frontend after the warm-up, and the application that answered the dummy requests."""
     settings, sent, apps = Settings.load(dict(options)), [], []
     frontend = boot_front(settings, sent.append)
 
@@ -77,13 +77,13 @@ def test_ids_and_seeds_of_the_real_frontend_are_untouched() -> None:
     assert made[0] == made[1] and made[0][0].id == 1
 
 
-def test_without_a_tokenizer_what_needs_text_is_left_out() -> None:
+def test_without_a_tokenizer_requests_with_text_are_left_out() -> None:
     _, app = warmed(skip_tokenizer_init=True)
     assert app.statuses.count(200) == FRONTEND_ROUNDS * sum(not request.text for request in FRONTEND_REQUESTS)
 
 
 def run_supervisor(warm_up) -> Service:
-    """Until the scripted engine is ready."""
+    """Run the supervisor until the scripted engine is ready."""
 
     async def run() -> Service:
         ready = asyncio.Event()

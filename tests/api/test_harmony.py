@@ -1,4 +1,4 @@
-"""Answers of gpt-oss over HTTP, whole and streamed. The engine repeats what the last message says."""
+"""Answers of gpt-oss over HTTP, whole and streamed, from an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ TALKER = "<s>{{ messages[-1].content }}</s>{% for m in messages[:-1] %}{{ m.thin
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose tokenizer has the marks as special tokens; only the parser of calls is named."""
+    """Run a server with the marks as special tokens.
+
+    The options name only the parser of calls.
+    """
     backend, folder = byte_level(), tmp_path_factory.mktemp("harmony")
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in HarmonyParser.MARKS])
     backend.post_processor = None

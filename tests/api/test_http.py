@@ -1,4 +1,4 @@
-"""What HTTP clients see: shapes, refusals, keys, headers and limits."""
+"""HTTP as clients see it: shapes, refusals, keys, headers and limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_names(scripted: Server) -> None:
 def test_tokenizer_routes(scripted: Server) -> None:
     told = scripted.post("/tokenize", {"prompt": "return a", "return_token_strs": True}).json
     assert told["count"] == len(told["tokens"]) and told["tokens"][0] == 0 and told["max_model_len"] == 4096
-    assert "".join(told["token_strs"]) == "<s>return\u0120a"  # as the vocabulary has them
+    assert "".join(told["token_strs"]) == "<s>return\u0120a"  # as in the vocabulary
     assert scripted.post("/detokenize", {"tokens": told["tokens"]}).json == {"prompt": "<s>return a"}
     chat = scripted.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json
     assert "".join(chat["token_strs"]) == "<|im_start|>user:\u0120hi\u010a>"
@@ -175,7 +175,7 @@ def test_malformed_http(scripted: Server, garbage: bytes) -> None:
         try:
             assert client.recv(100).startswith(b"HTTP/1.1 400")
         except OSError:
-            pass  # closed, or still waiting: but the server lives
+            pass  # the connection is closed or waits; the server must live either way
     assert scripted.get("/health").status == 200
 
 
@@ -206,7 +206,7 @@ def test_keys_origins_and_limits(folder: Path) -> None:
 
 @contextlib.contextmanager
 def waiting(server: Server, body: dict[str, Any], header: bytes) -> Iterator[None]:
-    """A client whose ``n`` sequences wait for an answer meanwhile."""
+    """Run a client with ``n`` sequences that wait for an answer meanwhile."""
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: %d\r\n\r\n" % (header, len(data))
@@ -300,7 +300,10 @@ def test_the_http_process_is_light() -> None:
 
 
 def test_the_best_of_several(scripted: Server) -> None:
-    """All of them have the same logprobs here, so the first ones are the best; all their tokens are counted."""
+    """All sequences have equal logprobs here, so the first are the best.
+
+    The tokens of all are counted.
+    """
     body = {"prompt": ["hi", "you"], "best_of": 3, "n": 2, "max_tokens": 4, "temperature": 1}
     answer = scripted.post(COMPLETIONS, body).json
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

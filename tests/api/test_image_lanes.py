@@ -1,4 +1,4 @@
-"""Images of several clients: each gets its turn, work of a client that left ends, and nobody waits for it."""
+"""Images of several clients: each client gets its turn, and waits for no client that left."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_more_than_the_total_is_taken_and_everybody_gets_a_turn(asked):
 
 @settings(max_examples=60)
 @given(PARTS, st.sets(st.integers(0, 29)))
-def test_who_leaves_gives_back_its_part(asked, leaving):
+def test_a_leaving_client_gives_back_its_share(asked, leaving):
     async def scenario() -> None:
         share, release = FairShare(4), asyncio.Event()
 
@@ -101,7 +101,7 @@ def test_a_client_waits_for_one_turn_of_another_who_sent_many():
 
 @pytest.fixture(scope="module")
 def images() -> types.SimpleNamespace:
-    """What the lanes need of a model's images."""
+    """Return the parts of a model's images that the lanes need."""
     decoder = Decoder(CONFIG, MOST)
     processes = ImageProcesses(decoder)
     processes.warm_up()
@@ -138,7 +138,7 @@ def test_a_client_is_its_address_and_its_key():
     assert client_of(Request({"type": "http", "headers": []})) == ("", "")
 
 
-def test_images_are_those_of_the_decoder_in_order(images):
+def test_images_equal_the_decoders_in_order(images):
     async def scenario() -> None:
         found = await ImageLanes(images).load(Client("a").request(), [SMALL, LARGE, SMALL])
         assert found == [images.decoder.decode(images.reader.read(each)) for each in (SMALL, LARGE, SMALL)]
@@ -146,7 +146,7 @@ def test_images_are_those_of_the_decoder_in_order(images):
     asyncio.run(scenario())
 
 
-def test_what_is_wrong_is_told(images):
+def test_an_error_of_an_image_reaches_its_client(images):
     async def scenario() -> None:
         lanes, client = ImageLanes(images), Client("a")
         for bad, message in (
@@ -159,7 +159,10 @@ def test_what_is_wrong_is_told(images):
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, images, urls: dict[str, float]) -> Callable[[], int]:
-    """Make reading take as many seconds as ``urls`` say; returns how many are read at once."""
+    """Make reading take as many seconds as ``urls`` say.
+
+    Return the count of reads at once.
+    """
     reading, lock = 0, threading.Lock()
 
     def read(url: str) -> bytes:
@@ -195,7 +198,10 @@ def test_fetched_images_of_one_client_hold_up_neither_sent_nor_fetched_ones_of_a
 
 
 def test_the_work_of_a_client_that_leaves_ends(images):
-    """The process that decodes is stopped by hand, as one that takes for ever: others must not wait for it."""
+    """A client that leaves ends its work, here a process that decodes for ever.
+
+    No other client waits.
+    """
 
     async def scenario() -> None:
         lanes, client = ImageLanes(images), Client("a")

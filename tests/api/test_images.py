@@ -1,4 +1,4 @@
-"""Images through a real server of a tiny LLaVA, by the official client; and what is refused, with its reason."""
+"""Images through a real server of a tiny LLaVA, by the official client, and refusals with their reasons."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def ask(client: OpenAI, *parts, **options):
 
 
 def test_a_data_url(model, client):
-    """The first request of a warm engine, on which nothing may be cold; tokens are those of transformers."""
+    """A warm engine's first image request meets nothing cold.
+
+    Its tokens are transformers' own.
+    """
     server, reference = model
     answer = ask(
         client, image(data_url(A)), TEXT, logprobs=True, extra_body={"return_token_ids": True, "ignore_eos": True}
@@ -96,7 +99,7 @@ def test_a_file_below_the_folder(model, client):
 
 
 def scans(count: int) -> str:
-    """A photograph that repeats its last scan ``count`` times."""
+    """Return a photograph that repeats its last scan ``count`` times."""
     file = io.BytesIO()
     PIL.Image.new("L", (4000, 3000), 90).save(file, "JPEG", progressive=True)
     data = file.getvalue()
@@ -141,7 +144,7 @@ def test_a_model_without_a_tower_refuses_images(scripted):
     assert answer.error["message"].startswith("The model sees no images")
 
 
-def test_the_dummy_image_is_one(tmp_path):
+def test_the_dummy_image_can_be_decoded(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": SIZE, "crop_size": SIZE}))
     config = PixelConfig.read(tmp_path)
     assert config is not None

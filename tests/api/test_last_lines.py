@@ -1,4 +1,4 @@
-"""A server whose log nobody reads, and which waits for something that never ends: it serves, and leaves in time."""
+"""A server with an unread log and a wait without end still serves, and leaves in time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import pytest
 from tests.api.conftest import Server, serving
 
 SECONDS = 8.0
-"""To leave, on a machine that has others to serve: connections are closed after 2, threads are left after 2 more."""
+"""Seconds to leave, on a machine that has other work.
+
+Connections are closed after 2 s, threads are left after 2 s more.
+"""
 
 
 def helpers(server: Server) -> list[int]:
-    """The processes that render chat templates."""
+    """Return the processes that render chat templates."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = [int(pid) for each in children for pid in each.read_text().split()]
     return [pid for pid in pids if b"preheat.utils.helper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -56,7 +59,10 @@ def test_a_log_that_is_not_read_and_a_thread_that_hangs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_boot_that_takes_long_is_left_at_once(folder: Path, tmp_path: Path, number: int, status: int) -> None:
-    """Here the chat template is tried out, and does not end."""
+    """A signal ends a boot at once.
+
+    Here the boot tries out a chat template that does not end.
+    """
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with serving(str(folder), wait=False, chat_template=template, log=tmp_path / "log") as server:
         server.wait_until_open()

@@ -1,4 +1,4 @@
-"""``LLM``, ``LLMEngine`` and ``AsyncLLM`` with the bundled model: one way of running, and so the same tokens."""
+"""``LLM``, ``LLMEngine`` and ``AsyncLLM`` with the bundled model: one way of running, so the same tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def texts(llm):
     return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def test_what_is_queued_is_what_is_generated(llm, texts):
+def test_queued_prompts_are_generated_in_order(llm, texts):
     ids = [*llm.enqueue(PROMPTS[:1], GREEDY), *llm.enqueue(PROMPTS[1:], GREEDY)]
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [(output.request_id, output.outputs[0].text) for output in outputs] == [*zip(ids, texts, strict=True)]
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
-def test_steps_report_what_was_asked_for(llm, texts):
+def test_steps_report_outputs_of_each_kind(llm, texts):
     engine, heard = llm.llm_engine, dict.fromkeys(RequestOutputKind, ())
     for kind in RequestOutputKind:
         engine.add_request(kind.name, PROMPTS[0], SamplingParams(temperature=0, max_tokens=6, output_kind=kind))
-    with pytest.raises(InvalidRequest, match="that of a running request"):
+    with pytest.raises(InvalidRequest, match="belongs to a running request"):
         engine.add_request("DELTA", PROMPTS[0], GREEDY)
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -1,4 +1,4 @@
-"""Where the server listens, and what a request may leave out."""
+"""The addresses where the server listens, and parts that a request may leave out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_curl_of_a_unix_socket() -> None:
 
 
 def test_a_path_in_front(folder: Path) -> None:
-    """Behind a proxy that leaves the path on, and behind one that takes it off."""
+    """``--root-path`` works behind a proxy that keeps the path, and behind a proxy that takes it off."""
     with serving(str(folder), root_path="/llm/", api_key=["k"]) as server:
         for prefix in ("", "/llm"):
             assert server.get(f"{prefix}/health").status == 200
@@ -70,7 +70,7 @@ def test_a_path_in_front(folder: Path) -> None:
         assert server.get("/llm/llm/health").status == 401
 
 
-def test_without_max_tokens_the_answer_is_cut_to_what_fits(scripted: Server) -> None:
+def test_without_max_tokens_the_context_bounds_the_answer(scripted: Server) -> None:
     length = scripted.get("/v1/models").json["data"][0]["max_model_len"]
 
     def ask(path: str, **body: Any) -> Any:
@@ -81,7 +81,7 @@ def test_without_max_tokens_the_answer_is_cut_to_what_fits(scripted: Server) -> 
     assert ask(COMPLETIONS, prompt=prompt, max_tokens=4).error["param"] == "max_tokens"
 
 
-def test_a_recommended_length_is_cut_to_what_fits(folder: Path, tmp_path: Path) -> None:
+def test_the_context_bounds_a_recommended_length(folder: Path, tmp_path: Path) -> None:
     options = {"override_generation_config": {"max_new_tokens": 10**6}}
     with serving(str(folder), **options) as server:
         answer = server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]})

@@ -1,4 +1,4 @@
-"""Adapters that the real engine runs: over HTTP what they are offline."""
+"""Adapters run by the real engine give the same answers over HTTP as offline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapted(root: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def offline(root: Path) -> dict[str, list[str]]:
-    """The answers of the model itself and of two adapters."""
+    """Return the offline answers of the model itself and of two adapters."""
     llm, params = LLM(**OPTIONS), SamplingParams(temperature=0, max_tokens=8)
     named = {name: LoRARequest(name, 1, str(root / name)) for name in ("one", "two")}
     return {
@@ -60,8 +60,11 @@ def said(server: Server, model: str, prompt: str) -> str:
     return client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=8).choices[0].text
 
 
-def test_answers_are_those_of_offline(adapted: Server, root: Path, offline: dict[str, list[str]]) -> None:
-    """Also of an adapter that came while the server ran, and of all of them in one batch."""
+def test_served_answers_equal_offline_answers(adapted: Server, root: Path, offline: dict[str, list[str]]) -> None:
+    """The answers of adapters equal the offline ones.
+
+    That holds for an adapter loaded meanwhile, and for all models in one batch.
+    """
     assert adapted.post(LOAD, {"lora_name": "two", "lora_path": "two"}).status == 200
     asked = [(name, prompt) for name in ("one", "bundled", "two") for prompt in PROMPTS]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -77,7 +80,7 @@ def test_answers_are_those_of_offline(adapted: Server, root: Path, offline: dict
 
 
 def test_a_search_is_the_adapters(adapted: Server) -> None:
-    """A beam of width 1 is the greedy answer."""
+    """A beam of width 1 is the adapter's greedy answer."""
     body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     for model in ("one", "bundled"):
         greedy, search = (adapted.post("/v1/completions", {**body, "model": model, "use_beam_search": use}).json
@@ -86,14 +89,17 @@ def test_a_search_is_the_adapters(adapted: Server) -> None:
 
 
 def test_a_name_that_changes_its_adapter_answers_anew(adapted: Server, offline: dict[str, list[str]]) -> None:
-    """What the prefix cache has of the old one is not taken for the new one's."""
+    """A name that changes its adapter answers from the new adapter.
+
+    No block that the prefix cache holds of the old adapter is used.
+    """
     for name in ("one", "two", "one"):
         assert adapted.post(LOAD, {"lora_name": "turning", "lora_path": name, "load_inplace": True}).status == 200
         assert said(adapted, "turning", PROMPTS[0]) == offline[name][0]
     assert adapted.post(UNLOAD, {"lora_name": "turning"}).status == 200
 
 
-def test_what_cannot_be_served_is_refused(adapted: Server) -> None:
+def test_adapters_that_cannot_be_served_are_refused(adapted: Server) -> None:
     for path, why in (("wide", "--max-lora-rank"), ("dora", "use_dora"), ("none", "cannot be read")):
         answer = adapted.post(LOAD, {"lora_name": "refused", "lora_path": path})
         assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_adapter", "lora_path")

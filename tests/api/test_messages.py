@@ -1,4 +1,4 @@
-"""/v1/messages, through Anthropic's client. The engine repeats what the last message says."""
+"""/v1/messages through Anthropic's client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -117,7 +117,10 @@ def test_the_clients_own_loop_of_tools(client: anthropic.Anthropic) -> None:
 
 
 def test_an_answer_that_fills_the_context_says_so(tools_folder: Path) -> None:
-    """Clients fill in the max_tokens that their own models have; the answer is cut to what fits this one."""
+    """max_tokens is cut to the room in the context.
+
+    Clients send the max_tokens of their own models.
+    """
     engine = "tests.api.scripted:run_short_engine"
     with (
         serving(str(tools_folder), engine=engine, served_model_name=["m"]) as server,

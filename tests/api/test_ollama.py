@@ -1,4 +1,4 @@
-"""Ollama's API, through its client. The engine repeats what the last message says."""
+"""Ollama's API through its client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_think_is_for_models_that_can(client: Any) -> None:
     assert client.chat("m", user("Hi"), think="high").message.content == "Hi"  # ignored: no template looks at it
 
 
-def test_what_is_served(client: Any, door: Server) -> None:
+def test_models_are_listed_with_their_digest(client: Any, door: Server) -> None:
     (model,) = client.list().models
     assert model.model == "m" and len(model.digest) == 64
     assert client.ps().models[0].model == "m"

@@ -141,7 +141,10 @@ def test_streamed_chat(client: OpenAI) -> None:
 
 
 def test_stop_ids_have_a_limit(client: OpenAI) -> None:
-    """The model's own counts; an id given twice counts once."""
+    """The model's own stop ids count towards the limit.
+
+    An id given twice counts once.
+    """
     ids = [*range(100, 100 + MAX_STOP_IDS)]
     assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids[:1000] * 2}).choices
     assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids, "ignore_eos": True}).choices
@@ -216,7 +219,7 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": FLAG}}
 
 
 def test_forced_calls_have_valid_arguments(client: OpenAI) -> None:
-    """The bundled model knows no tools: the grammar makes the calls."""
+    """The grammar makes valid calls, since the bundled model knows no tools."""
     forced = {"tools": [WEATHER, OTHER], "tool_choice": "required", "max_completion_tokens": 200, "temperature": 1.5}
     for seed in range(3):
         choice = chat(client, **forced, seed=seed, parallel_tool_calls=False).choices[0]
@@ -247,7 +250,7 @@ def test_parsed_answers(client: OpenAI) -> None:
 
 
 def test_logprobs_of_given_tokens(client: OpenAI) -> None:
-    """vLLM's ``logprob_token_ids``: the sampled token and exactly these, with the values that they have among all."""
+    """vLLM's ``logprob_token_ids`` gives the sampled token and exactly these ids, with logprobs over the vocabulary."""
     ids = [5, 300, 41]
     body = {"logprob_token_ids": ids, "return_token_ids": True}
     choice = complete(client, logprobs=1, max_tokens=3, extra_body=body).choices[0]

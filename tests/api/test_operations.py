@@ -1,4 +1,4 @@
-"""An operator's endpoints: who may reach them, and what they do to a real engine."""
+"""An operator's endpoints: the clients that may reach them, and their effect on a real engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INFO: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of weights, and beside them one that is not allowed."""
+    """Write folders of weights, and beside them a folder that is not allowed."""
     outside = tmp_path_factory.mktemp("outside")
     root = outside / "root"
     tensors = load_file(BUNDLED_PATH / "model.safetensors")
@@ -87,15 +87,15 @@ def test_paths(root: Path) -> None:
     assert allowed_paths(str(root), "same") == allowed_paths(str(root), str(root / "same"))
     assert allowed_paths(str(root), "same") == (str(root / "same"), str(root))
     for path in ("..", "../secret", "link", "/etc", "same/../../secret"):
-        with pytest.raises(InvalidRequest, match=r"--weights-root.*not below"):
+        with pytest.raises(InvalidRequest, match=r"--weights-root.*outside the folder"):
             allowed_paths(str(root), path)
-    with pytest.raises(InvalidRequest, match="no folder"):
+    with pytest.raises(InvalidRequest, match="not a folder"):
         allowed_paths(str(root), "same/model.safetensors")
     for path in ("a\0b", "d/" * 4000, "n" * 300, "none"):
         with pytest.raises(InvalidRequest, match="cannot be read") as refused:
             allowed_paths(str(root), path)
         assert len(refused.value.message) < 400
-    with pytest.raises(InvalidRequest, match="without --weights-root"):
+    with pytest.raises(InvalidRequest, match="was started with --weights-root"):
         allowed_paths(None, "same")
 
 
@@ -108,15 +108,15 @@ def test_weights(operated: Server) -> None:
     assert operated.get("/ready").json["digest"] == now["digest"]
     assert said(operated) != before
     for body, message in (
-        ({"path": "link"}, "not below"),
+        ({"path": "link"}, "outside the folder"),
         ({"path": "pickle"}, "holds no *.safetensors"),
         ({"path": "fifo"}, "it is a pipe"),
         ({"path": "endless"}, "index.json cannot be read: it is"),
-        ({"path": "leak"}, "it is not below the folder"),
+        ({"path": "leak"}, "it is outside the folder"),
         ({"path": "index"}, "is not the name of a file beside it"),
         ({"path": "same\0"}, "cannot be a path"),
         ({"path": "n" * 300}, "File name too long"),
-        ({"path": "other", "update_info": INFO}, "one of them"),
+        ({"path": "other", "update_info": INFO}, "give either path"),
         ({"update_info": INFO | {"shapes": []}}, "0 shapes"),
         ({"update_info": INFO | {"packed": True}}, "update_info.packed is not supported"),
         ({"update_info": INFO}, "no group with a trainer"),
@@ -129,7 +129,10 @@ def test_weights(operated: Server) -> None:
 
 
 def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
-    """As trainers talk to vLLM's server, but for the group: in two parts, while requests are answered."""
+    """A trainer updates the weights as with vLLM's server, but for the group.
+
+    The weights come in two parts, while requests run.
+    """
     by_files = told(operated, "/update_weights", {"path": "other"})["digest"]
     before, digest = told(operated, "/update_weights", {"path": "same"}), said(operated)
     tensors, port = list(load_file(root / "other" / "model.safetensors").items()), free_port()
@@ -157,7 +160,10 @@ def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
 
 
 def test_pause_and_resume(operated: Server) -> None:
-    """What runs is kept, what comes is held back; both go on."""
+    """A pause keeps the running requests and holds back new ones.
+
+    After it both go on.
+    """
     long: dict[str, Any] = ASKED | {"max_tokens": 100}
     expected = operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"]
     assert "wait" in told(operated, "/pause?mode=later", None, 400)["error"]["message"]

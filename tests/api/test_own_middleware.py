@@ -11,7 +11,7 @@ from tests.api.conftest import serving
 HERE = "tests.api.middleware_of_an_operator"
 
 
-def test_each_answer_passes_it(folder) -> None:
+def test_every_answer_passes_the_middleware(folder) -> None:
     with serving(str(folder), middleware=[f"{HERE}.Stamp", f"{HERE}.teapot"]) as server:
         plain = server.get("/version")
         assert plain.status == 200 and plain.headers["x-stamp"] == "class"

@@ -1,4 +1,4 @@
-"""Prompts that are embeddings, over HTTP: sent by OpenAI's client as vLLM's documentation does."""
+"""Prompts that are embeddings, over HTTP: OpenAI's client sends them as in vLLM's documentation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def embedded(server: Server, text: str, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The rows of a text's tokens, as a client makes them."""
+    """Return the embedding rows of a text's tokens, as a client makes them."""
     ids = server.post("/tokenize", {"prompt": text}).json["tokens"]
     table = next(each for name, each in load_file(BUNDLED_PATH / "model.safetensors").items() if "embed" in name)
     file = io.BytesIO()
@@ -47,8 +47,8 @@ def texts(client: openai.OpenAI, prompt: Any, **more: Any) -> list[str]:
     return [choice.text for choice in done.choices]
 
 
-def test_rows_of_the_table_say_what_their_tokens_say(server: Server, client: openai.OpenAI) -> None:
-    """One, several, and beside texts, which come last; in each type that holds the rows."""
+def test_rows_of_the_table_get_the_answers_of_their_tokens(server: Server, client: openai.OpenAI) -> None:
+    """Rows of the embedding table give the answer of their tokens: one, several, beside texts, in each dtype."""
     right = texts(client, LINES)
     first, second = (embedded(server, line) for line in LINES)
     assert texts(client, "", prompt_embeds=first) == right[:1]
@@ -57,7 +57,7 @@ def test_rows_of_the_table_say_what_their_tokens_say(server: Server, client: ope
     assert texts(client, "", prompt_embeds=embedded(server, LINES[0], torch.float32)) == right[:1]
 
 
-def test_a_stream_and_what_is_told_of_the_prompt(server: Server, client: openai.OpenAI) -> None:
+def test_a_stream_with_prompt_embeds_reports_its_usage(server: Server, client: openai.OpenAI) -> None:
     (right,) = texts(client, LINES[0])
     body = {"prompt_embeds": embedded(server, LINES[0]), "max_tokens": 8, "temperature": 0.7, "seed": 5}
     whole = server.post("/v1/completions", body | {"return_token_ids": True}).json
@@ -74,7 +74,7 @@ def test_a_stream_and_what_is_told_of_the_prompt(server: Server, client: openai.
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "no file of torch.save"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not a file of torch.save"),
         ({"prompt_embeds": []}, "prompt_embeds", "must hold 1 to"),
         ({"prompt_embeds": 3}, "prompt_embeds", "Invalid value"),
         ({}, "prompt", "Missing required parameter: prompt"),

@@ -1,4 +1,7 @@
-"""The proof over HTTP: the digest is told, a failed check keeps requests out, and any server can be verified."""
+"""The proof over HTTP.
+
+The digest is told, a failed check keeps requests out, and any server can be verified.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.api.conftest import Server, serving
 COMPLETIONS = "/v1/completions"
 
 
-def test_the_digest_is_told(scripted: Server) -> None:
+def test_verify_prints_the_digest(scripted: Server) -> None:
     assert scripted.get("/ready").json["digest"] == "d16e57"
     assert scripted.metric("numeric_info", digest="d16e57") == 1
     assert Record.from_json(scripted.get("/warmup").body).proof.digest == "d16e57"
@@ -53,15 +56,17 @@ def test_an_even_server_is_verified(few: None, scripted: Server, capsys: pytest.
     assert {path["identical"] for path in paths} == {8}
 
 
-def test_one_that_looks_at_its_batch_is_found(few: None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_server_that_depends_on_its_batch(
+    few: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(str(folder), engine="tests.api.scripted:run_changing_engine") as server:
         assert main(["verify", "--reduced", "--against", f"{server.url}/v1"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1 at once"))
     assert "output token 3, apart by" in line
 
 
-def test_what_is_no_such_server_is_said(capsys: pytest.CaptureFixture[str], scripted: Server) -> None:
+def test_verify_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str], scripted: Server) -> None:
     assert main(["verify", "--against", "http://127.0.0.1:1"]) == 1
-    assert "no OpenAI-compatible server" in capsys.readouterr().err
+    assert "not an OpenAI-compatible server" in capsys.readouterr().err
     assert main(["verify", "--against", f"{scripted.url}/nowhere"]) == 1
     assert "status 404" in capsys.readouterr().err

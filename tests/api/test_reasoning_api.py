@@ -52,7 +52,7 @@ def start(folder: Path) -> int:
 
 
 def said(server: Server, path: str, body: dict[str, Any], stream: bool) -> tuple[str, str]:
-    """Reasoning and content of an answer."""
+    """Return reasoning and content of an answer."""
     common = {"messages": USER, "max_tokens": 12} if path == CHAT else {"input": "Which?", "max_output_tokens": 12}
     answer = server.post(path, {"model": "m", "temperature": 0, "stream": stream, **common, **body})
     assert answer.status == 200, answer.body
@@ -76,15 +76,18 @@ def said(server: Server, path: str, body: dict[str, Any], stream: bool) -> tuple
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("asked", ASKED)
-def test_what_must_be_said_is_no_reasoning(server: Server, start: int, path: str, asked: str, stream: bool) -> None:
-    """Even if the start token is by far the best of those that a mask would leave."""
+def test_a_forced_answer_has_no_reasoning(server: Server, start: int, path: str, asked: str, stream: bool) -> None:
+    """A forced answer has no reasoning.
+
+    That holds even if the start token is by far the best token of the model.
+    """
     for bias in ({}, {str(start): 100.0}):
         thought, content = said(server, path, {**ASKED[asked], "logit_bias": bias}, stream)
         assert thought == "" and content in ("yes", "yea")
 
 
 def test_where_a_template_speaks_of_reasoning_there_may_be_some(server: Server, start: int) -> None:
-    """The control: the start token is one of those that are left."""
+    """Control: if the template speaks of reasoning, the mask allows the start token."""
     body = {**ASKED["choice"], "logit_bias": {str(start): 100.0}}
     assert said(server, CHAT, {**body, "chat_template": SPEAKS}, False)[1] == ""
     assert said(server, CHAT, {**body, "chat_template": PLAIN}, False)[1] in ("yes", "yea")
@@ -92,7 +95,10 @@ def test_where_a_template_speaks_of_reasoning_there_may_be_some(server: Server, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_ends_the_reasoning(server: Server, stream: bool) -> None:
-    """Then the answer follows, or what must be said."""
+    """The budget ends the reasoning.
+
+    Then the answer follows, or the forced text.
+    """
     for budget in (0, 3, 7):
         body = {"chat_template": OPEN, "thinking_token_budget": budget, "ignore_eos": True}
         if stream:

@@ -1,4 +1,4 @@
-"""/v1/responses, through the official client. The engine repeats what the last message says."""
+"""/v1/responses through the official client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(client: OpenAI, given: Any, **options: Any) -> Any:
 
 
 def shown(item: Any) -> tuple[Any, ...]:
-    """What an item of the output says, without its ids."""
+    """Return the content of an output item, without its ids."""
     match item.type:
         case "message":
             return "message", item.content[0].text
@@ -73,7 +73,10 @@ def test_reasoning_and_calls(client: OpenAI) -> None:
 
 
 def test_events(client: OpenAI) -> None:
-    """Each in its order, numbered, about the item that began last; the last one has the whole response."""
+    """Events are numbered and in order, about the item that began last.
+
+    The last event has the whole response.
+    """
     events = list(ask(client, ALL, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
@@ -120,7 +123,7 @@ def test_items_go_back_as_input(client: OpenAI) -> None:
     assert ask(client, parts).output_text == "Yo"
 
 
-def test_what_is_kept(client: OpenAI, talker: Server) -> None:
+def test_stored_responses_can_be_retrieved_and_continued(client: OpenAI, talker: Server) -> None:
     first = ask(client, "One " + CALL)
     assert client.responses.retrieve(first.id).output == first.output
     second = ask(client, "Two", previous_response_id=first.id)
@@ -168,7 +171,7 @@ def test_the_store_is_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def slow(tools_folder: Path) -> Iterator[OpenAI]:
-    """A server that says a token every 30 ms, and whose prompts are what the message says."""
+    """Run a server that gives a token every 30 ms, and whose prompts are the message itself."""
     options: dict[str, Any] = {"enable_responses_store": True, "served_model_name": ["m"]}
     options |= {"engine": "tests.api.scripted:run_paced_engine", "chat_template": "{{ messages[-1].content }}"}
     with (
@@ -179,7 +182,7 @@ def slow(tools_folder: Path) -> Iterator[OpenAI]:
 
 
 def ended(client: OpenAI, id: str) -> Any:
-    """The response of this id, when it has ended."""
+    """Return the response of this id, when it has ended."""
     until = time.monotonic() + 30
     while (found := client.responses.retrieve(id)).status in ("queued", "in_progress"):
         assert time.monotonic() < until
@@ -188,7 +191,10 @@ def ended(client: OpenAI, id: str) -> Any:
 
 
 def test_an_answer_in_the_background(slow: OpenAI) -> None:
-    """It is fetched by its id, says what one says that is waited for, and goes on like it."""
+    """A response in the background is fetched by its id.
+
+    It equals a response that the client waits for.
+    """
     asked: dict[str, Any] = {"model": "m", "input": "abcdefgh", "max_output_tokens": 20}
     whole = slow.responses.create(**asked)
     queued = slow.responses.create(**asked, background=True)
@@ -224,7 +230,10 @@ def test_an_answer_in_the_background_is_cancelled(slow: OpenAI) -> None:
 
 
 def test_an_answer_in_the_background_fails(slow: OpenAI, tools_folder: Path) -> None:
-    """By its engine later, which the response says; what cannot be started is refused at once."""
+    """A later failure of the engine is told in the response.
+
+    A request that cannot start is refused at once.
+    """
     text = Tokenizer(tools_folder).decode([FAIL], skip_special_tokens=False)
     failed = ended(slow, slow.responses.create(model="m", input=text, background=True, max_output_tokens=5).id)
     assert failed.status == "failed" and failed.error.message
@@ -232,7 +241,7 @@ def test_an_answer_in_the_background_fails(slow: OpenAI, tools_folder: Path) -> 
         slow.responses.create(model="m", input="abc " * 9000, background=True)
 
 
-def test_nothing_is_made_in_the_background_unless_it_is_kept(scripted: Server) -> None:
+def test_background_responses_need_a_store(scripted: Server) -> None:
     refused = scripted.post("/v1/responses", {"input": "x", "background": True})
     assert refused.error["param"] == "background" and "--enable-responses-store" in refused.error["message"]
 

@@ -1,4 +1,4 @@
-"""What /openapi.json promises holds for whatever a client may send."""
+"""The promises of /openapi.json hold for any request that a client may send."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ schema = schemathesis.openapi.from_dict(json.loads(openapi.document()))
 @schema.parametrize()
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_document_holds(case: schemathesis.Case, short: Server) -> None:
-    answer = case.call_and_validate(base_url=short.url, checks=CHECKS, timeout=20)  # raises what a check finds
+    answer = case.call_and_validate(base_url=short.url, checks=CHECKS, timeout=20)  # raises the findings of the checks
     assert answer.status_code < 500

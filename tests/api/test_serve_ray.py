@@ -1,4 +1,7 @@
-"""Ray Serve: replicas are hot before they get a request, compute the same bits, and are replaced when they die."""
+"""Replicas of Ray Serve are hot before they get a request.
+
+They compute the same bits, and are replaced when they die.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from preheat.model.files import BUNDLED_PATH
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install preheat[ray]")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install preheat[ray]")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray's own
 
 URL = "http://127.0.0.1:8123"
 SETTINGS = {
@@ -36,7 +39,7 @@ PROMPT, TOKENS = "def add(a, b):", 24
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two workers' worth of CPUs on this machine."""
+    """Start Ray with CPUs for two workers on this machine."""
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     yield
@@ -45,7 +48,7 @@ def cluster() -> Iterator[None]:
 
 
 def run(model: str | Path, replicas: int, **more: Any) -> None:
-    """Have so many replicas of ``model`` run, without waiting for them."""
+    """Run ``replicas`` replicas of ``model``, without waiting for them."""
     from preheat.serve_ray import app
 
     deployment = {"num_replicas": replicas, "max_constructor_retry_count": 1, "ray_actor_options": {"num_cpus": 1}}
@@ -53,7 +56,7 @@ def run(model: str | Path, replicas: int, **more: Any) -> None:
 
 
 def replicas() -> Any:
-    """What Ray Serve says of the replicas."""
+    """Return Ray Serve's status of the replicas."""
     return serve.status().applications["default"].deployments["preheat"]
 
 
@@ -89,7 +92,7 @@ def test_two_replicas_answer_as_one_process_does(cluster: None) -> None:
 
 
 def engines() -> list[int]:
-    """The engines' processes that come from this one."""
+    """Return the engines' processes that descend from this process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -110,7 +113,10 @@ def engines() -> list[int]:
 
 
 def test_a_replica_with_another_digest_is_refused(cluster: None, tmp_path: Path) -> None:
-    """One of two engines is killed, and before it is replaced the weights change."""
+    """A replica with another digest is refused.
+
+    An engine is killed, and the weights change before it is replaced.
+    """
     model = tmp_path / "model"
     shutil.copytree(BUNDLED_PATH, model)
     run(model, 2)
@@ -131,7 +137,7 @@ def test_a_replica_with_another_digest_is_refused(cluster: None, tmp_path: Path)
 
 
 def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
-    """It is told to stop in the middle of a request."""
+    """A replica that is told to stop in the middle of a request finishes the request."""
     run("bundled", 1)
     until(lambda: replicas().replica_states == {"RUNNING": 1})
     tokens = 200
@@ -147,17 +153,17 @@ def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"device": "auto"}, "name it, cpu or cuda"),
-        ({"device": "cpu", "port": 9000}, "port is for a port, which Ray Serve opens"),
+        ({"device": "auto"}, "set cpu or cuda"),
+        ({"device": "cpu", "port": 9000}, "port configures a port, and Ray Serve opens the port"),
         ({"device": "cpu", "boot_check": "off"}, "leave boot_check on"),
         ({"device": "cpu", "skip_warmup": True}, "drop skip_warmup"),
         (
             {"device": "cpu", "skip_warmup": False, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "and runs them",
+            "a replica runs its ranks",
         ),
     ],
 )
-def test_what_replicas_cannot_be_is_refused(args: dict[str, Any], said: str) -> None:
+def test_options_that_replicas_lack_are_refused(args: dict[str, Any], said: str) -> None:
     from preheat.serve_ray import app
 
     with pytest.raises(SettingsError, match=said):

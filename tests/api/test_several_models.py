@@ -1,4 +1,7 @@
-"""Several models behind one port: each answers as a server of its own, and is named in all that is shown."""
+"""Several models behind one port.
+
+Each answers as on a server of its own, and is named in all output.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def both(adapter: str) -> Iterator[Server]:
-    """A model that chats, with an adapter, and one that makes embeddings."""
+    """Run a model that chats, with an adapter, and a model that makes embeddings."""
     lora = {"enable_lora": True, "max_lora_rank": 4, "lora_modules": [f"small={adapter}"]}
     options = {"chat": lora, "embed": {"runner": "pooling"}}
     with serving(
@@ -109,7 +112,7 @@ def test_ollamas_client_sees_both(both: Server) -> None:
     client._client.close()
 
 
-def test_what_is_shown_of_each(both: Server) -> None:
+def test_each_model_has_its_own_record_and_metrics(both: Server) -> None:
     assert both.get("/health").status == 200
     ready = both.get("/ready").json
     assert ready["status"] == "ready" and ready["models"].keys() == {"chat", "embed"}
@@ -134,7 +137,10 @@ def test_what_is_shown_of_each(both: Server) -> None:
 
 
 def test_not_ready_until_both_are(tmp_path: Path) -> None:
-    """And no second engine is begun before the first is ready."""
+    """The server is ready when both models are.
+
+    The second engine begins after the first is ready.
+    """
     folders = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -205,7 +211,7 @@ def test_each_has_its_options_and_its_share() -> None:
         ({"model_options": {"a": {}}}, "model_options needs models"),
     ],
 )
-def test_what_several_models_cannot_be(given: dict[str, Any], message: str) -> None:
+def test_options_that_several_models_lack_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         each_model(Settings.load(given, env={}))
 

@@ -1,4 +1,7 @@
-"""How a start fails, and how Ctrl-C ends it: one line that says what to change, the right status, nothing left."""
+"""A failed start, and a start ended by Ctrl-C.
+
+Each gives one line that says how to go on and the right status, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ sys.exit(command.main())
 
 
 def variant(folder: Path, **files: object) -> Path:
-    """The bundled model with other files, written as they are, or fields of its JSON files."""
+    """Write the bundled model with other files, or with other fields in its JSON files."""
     for path in BUNDLED_PATH.iterdir():
         (folder / path.name).symlink_to(path)
     for name, content in files.items():
@@ -65,7 +68,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 @pytest.mark.parametrize("message", BROKEN)
-def test_what_is_broken_fails_the_start_in_one_line(command: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_model_fails_the_start_in_one_line(command: str, message: str, tmp_path: Path) -> None:
     model = str(variant(tmp_path, **BROKEN[message]))
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     done = preheat(command, "--model", model, *words, "--log-level", "warning")
@@ -81,8 +84,11 @@ def test_the_log_at_debug_has_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_a_wrong_setting_is_told_alike(command: str) -> None:
-    """Found by the engine, in its own process where there is one: before a list of a billion blocks is made."""
+def test_all_commands_report_a_wrong_setting_alike(command: str) -> None:
+    """A wrong setting is found before a list of a billion blocks is made.
+
+    The engine finds it, in a process of its own too.
+    """
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
     done = preheat(command, *words, "--num-gpu-blocks-override", "1000000000", "--log-level", "warning")
     assert done.returncode == 2
@@ -91,7 +97,7 @@ def test_a_wrong_setting_is_told_alike(command: str) -> None:
 
 
 def interrupted(words: list[str], until: str, wait: float = 0.0) -> tuple[int, float, str]:
-    """Status, seconds from Ctrl-C to the end, and what stood on standard error after it."""
+    """Return the status, the seconds from Ctrl-C to the end, and the text on standard error after it."""
     command = [sys.executable, "-c", COMMAND, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENV, text=True) as process:
         assert process.stdout is not None
@@ -111,7 +117,7 @@ def interrupted(words: list[str], until: str, wait: float = 0.0) -> tuple[int, f
 def test_ctrl_c_in_the_first_second(words: list[str], wait: float) -> None:
     status, seconds, said = interrupted(words, "up", wait)
     assert status == 130 and "Traceback" not in said and "Exception" not in said
-    assert seconds < 1.5  # a second, on a machine that has others to serve
+    assert seconds < 1.5  # a second, on a machine that has other work
 
 
 @pytest.mark.parametrize("words", [["serve", "--port", "0"], ["generate", "--prompt", "x"]], ids=lambda words: words[0])

@@ -1,4 +1,4 @@
-"""Structured outputs over HTTP: the official client, vLLM's fields, and what is refused before anything runs."""
+"""Structured outputs over HTTP: the official client, vLLM's fields, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(server: Server):
 
 
 def test_the_clients_own_parse(client: OpenAI) -> None:
-    """Sent as json_schema with strict, read into the class."""
+    """The client sends the class as a strict json_schema, and reads the answer into it."""
     answer = client.chat.completions.parse(
         model="bundled", messages=MESSAGES, response_format=Home, temperature=1.5, seed=3, max_completion_tokens=200
     )
@@ -100,7 +100,7 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "param", "why"), BAD)
 def test_bad_grammars_are_refused(client: OpenAI, fields: dict[str, object], param: str, why: str) -> None:
-    """Of a stream too: nothing was sent yet."""
+    """A bad grammar is refused, of a stream too, before anything is sent."""
     for stream in (False, True):
         with pytest.raises(BadRequestError, match=why) as refused:
             for _ in client.completions.create(model="bundled", prompt="x", stream=stream, extra_body=fields):

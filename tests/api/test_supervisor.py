@@ -1,4 +1,4 @@
-"""What fails beside the requests ends the server: nobody else listens to the engine."""
+"""A failure outside of requests ends the server, since no other task listens to the engine."""
 
 from __future__ import annotations
 

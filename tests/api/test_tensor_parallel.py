@@ -1,4 +1,4 @@
-"""A server whose engine has several ranks, one of which is killed."""
+"""A killed rank ends a server of several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAMS = 64
 
 
 def ranks_of(server: Server) -> list[int]:
-    """The processes of the other ranks, which are children of the engine's."""
+    """Return the processes of the other ranks: the children of the engine's process."""
     return [
         int(pid) for pid in Path(f"/proc/{server.engine_pid}/task/{server.engine_pid}/children").read_text().split()
     ]
@@ -36,7 +36,10 @@ def gone(pid: int) -> bool:
 
 
 async def streams(server: Server, count: int, rank: int) -> tuple[list[bytes], float]:
-    """What clients have read when ``rank`` was killed in their midst, and how long it took."""
+    """Kill ``rank`` in the midst of ``count`` streams.
+
+    Return the bytes that clients read, and the time of the kill.
+    """
     body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     running = [asyncio.create_task(ask(server.port, body)) for _ in range(count)]
     if running:
@@ -55,7 +58,7 @@ def test_a_killed_rank(count: int, tmp_path: Path) -> None:
         (rank,) = ranks_of(server)
         engine = server.engine_pid
         answers, killed = asyncio.run(asyncio.wait_for(streams(server, count, rank), 60))
-        with contextlib.suppress(OSError):  # the server may have left by now
+        with contextlib.suppress(OSError):  # the server may have ended by now
             assert server.get("/health").status == 503 or not count
         assert server.process.wait(10) == 1 and time.monotonic() - killed < 10
     assert len(answers) == count

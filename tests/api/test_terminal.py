@@ -1,4 +1,7 @@
-"""The commands that are clients of a server, and the batch that runs one itself. The engine repeats its prompt."""
+"""Commands that are clients of a server, and the batch command with its own server.
+
+The engine repeats its prompt.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def test_complete(scripted: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "abc\n"
 
 
-def test_what_a_server_refuses_is_said(scripted: Server) -> None:
+def test_the_client_reports_a_servers_refusal(scripted: Server) -> None:
     with pytest.raises(PreheatError, match=r"404.*not served here"):
         list(client.Client(f"{scripted.url}/v1", "other").complete("x", 1))
     with pytest.raises(PreheatError, match="cannot be reached"):
@@ -63,7 +66,7 @@ sys.exit(cli.main())
 
 
 def batch(folder: Path, *words: str, engine: str = SCRIPTED, **how: Any) -> subprocess.Popen[str]:
-    """``preheat run-batch`` with another engine; it does not read the checkpoint's weights."""
+    """Start ``preheat run-batch`` with another engine, one that does not read the checkpoint's weights."""
     flags = ["--model", str(folder), "--log-level", "warning", "--api-key", "secret"]
     return subprocess.Popen(
         [sys.executable, "-c", BATCH, engine, "run-batch", *words, *flags], text=True, cwd=ROOT,
@@ -94,7 +97,10 @@ def test_a_batch_is_answered_in_order(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
-    """What is said to be answered is on the disk, after two signals too, and is not asked for again."""
+    """Every request reported as answered is on the disk.
+
+    That holds after two signals too. Such a request is not asked for again.
+    """
     asked, out, partial = tmp_path / "in", tmp_path / "out", tmp_path / "out.partial"
     asked.write_text("\n".join(line(str(n), prompt=[5, 6], max_tokens=30 + 40 * n) for n in range(100)))
     out.write_text("of yesterday")

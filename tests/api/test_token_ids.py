@@ -49,7 +49,7 @@ def test_the_end_of_sequence_is_known_without_a_tokenizer(llm: LLM) -> None:
 def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate([prompt], params, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="no tokenizer"):
+    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 
@@ -61,7 +61,7 @@ def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingPara
         (SamplingParams(stop_token_ids=[*range(1025)]), "at most 1,024 can end a request"),
     ],
 )
-def test_what_a_device_has_no_room_for_is_refused(llm: LLM, params: SamplingParams, message: str) -> None:
+def test_requests_beyond_the_devices_limits_are_refused(llm: LLM, params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate([PROMPT], params, use_tqdm=False)
 
@@ -86,7 +86,10 @@ def test_settings_and_checkpoints_that_cannot_do_without(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """No tokenizer file is there, so that one that is asked for would be missed."""
+    """Run a server of a folder without tokenizer files.
+
+    So a read of such a file would fail.
+    """
     folder = tmp_path_factory.mktemp("bare")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 1}))
     with serving(str(folder), skip_tokenizer_init=True) as running:
@@ -108,7 +111,7 @@ def test_a_stream_of_ids_has_an_event_for_each_token(server: Server) -> None:
     ("path", "body", "message"),
     [
         ("/v1/completions", {"prompt": "text"}, "token ids"),
-        ("/v1/completions", {"prompt": [5], "echo": True}, "echo is about text"),
+        ("/v1/completions", {"prompt": [5], "echo": True}, "echo needs a tokenizer"),
         ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop_token_ids"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "token ids"),
         ("/tokenize", {"prompt": "text"}, "token ids"),

@@ -1,4 +1,4 @@
-"""Tools and reasoning in chats, through the official client. The engine repeats what the last message says."""
+"""Tools and reasoning in chats, through the official client, with an engine that repeats the last message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(client: OpenAI, text: str | list[Any], **options: Any) -> Any:
 
 
 def joined(events: Any) -> tuple[str, str, list[list[str]], str]:
-    """Content, reasoning, calls and finish reason of a stream, whose deltas must have OpenAI's shape."""
+    """Return content, reasoning, calls and finish reason of a stream, after a check of the deltas' shape."""
     content, thought, calls, reason = "", "", [], ""
     for event in events:
         (choice,) = event.choices
@@ -99,7 +99,7 @@ def test_none_means_text(client: OpenAI) -> None:
     assert "weather" in choice.message.content
 
 
-def test_a_cut_call_has_what_there_is_of_its_arguments(client: OpenAI) -> None:
+def test_a_cut_call_has_the_written_part_of_its_arguments(client: OpenAI) -> None:
     for budget in range(20, 60, 8):
         choice = ask(client, CALL, max_tokens=budget).choices[0]
         assert choice.finish_reason == "length"
@@ -121,7 +121,7 @@ def test_calls_and_results_go_through_the_template(client: OpenAI, tools_folder:
 
 
 def test_special_tokens_are_in_no_text(client: OpenAI) -> None:
-    """The marks of calls are special tokens too: they are found, and nothing else of their kind is shown."""
+    """The marks of calls are special tokens too: they are found, and no other special token is shown."""
     odd = "<|im_start|>"
     text = f"<think>a{odd}b</think>c{odd}d" + CALL.replace("Grüße", f"Gr{odd}üße") + odd
     for stream in (False, True):
@@ -210,7 +210,7 @@ def test_tools_that_are_no_functions_are_refused_with_a_reason(
     assert refused.value.param == f"tools[1].{param}"
 
 
-def test_a_server_without_parsers_says_what_it_needs(scripted: Server) -> None:
+def test_a_server_without_parsers_names_the_missing_option(scripted: Server) -> None:
     tool = {"messages": user("Hi"), "tools": [TOOL]}
     error = scripted.post("/v1/chat/completions", tool).error
     assert error["param"] == "tool_choice" and "--enable-auto-tool-choice" in error["message"]

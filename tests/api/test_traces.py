@@ -34,7 +34,7 @@ LATENCIES = ("time_in_queue", "time_to_first_token", "time_in_model_prefill", "t
 
 
 class Spans(queue.Queue[Span]):
-    """What has come, one span after the other."""
+    """Spans that have come, in order."""
 
     def take(self, request: ExportTraceServiceRequest) -> bytes:
         for resource in request.resource_spans:
@@ -49,13 +49,16 @@ class Spans(queue.Queue[Span]):
 
 @pytest.fixture(scope="module")
 def spans() -> Spans:
-    """Each test takes all that it has caused."""
+    """Return the spans.
+
+    Each test takes all the spans that it has caused.
+    """
     return Spans()
 
 
 @pytest.fixture(scope="module")
 def collector(spans: Spans) -> Iterator[str]:
-    """The endpoint of a receiver over HTTP."""
+    """Yield the endpoint of a receiver over HTTP."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -69,7 +72,7 @@ def collector(spans: Spans) -> Iterator[str]:
             self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Write no log."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -90,7 +93,7 @@ def server(collector: str, folder: Path) -> Iterator[Server]:
 
 
 def values(span: Span) -> dict[str, object]:
-    """Attributes by name."""
+    """Return the attributes by name."""
     found: dict[str, object] = {}
     for each in span.attributes:
         kind = each.value.WhichOneof("value")
@@ -138,7 +141,10 @@ def test_a_failed_request(server: Server, spans: Spans) -> None:
 
 
 def test_a_clients_span_is_the_parent(server: Server, spans: Spans) -> None:
-    """Of both endpoints' requests. One that the client does not sample is not sent, nor is a refused one."""
+    """A client's span is the parent, at both endpoints.
+
+    Unsampled and refused requests send no span.
+    """
     state = {"tracestate": "vendor=one"}
     prompt = {"prompt": "abc", "max_tokens": 1}
     assert server.post("/v1/completions", prompt, traceparent=f"00-{TRACE}-{PARENT}-00").status == 200
@@ -155,7 +161,7 @@ def test_a_clients_span_is_the_parent(server: Server, spans: Spans) -> None:
 
 
 def test_spans_over_grpc(folder: Path, spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's default. What has not been sent when the server stops is sent then."""
+    """Over gRPC, vLLM's default, spans that wait when the server stops are sent then."""
 
     class Service(TraceServiceServicer):
         def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
@@ -185,7 +191,7 @@ def test_a_missing_package_is_named_at_boot(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_protocol_that_is_not_spoken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It matters only where spans are sent: the variable may be there for other programs."""
+    """A wrong protocol matters only where spans are sent, as the variable may be there for other programs."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
     assert boot_front(Settings.load({"model": str(folder)}), print).traces is None
     with pytest.raises(SettingsError, match="'http/json' is not one of grpc, http/protobuf"):
@@ -198,7 +204,7 @@ def test_detailed_traces_are_refused() -> None:
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:4317"])
-def test_nothing_is_imported_when_it_is_off(endpoint: str | None) -> None:
+def test_opentelemetry_is_imported_only_when_asked_for(endpoint: str | None) -> None:
     code = (
         "import sys\nfrom preheat.settings import Settings\nfrom preheat.startup import boot_front\n"
         f"boot_front(Settings.load({{'otlp_traces_endpoint': {endpoint!r}}}), print)\n"

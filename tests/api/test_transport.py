@@ -1,4 +1,7 @@
-"""Messages between two processes: whole, in order, at once, and never lost in an edge of the descriptor."""
+"""Messages between two processes arrive whole, in order and at once.
+
+No edge of the descriptor loses a message.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def test_many_messages_keep_their_order(ends) -> None:
     assert [delta.ids[0] for delta in received(front, 5000)] == list(range(5000))
 
 
-def test_what_is_sent_early_waits_for_the_engine() -> None:
+def test_early_messages_wait_for_the_engine() -> None:
     front = FrontendTransport()
     front.send(REQUEST)
     engine = EngineTransport(front.address)

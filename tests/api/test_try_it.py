@@ -1,4 +1,4 @@
-"""The page at / in a real browser: chats, tokens, tools, and answers asked for again in company."""
+"""The page at / in a real browser: chats, tokens, tools, and answers asked for again beside other requests."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_reasoning_calls_and_results(page: Tab, talker: Server) -> None:
     assert roles == ["user", "assistant", "tool", "assistant"]
 
 
-def test_answers_in_company_are_the_same(page: Tab, server: Server) -> None:
+def test_answers_beside_other_requests_are_the_same(page: Tab, server: Server) -> None:
     opened(page, server)
     ask(page, "Tell me about a lake. " * 100, max_tokens="8", temperature="1")
     page.value("document.querySelector('button.asks').click()")
@@ -153,7 +153,7 @@ def test_answers_in_company_are_the_same(page: Tab, server: Server) -> None:
 
 
 def test_one_bit_makes_another_digest(page: Tab, scripted: Server) -> None:
-    """The control of the test above: the page tells answers apart."""
+    """Control of the test above: one changed bit gives another digest on the page."""
     opened(page, scripted)
     given = {"id": 5, "logprob": -0.5, "top_logprobs": [{"bytes": [65], "logprob": -0.5}]}
     found = {"tokens": [given, given], "wait": 1}

@@ -1,4 +1,7 @@
-"""Long texts have turns: few are worked on at once, medium ones do not wait for long ones, nobody for a lost client."""
+"""Long texts take turns.
+
+Few long texts are worked on at once. Medium texts do not wait for long ones, and no text waits for a lost client.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class Work:
         return "done"
 
 
-def test_few_at_once_and_long_ones_apart() -> None:
+def test_few_texts_run_at_once_and_long_texts_apart() -> None:
     async def scenario() -> None:
         turns, long, medium = Turns(), Work(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), LONG_CHARS, long)) for _ in range(5)]
@@ -60,7 +63,7 @@ def test_few_at_once_and_long_ones_apart() -> None:
     asyncio.run(scenario())
 
 
-def test_short_ones_do_not_wait() -> None:
+def test_short_texts_do_not_wait() -> None:
     async def scenario() -> None:
         turns, busy = Turns(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, busy)) for _ in range(5)]
@@ -108,7 +111,7 @@ def test_steps_let_others_run_between_slices() -> None:
         await in_slices(time.sleep(1.1 * SLICE_SECONDS) for _ in range(steps))
         assert others >= steps
         others = 0
-        await in_slices(iter(range(steps)))  # the control: they would have no turn if steps were one slice
+        await in_slices(iter(range(steps)))  # the control: without slices, no other text has a turn
         task.cancel()
         return others
 

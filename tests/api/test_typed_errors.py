@@ -1,4 +1,7 @@
-"""Errors are typed from the loop to the client: the class of what is raised decides the status that the client sees."""
+"""Errors keep their types from the loop to the client.
+
+The raised class decides the status that the client sees.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_a_prompt_beyond_the_token_budget_is_refused_when_prompts_are_not_chunke
 
 
 class Teapot(PreheatError):
-    """The smallest error class: all that the loop, the wire and the server need to know of it."""
+    """The smallest error class: all that the loop, the wire and the server need."""
 
     status, kind, code = 418, "teapot", "short_and_stout"
 
@@ -60,7 +63,7 @@ class TeapotScheduler(Scheduler):
 
 
 class TeapotDevice(PaperDevice):
-    """Steps fail in which a row of a prompt with BREAKS gets its tenth token."""
+    """Device with steps that fail when a prompt with BREAKS gets its tenth token."""
 
     def launch(self, step: PaperStep) -> PaperStep:
         time.sleep(0.01)  # or all is over before a stream begins
@@ -137,7 +140,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([REFUSED], "no coffee"), ([BREAKS], "empty")])
-def test_offline_it_is_raised(tokenizer: Tokenizer, prompt: list[int], message: str) -> None:
+def test_offline_the_typed_error_is_raised(tokenizer: Tokenizer, prompt: list[int], message: str) -> None:
     with pytest.raises(Teapot, match=message) as raised:
         client(tokenizer).generate([prompt], SamplingParams(**PLAIN), use_tqdm=False)
     assert raised.value.status == 418
@@ -155,14 +158,14 @@ def test_an_error_is_restored_as_it_was(error: PreheatError) -> None:
     assert (restored.message, restored.param, restored.status) == (error.message, error.param, error.status)
 
 
-def test_what_is_not_ours_is_an_internal_error() -> None:
+def test_foreign_errors_become_internal_errors() -> None:
     restored = WireError.of(ZeroDivisionError("division by zero")).restore()
     assert type(restored) is PreheatError and restored.message == "ZeroDivisionError: division by zero"
     assert type(WireError("NeverHeardOf", "x").restore()) is PreheatError
 
 
 def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
-    """One of another module would be unknown where that is not imported."""
+    """Every error class is in preheat.errors, as each process must know it without another import."""
     ours = {kind.__name__: kind for kind in _kinds(PreheatError) if kind.__module__ == "preheat.errors"}
     bases = "|".join(ours)
     for path in MODULES:
@@ -172,11 +175,14 @@ def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
     assert all(type(WireError.of(kind("x")).restore()) is kind for kind in ours.values())
 
 
-# -------------------------------------------------------------------------- what the scheduler refuses is a 400
+# --------------------------------------------------------------------------- a refusal of the scheduler is a 400
 
 
 def slipped_through(harness: Harness, *requests: Request) -> PreheatError:
-    """What a frontend makes of the answer to the last of ``requests``, which it let pass."""
+    """Return a frontend's error for a refusal of the scheduler.
+
+    The refused request is the last of ``requests``; the frontend let them pass.
+    """
     for each in requests:
         harness.transport.send(each)
     harness.loop.take(0)
@@ -197,21 +203,19 @@ def slipped_through(harness: Harness, *requests: Request) -> PreheatError:
     ],
     ids=["empty", "no-room", "too-long", "beyond-the-budget", "twice"],
 )
-def test_what_slips_through_to_the_scheduler_is_still_a_400(requests: list[Request]) -> None:
+def test_requests_that_the_scheduler_refuses_get_status_400(requests: list[Request]) -> None:
     error = slipped_through(Harness(limits(), enable_chunked_prefill=False), *requests)
     assert isinstance(error, InvalidRequest) and error.status == 400
 
 
 def padded(rows: int, tokens: int, longest: int) -> int:
-    """To multiples of eight."""
+    """Pad to multiples of eight."""
     return -(-tokens // 8) * 8
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("budget", [12, 32, 128])
-def test_the_frontend_refuses_exactly_what_the_scheduler_would(
-    tokenizer: Tokenizer, chunked: bool, budget: int
-) -> None:
+def test_frontend_and_scheduler_refuse_the_same_requests(tokenizer: Tokenizer, chunked: bool, budget: int) -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=budget), enable_chunked_prefill=chunked, padded=padded)
     frontend = Frontend(tokenizer, lambda message: None)
     frontend.handle(Ready(64, 65, 4, 0.0, b"", "", scheduler.max_prompt_len))

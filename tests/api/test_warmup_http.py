@@ -1,4 +1,7 @@
-"""What the server says of the warm-up: while it lasts, afterwards, and when the engine has no time to answer."""
+"""The server's report of the warm-up.
+
+It is given while the warm-up lasts, afterwards, and when the engine has no time to answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Server]:
-    """A server whose engine is in the middle of its warm-up until ``waiting.model`` has a file named go."""
+    """Run a server with an engine in its warm-up until ``waiting.model`` has a file named go."""
     with serving(str(write_model(tmp_path)), engine="tests.api.scripted:run_waiting_engine", wait=False) as server:
         server.wait_until_open()
         yield server
@@ -31,7 +34,7 @@ def record_of(server: Server) -> Record:
     return Record.from_json(answer.body)
 
 
-def test_while_it_warms_up(waiting: Server) -> None:
+def test_ready_and_record_during_warm_up(waiting: Server) -> None:
     end = time.monotonic() + 20
     while (ready := waiting.get("/ready")).json["done"] == 0:  # before the engine has said anything, and at its start
         assert ready.json["total"] in (0, 40) and time.monotonic() < end
@@ -55,7 +58,7 @@ def test_while_it_warms_up(waiting: Server) -> None:
     assert waiting.post(COMPLETIONS, {"prompt": "x"}).status == 200
 
 
-def test_when_it_is_ready(scripted: Server) -> None:
+def test_ready_and_record_after_warm_up(scripted: Server) -> None:
     record = record_of(scripted)
     ready = scripted.get("/ready")
     assert ready.status == 200
@@ -66,7 +69,7 @@ def test_when_it_is_ready(scripted: Server) -> None:
     assert scripted.metric("plan_misses_total") == 0
 
 
-def test_hits_and_cold_events_are_those_of_now(scripted: Server) -> None:
+def test_the_record_counts_hits_live(scripted: Server) -> None:
     before = record_of(scripted)
     assert scripted.post(COMPLETIONS, {"prompt": "x", "max_tokens": 7, "ignore_eos": True}).status == 200
     assert scripted.post(COMPLETIONS, {"prompt": [FAIL, 5]}).status == 500
@@ -92,7 +95,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_waited_for(folder: Path) -> No
             time.sleep(0.02)
         time.sleep(0.1)
         answer = server.get("/warmup")
-        assert int(answer.headers["age"]) >= 1  # it says that it is not of now
+        assert int(answer.headers["age"]) >= 1  # the header tells the answer's age
         assert Record.from_json(answer.body) == known
         assert server.get("/ready").status == 200
 

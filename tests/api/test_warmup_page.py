@@ -1,4 +1,7 @@
-"""The record's page in a real browser: from a disk and from a server, with and without scripts, light and dark."""
+"""The record's page in a real browser.
+
+It is read from a disk and from a server, with and without scripts, light and dark.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ CONTRAST = """
   return Math.min(...shown.filter((element) => element.textContent.trim()).map(ratio));
 })()
 """
-"""The least contrast of any text, by the rule of WCAG 2."""
+"""Least contrast of any text, by the rule of WCAG 2."""
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +64,11 @@ def file(record: Record, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rows(page: Tab) -> int:
-    """Lines of the table that can be seen."""
+    """Return the visible lines of the table."""
     return int(page.value("[...document.querySelectorAll('#items tbody tr')].filter((r) => r.offsetHeight).length"))
 
 
-def test_one_file_with_everything_in_it(page: Tab, file: str, record: Record) -> None:
+def test_the_page_is_one_file_without_requests(page: Tab, file: str, record: Record) -> None:
     page.open(file)
     assert [url for url in page.requests if not url.startswith("data:")] == [file]
     assert page.complaints == []
@@ -78,8 +81,8 @@ def test_one_file_with_everything_in_it(page: Tab, file: str, record: Record) ->
         assert said in text
 
 
-def test_the_browser_notices_what_a_page_does_wrong(page: Tab, tmp_path: Path) -> None:
-    """The control of the test above."""
+def test_the_browser_notices_requests_and_errors_of_a_page(page: Tab, tmp_path: Path) -> None:
+    """Control of the test above: the browser notices a page that asks for an address or fails."""
     bad = tmp_path / "bad.html"
     bad.write_text("<img src='http://127.0.0.1:9/x.png'><script>nothing.there()</script>")
     page.open(bad.as_uri())
@@ -87,7 +90,7 @@ def test_the_browser_notices_what_a_page_does_wrong(page: Tab, tmp_path: Path) -
     assert any("nothing is not defined" in said for said in page.complaints)
 
 
-def test_it_is_all_there_without_scripts(page: Tab, file: str, record: Record) -> None:
+def test_the_page_is_complete_without_scripts(page: Tab, file: str, record: Record) -> None:
     page.open(file, scripts=False)
     assert rows(page) == len(record.entries)
     assert page.value("document.querySelectorAll('.cell').length") == len(record.entries)

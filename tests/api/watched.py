@@ -1,4 +1,4 @@
-"""The scripted engine, behind a server that says on standard error whenever msgspec describes a type."""
+"""The scripted engine, behind a server that reports on standard error each type that msgspec describes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from msgspec import _utils
 
 from tests.api.scripted import run_engine
 
-__all__ = ["SAID", "run_engine"]
-
-SAID = "described"
+__all__ = ["run_engine"]
 
 
 def _say(kind: type) -> None:
-    print(f"{SAID} {os.getpid()} {kind.__module__}.{kind.__qualname__}", file=sys.stderr, flush=True)
+    print(f"described {os.getpid()} {kind.__module__}.{kind.__qualname__}", file=sys.stderr, flush=True)
 
 
 def _watched(obj):  # type: ignore[no-untyped-def]  # its code runs among the names of msgspec._utils

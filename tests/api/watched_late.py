@@ -1,4 +1,4 @@
-"""As :mod:`tests.api.watched`, behind a server that prepares nothing."""
+"""The engine of :mod:`tests.api.watched`, behind a server that describes no types in advance."""
 
 from preheat import startup
 from preheat.server import openapi

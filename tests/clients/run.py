@@ -5,8 +5,8 @@
     preheat serve --port 8000 &
     /tmp/clients/bin/python tests/clients/run.py http://127.0.0.1:8000
 
-Each check prints a line, and the exit status is 1 if one failed; names behind the URL pick some. Lighter clients are in
-tests/api/clients.
+Each check prints a line, and the exit status is 1 if one failed. Names behind the URL pick checks. Lighter clients are
+in tests/api/clients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dspy() -> None:
         city: Literal["Oslo", "Rome"] = library.OutputField()
         days: int = library.OutputField()
 
-    schema = Weather.model_json_schema()  # which dspy itself sends to models alone whose names it knows
+    schema = Weather.model_json_schema()  # dspy itself sends the schema only to models whose names it knows
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
     options: dict[str, Any] = {"api_base": API, "api_key": KEY, "max_tokens": 300, "temperature": 0, "cache": False}
     assert library.LM(f"hosted_vllm/{MODEL}", **options)("Hi")[0]
@@ -79,7 +79,10 @@ def lm_eval() -> None:
 
 
 def guidellm() -> None:
-    """Its program: two streams of synthetic prompts by each of three endpoints. It counts tokens as the server does."""
+    """GuideLLM's program: two streams of synthetic prompts by each of three endpoints.
+
+    The program counts tokens as the server does.
+    """
     tokenizer = Path(__file__).parents[2] / "src" / "preheat" / "bundled"
     for form in ("completions", "chat/completions", "responses"):
         with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +107,7 @@ ASKED = sys.argv[2:] or [check.__name__ for check in CHECKS]
 
 
 def main() -> int:
-    """Run all checks; 1 if one failed."""
+    """Run all checks; return 1 if one failed."""
     failed = 0
     for check in (check for check in CHECKS if check.__name__ in ASKED):
         began = time.monotonic()

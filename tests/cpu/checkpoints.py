@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, written by Hugging Face transformers, which also says what is right."""
+"""Small random checkpoints of every family, written by Hugging Face transformers, with its logits as reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def longrope(pairs: int) -> dict[str, Any]:
-    """Factors for so many pairs of dimensions; all sequences of more than 8 tokens are long."""
+    """Return longrope factors for ``pairs`` pairs of dimensions.
+
+    Any sequence of more than 8 tokens is long.
+    """
     return {
         "rope_type": "longrope",
         "short_factor": [1.0 + i / pairs for i in range(pairs)],
@@ -143,7 +146,10 @@ MODELS: dict[str, Model] = {
 
 
 def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int = 0) -> Callable[[Tensor], Tensor]:
-    """Write a random checkpoint; returns the reference: token ids [tokens] -> fp32 logits [tokens, vocab]."""
+    """Write a random checkpoint and return its reference.
+
+    The reference maps token ids [tokens] to float32 logits [tokens, vocab].
+    """
     import transformers
 
     family, changes = model

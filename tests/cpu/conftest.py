@@ -1,4 +1,4 @@
-"""A test leaves as many threads as it found, whatever it or an engine of its own has set; and weights for updates."""
+"""Fixtures that restore the number of threads after each test, and weights for updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with other weights."""
+    """Write the bundled model with other weights."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(BUNDLED_PATH, folder, dirs_exist_ok=True)
     chance = torch.Generator().manual_seed(0)
@@ -37,7 +37,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fresh(changed: Path) -> tuple[EngineState, list[int]]:
-    """What an engine says that has only ever had these weights."""
+    """Return the tokens of an engine that has only ever had the changed weights."""
     from preheat import LLM
     from tests.cpu.test_boot_check import SMALL
     from tests.cpu.test_weight_update import tokens

@@ -1,4 +1,7 @@
-"""EAGLE-3 in plain torch, float32, from the paper and the layout of its authors' checkpoints; and heads to load."""
+"""EAGLE-3 in plain torch, float32, and heads to load.
+
+The source is the paper, and the layout of its authors' checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.tokenizers import byte_level
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS = 320, 128, 32, 6
 HEADS, KV_HEADS, DIM, INNER, EPS, THETA = 2, 1, 16, 48, 1e-5, 10000.0
 AUX = 2, LAYERS // 2, LAYERS - 3
-"""The layers before which the residual stream is read, unless a config says others."""
+"""Layers before which the residual stream is read, unless a config gives other layers."""
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB,
@@ -46,7 +49,7 @@ def save_target(folder: Path, seed: int = 0) -> LlamaForCausalLM:
 
 
 def random_tensors(seed: int = 1, aux: int = len(AUX)) -> dict[str, Tensor]:
-    """A head's tensors, as a checkpoint names them."""
+    """Return a head's tensors, under their names in a checkpoint."""
     chance = torch.Generator().manual_seed(seed)
     linears = {
         "fc": (HIDDEN, aux * HIDDEN), "lm_head": (DRAFT_VOCAB, HIDDEN),
@@ -69,7 +72,7 @@ def random_tensors(seed: int = 1, aux: int = len(AUX)) -> dict[str, Tensor]:
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> str:
-    """Write a checkpoint; its folder."""
+    """Write a checkpoint and return its folder."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -88,11 +91,11 @@ class Reference:
 
     @property
     def ids(self) -> Tensor:
-        """The target's ids of the draft vocabulary."""
+        """Return the target's ids of the draft vocabulary."""
         return torch.arange(DRAFT_VOCAB) + self.tensors["d2t"]
 
     def features(self, tokens: Tensor) -> Tensor:
-        """[tokens, hidden]."""
+        """Return the features [tokens, hidden]."""
         states = self._states.get(text := tuple(tokens.tolist()))
         if states is None:
             with torch.no_grad():
@@ -100,8 +103,9 @@ class Reference:
         return self._linear("fc", torch.cat([states[layer][0] for layer in self.aux], dim=-1))
 
     def forward(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, draft vocabulary] and states before the last norm [n, hidden], from the features of n positions
-        and the tokens behind each of them.
+        """Return logits [n, draft vocabulary], and states before the last norm [n, hidden].
+
+        The inputs are the features of n positions, and the next token of each position.
         """
         embedded = self._norm("midlayer.input_layernorm", F.embedding(tokens, self.target.model.embed_tokens.weight))
         normed = self._norm("midlayer.hidden_norm", features)
@@ -114,7 +118,10 @@ class Reference:
         return self._linear("lm_head", self._norm("norm", state)), state
 
     def next_logits(self, tokens: Tensor, known: int) -> Tensor:
-        """What the head says behind ``tokens``, of which the target has ``known``: the others are drafts."""
+        """Return the head's logits behind ``tokens``.
+
+        The target knows ``known`` of them, the rest are drafts.
+        """
         features = self.features(tokens[:known])[: known - 1]
         while True:
             logits, states = self.forward(features, tokens[1 : len(features) + 1])

@@ -1,4 +1,7 @@
-"""A fake Gaudi for tests: what puts it into the machine, and the small models that run on it."""
+"""A fake Gaudi for tests, and small models to run on it.
+
+A context inserts the fake into the machine.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def model(folder: Path, **more: Any) -> str:
-    """A configuration without weights, and a tokenizer."""
+    """Write a configuration without weights, and a tokenizer."""
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SMALL | more))
     byte_level().save(str(folder / "tokenizer.json"))
@@ -39,9 +42,12 @@ def model(folder: Path, **more: Any) -> str:
 
 @contextmanager
 def inserted(env: dict[str, str] | None = None, **how: Any) -> Iterator[Any]:
-    """A new fake card, with the variables ``env``; the environment, which the bridge reads, is put back afterwards."""
+    """Insert a new fake card, with the variables ``env``, and restore the environment afterwards.
+
+    The bridge reads the environment.
+    """
     before, path, engines = dict(os.environ), list(sys.path), cold_monitor._OF_THIS_PROCESS
-    cold_monitor._OF_THIS_PROCESS = WeakSet()  # as in another process, which another card has
+    cold_monitor._OF_THIS_PROCESS = WeakSet()  # as in another process with another card
     sys.path.insert(0, str(FAKES))
     os.environ.update(env or {})
     from habana_frameworks.simulator import plugged_in
@@ -57,7 +63,7 @@ def inserted(env: dict[str, str] | None = None, **how: Any) -> Iterator[Any]:
 
 @pytest.fixture(name="small", scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The options of an engine of one layer."""
+    """Return the options of an engine of one layer."""
     return OPTIONS | {"model": model(tmp_path_factory.mktemp("small"))}
 
 

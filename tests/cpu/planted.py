@@ -16,7 +16,10 @@ from preheat.ops import norm
 
 
 def split_by_batch(monkeypatch, rows: int = 8) -> None:
-    """A matrix product whose inputs are cut in two for more than so many rows, as a library's heuristics do."""
+    """Plant a matrix product that cuts inputs of many rows in two.
+
+    Inputs of more than ``rows`` rows are cut, as a library's heuristics do.
+    """
     right = Product.__call__
 
     def split(self: Product, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +33,10 @@ def split_by_batch(monkeypatch, rows: int = 8) -> None:
 
 
 def threshold(monkeypatch, rows: int = 256) -> None:
-    """A norm that adds up a row in another order from so many rows on, as a kernel with another block size does."""
+    """Plant a norm that adds up rows of large batches in another order.
+
+    It does so from ``rows`` rows on, as with another block size.
+    """
     right = norm._norm
 
     def two_blocks(x: torch.Tensor, weight: torch.Tensor, share: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
@@ -44,7 +50,7 @@ def threshold(monkeypatch, rows: int = 256) -> None:
 
 
 def first_run(monkeypatch) -> None:
-    """A norm that is another one the first time, as a kernel that is chosen by measuring."""
+    """Plant a norm that differs at its first run, as a kernel chosen by measuring does."""
     right, calls = norm._norm, itertools.count()
 
     def warming(x: torch.Tensor, weight: torch.Tensor, share: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,10 @@ PLANTS = {"split by batch": split_by_batch, "threshold": threshold}
 
 
 def resumed(monkeypatch, part: str) -> None:
-    """The rope or the query and key norm of rows that are recomputed with what they generated: a bit off."""
+    """Plant a small error into rows that are recomputed with their output.
+
+    The error is in ``part``: rope, or the norm of queries and keys.
+    """
     right, found = CpuAttention.plan, {"rows": torch.empty(0, dtype=torch.int64)}
 
     def plan(self, step, tables):
@@ -81,7 +90,10 @@ def resumed(monkeypatch, part: str) -> None:
 
 
 def merge_from_last(monkeypatch, splits: int = 3) -> None:
-    """Decoding rows whose KV splits are merged from the last to the first where there are so many."""
+    """Plant a merge from the last KV split to the first.
+
+    It is in decoding rows with at least ``splits`` KV splits.
+    """
     right = DecodeAttention._merge
 
     def merge(self: DecodeAttention, part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -99,8 +111,10 @@ def merge_from_last(monkeypatch, splits: int = 3) -> None:
 
 
 def unrounded_prefill(monkeypatch) -> None:
-    """Prompts that attend to their own chunk's keys and values as they were before they went to a cache of eight bits,
-    while what decodes reads that: what an engine does that hands the fresh ones to its kernel for prompts.
+    """Plant prompts that attend to the unrounded keys and values of their own chunk.
+
+    Decoding reads the eight-bit cache. An engine that hands the fresh keys and values to its prompt kernel has this
+    fault.
     """
     write, attend, fresh = attention._Store.write, PagedAttention.__call__, {}
 
@@ -119,7 +133,7 @@ def unrounded_prefill(monkeypatch) -> None:
 
 
 def scales_of_the_first_forward(monkeypatch) -> None:
-    """Scales of the KV cache taken from what happens to run first, as ``--calculate-kv-scales`` of vLLM took them."""
+    """Plant scales of the KV cache taken from the first forward, as vLLM's ``--calculate-kv-scales`` took them."""
     write = attention._Store.write
 
     def measuring(self, rows, kv):

@@ -1,5 +1,7 @@
-"""Quantized checkpoints, made of plain ones without our code: by compressed-tensors' own compressors, or by the packing
-rules of AutoAWQ and GPTQ, said again here in numpy.
+"""Quantized checkpoints, made of plain ones without our code.
+
+compressed-tensors' own compressors make some. The packing rules of AutoAWQ and GPTQ make the others; they are written
+again here in numpy.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ def inputs_of(strategy: str, dynamic: bool = True, **more: Any) -> dict[str, Any
 
 @dataclass
 class Kind:
-    """``config`` is the quantization_config; ``module(name, weight)`` gives a module's tensors, by what follows its
-    name, and the weight that they stand for.
+    """One kind of quantization.
+
+    ``config`` is the quantization_config. ``module(name, weight)`` returns a module's tensors, keyed by the part after
+    the module's name, and the weight that they stand for.
     """
 
     config: dict[str, Any]
@@ -73,7 +77,7 @@ def compressed(style: str, group: dict[str, Any], **more: Any) -> Kind:
 
     inputs = group["input_activations"]
     if inputs and inputs["dynamic"] and inputs["strategy"] == "tensor":
-        inputs = inputs_of("token")  # what we do instead: a scale of the batch would depend on it
+        inputs = inputs_of("token")  # our choice, since a scale of the batch would depend on it
     return Kind(config | more, module, inputs, static)
 
 
@@ -127,7 +131,10 @@ def fp8(static: bool = False, block: bool = False) -> Kind:
 
 
 def _whole(weight: Tensor, group: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [inputs, outputs], scales float16 and zero points [groups, outputs], for inputs in the groups ``group``."""
+    """Quantize to codes [inputs, outputs]; return codes, scales and zero points.
+
+    Scales (float16) and zero points have shape [groups, outputs]. ``group`` is the group of each input.
+    """
     w = weight.numpy().T
     count = group.max() + 1
     low = np.stack([np.minimum(w[group == g].min(0), 0) for g in range(count)])
@@ -139,7 +146,7 @@ def _whole(weight: Tensor, group: np.ndarray, top: int) -> tuple[np.ndarray, np.
 
 
 def _words(numbers: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
-    """Along the last axis: place i of a word holds the number ``order[i]`` of each few."""
+    """Pack numbers into words along the last axis: position i of a word holds its number ``order[i]``."""
     each = 32 // bits
     parts = numbers.reshape(*numbers.shape[:-1], -1, each)
     words = np.zeros(parts.shape[:-1], np.uint64)
@@ -153,7 +160,7 @@ def _meant(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group: np.n
 
 
 def awq(group_size: int = 32) -> Kind:
-    """AutoAWQ, WQLinear_GEMM: outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight in the places of a word."""
+    """AutoAWQ, WQLinear_GEMM: a word holds outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight, in this order."""
 
     def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         group = np.arange(weight.shape[1]) // group_size
@@ -170,7 +177,10 @@ def awq(group_size: int = 32) -> Kind:
 
 
 def gptq(bits: int = 4, version: int = 1, desc_act: bool = False, group_size: int = 32) -> Kind:
-    """AutoGPTQ's QuantLinear: inputs packed in order; files of version 1 hold zero points less one."""
+    """AutoGPTQ's QuantLinear: inputs packed in order.
+
+    Files of version 1 hold zero points less one.
+    """
 
     def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]
@@ -191,8 +201,9 @@ def gptq(bits: int = 4, version: int = 1, desc_act: bool = False, group_size: in
 
 
 def symmetric(bits: int, stored: int, group_size: int = 32, desc_act: bool = False, **said: Any) -> Kind:
-    """Symmetric GPTQ: the zero point is the half of the range, ``stored`` what the file has for it, ``said`` more of
-    its config.
+    """Symmetric GPTQ, with the half of the range as the zero point.
+
+    ``stored`` is the zero point in the file; ``said`` are more fields of its config.
     """
 
     def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -221,8 +232,9 @@ def symmetric(bits: int, stored: int, group_size: int = 32, desc_act: bool = Fal
 
 
 def quantize_checkpoint(folder: Path, kind: Kind, out: Path, config: dict[str, Any] | None = None) -> list[str]:
-    """The checkpoint in ``folder``, quantized, in ``out``; in ``folder`` it then is what that stands for. The names of
-    the modules that were quantized.
+    """Quantize the checkpoint in ``folder`` into ``out``, and return the names of the quantized modules.
+
+    ``folder`` gets the dequantized weights.
     """
     tensors, stored, done = load_file(folder / "model.safetensors"), {}, []
     for name, tensor in list(tensors.items()):
@@ -245,8 +257,9 @@ def quantize_checkpoint(folder: Path, kind: Kind, out: Path, config: dict[str, A
 
 
 def reference_logits(folder: Path, tokens: Tensor, kind: Kind, modules: list[str]) -> Tensor:
-    """What transformers says of the plain checkpoint, each quantized module with its inputs rounded by
-    compressed-tensors.
+    """Return transformers' logits of the plain checkpoint.
+
+    compressed-tensors rounds the inputs of each quantized module.
     """
     import transformers
 

@@ -1,4 +1,7 @@
-"""The sampler said again: one row at a time, float64, plain Python. Slow and obvious; the tests compare against it."""
+"""Reference of the sampler: one row at a time, float64, plain Python.
+
+It is slow and obvious; the tests compare with it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MASK = 0xFFFFFFFF
 
 
 def philox_words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 on Python integers."""
+    """Return Philox4x32-10 on Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -26,14 +29,14 @@ def philox_words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tu
 
 
 def gumbel(seed: int, position: int, choice: int, token: int) -> float:
-    """The noise of one token, in float64."""
+    """Return the noise of one token, in float64."""
     bits = philox_words((token // 4, position, choice, 0), (seed & MASK, seed >> 32))[token % 4]
     return -math.log(-math.log(((bits >> 9) + 0.5) * 2.0**-23))
 
 
 @dataclass
 class Row:
-    """One row to sample: a request, what it generated so far, and the logits that the model gave."""
+    """One row to sample: a request, its output so far, and the model's logits."""
 
     logits: np.ndarray  # float32 [vocab]
     params: SamplingParams
@@ -48,7 +51,7 @@ class Row:
 
 
 def fill(rows: list[Row], max_len: int = 128) -> Slots:
-    """Slots in which row i's sequence has slot i."""
+    """Return slots with the sequence of row i in slot i."""
     slots = Slots(len(rows), max_len, 16)
     for i, row in enumerate(rows):
         slots.take(row.request(i), np.array(row.prompt + row.output))
@@ -57,7 +60,10 @@ def fill(rows: list[Row], max_len: int = 128) -> Slots:
 
 @dataclass
 class Answer:
-    """What must come out. ``clear`` is false where rounding may decide, so that no answer is wrong."""
+    """Expected answer of a row.
+
+    ``clear`` is false where rounding may decide; then no answer is wrong.
+    """
 
     survivors: list[int]
     token: int
@@ -65,7 +71,7 @@ class Answer:
 
 
 def edited(row: Row) -> list[float]:
-    """Logits after penalties, logit_bias and min_tokens."""
+    """Return the logits after penalties, logit_bias and min_tokens."""
     params, logits = row.params, [float(x) for x in row.logits]
     repetition, frequency, presence = (
         float(np.float32(x)) for x in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -83,13 +89,13 @@ def edited(row: Row) -> list[float]:
 
 
 def weights(row: Row, logits: list[float]) -> dict[int, float]:
-    """Probabilities, up to a factor, with the best token at 1."""
+    """Return probabilities, up to a factor, with the best token at 1."""
     temperature, peak = float(np.float32(row.params.temperature)), max(logits)
     return {token: math.exp((x - peak) / temperature) for token, x in enumerate(logits)}
 
 
 def answer(row: Row, duplicates: bool = False) -> Answer:
-    """Survivors in order and the token, in the documented order of filters."""
+    """Return the survivors in order and the token, in the documented order of filters."""
     params, logits = row.params, edited(row)
     order = sorted((t for t in range(len(logits)) if logits[t] > -math.inf), key=lambda t: (-logits[t], t))
     gaps = (logits[a] - logits[b] for a, b in pairwise(order))

@@ -16,11 +16,11 @@ from tests.schemas import Schema
 from tests.tokenizers import byte_level
 
 MOST = 400
-"""More tokens than any text of the corpus has."""
+"""Maximum of tokens, more than any text of the corpus has."""
 
 
 def write_model(folder: Path) -> Path:
-    """Its config and tokenizer."""
+    """Write a config and a tokenizer."""
     backend = byte_level()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
              "vocab_size": backend.get_vocab_size() + 5, "eos_token_id": 1}  # fmt: skip
@@ -32,7 +32,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_thinker(folder: Path) -> Path:
-    """A tiny model whose tokenizer has the marks of reasoning."""
+    """Write a tiny model with the marks of reasoning in its tokenizer."""
     write_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
@@ -46,20 +46,20 @@ def random_llm(folder: Path, **options: Any) -> LLM:
 
 
 def held(temperature: float = 1.5, seed: int = 0, max_tokens: int = MOST, **asked: Any) -> SamplingParams:
-    """Sampling with a grammar."""
+    """Return sampling parameters with a grammar."""
     params = StructuredOutputsParams(**asked)
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=params)
 
 
 def texts(llm: LLM, params: Iterable[SamplingParams], prompt: str = "x") -> list[tuple[str, str | None]]:
-    """Text and finish reason for each, all at once."""
+    """Return text and finish reason of each request, all run at once."""
     listed = list(params)
     found = llm.generate([prompt] * len(listed), listed, use_tqdm=False)
     return [(each.outputs[0].text, each.outputs[0].finish_reason) for each in found]
 
 
 def problem(schema: Schema, text: str, reason: str | None) -> str:
-    """What is wrong with an answer; "" if nothing."""
+    """Return the error of an answer, or "" if it is right."""
     if reason != "stop":
         return f"it ended by {reason}"
     try:
@@ -71,7 +71,10 @@ def problem(schema: Schema, text: str, reason: str | None) -> str:
 
 
 def problems(llm: LLM, schemas: Mapping[str, Schema], seed: int = 0, max_tokens: int = MOST) -> dict[str, str]:
-    """The schemas, by name, whose answers are not what they ask for, and why. The answers have seeds from ``seed``."""
+    """Return the schemas, by name, that their answers break, with the errors.
+
+    The answers have seeds from ``seed``.
+    """
     params = [held(seed=at, max_tokens=max_tokens, json=schema) for at, schema in enumerate(schemas.values(), seed)]
     answers = zip(schemas.items(), texts(llm, params), strict=True)
     found = {name: (problem(schema, *answer), answer) for (name, schema), answer in answers}

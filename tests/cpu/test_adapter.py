@@ -1,4 +1,7 @@
-"""Adapters that PEFT writes are read back with PEFT's factors and scales; what does not fit is refused."""
+"""PEFT's adapters are read back with PEFT's factors and scales.
+
+An adapter that does not fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MAX_RANK = 16
 
 
 def model_of(name):
-    """A small model, and its spec."""
+    """Return a small model and its spec."""
     family, changes = MODELS[name]
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = kind.config_class(**SMALL | changes | {"num_hidden_layers": 2, "layer_types": None, "vocab_size": 40})
@@ -43,8 +46,9 @@ def model_of(name):
 
 
 def write(folder, model, *, seed=0, **fields):
-    """Save an adapter whose matrices are all random; returns PEFT's layers of it by module, as PEFT reads them back: it
-    sorts the patterns of a config when it saves them.
+    """Save an adapter with random matrices, and return PEFT's layers of it by module.
+
+    The layers are read back by PEFT, since it sorts the patterns of a config when it saves them.
     """
     torch.manual_seed(seed)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, **fields}))
@@ -112,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_what_peft_saved(case, tmp_path):
+def test_an_adapter_equals_the_one_peft_saved(case, tmp_path):
     name, fields = CASES[case]
     model, spec = model_of(name)
     layers = write(tmp_path, model, **fields)
@@ -141,7 +145,7 @@ FIELDS = st.fixed_dictionaries(
 
 @given(FIELDS)
 @settings(max_examples=150, deadline=None)
-def test_configs_say_what_peft_says(fields):
+def test_configs_mean_the_same_as_in_peft(fields):
     if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
         fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
     theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
@@ -161,13 +165,13 @@ def llama():
 
 @pytest.fixture(scope="module")
 def saved(llama, tmp_path_factory):
-    """An adapter of all layers but the head, with PEFT's layers of it."""
+    """Return an adapter of all layers but the head, with PEFT's layers of it."""
     folder = tmp_path_factory.mktemp("adapter")
     return folder, write(folder, llama[0], target_modules=ALL)
 
 
 def test_a_patterned_rank_is_no_other(llama, saved):
-    """The comparison can fail: it notices one scale and one number."""
+    """Control: the comparison notices one changed scale and one changed number."""
     adapter, (_, layers) = read(saved[0], llama[1]), saved
     name, (a, b, scale) = next(iter(layers.items()))
     assert same(adapter, layers)
@@ -183,7 +187,10 @@ def test_factors_are_in_the_dtype_of_the_adapters(llama, saved):
 
 @pytest.fixture
 def edit(llama, saved, tmp_path):
-    """Reads a changed copy of ``saved``: ``fields`` of the config, ``tensors`` (None: dropped)."""
+    """Return a function that reads a changed copy of ``saved``.
+
+    It changes ``fields`` of the config, and ``tensors`` (None: dropped).
+    """
     places = (tmp_path / str(number) for number in count())
 
     def edited(fields=None, tensors=None, **options):
@@ -202,7 +209,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 
 
-def test_the_digest_is_that_of_what_is_computed(edit, saved):
+def test_the_digest_depends_only_on_computed_numbers(edit, saved):
     own = edit().digest
     tensor = load_file(saved[0] / "adapter_model.safetensors")[B]
     nudged = tensor.clone()
@@ -223,25 +230,26 @@ WRONG = {
     "not in this layer": ({"layers_to_transform": [0]}, {}, "layers.1.*target_modules does not name it"),
     "unknown module": (
         {}, {f"{Q}x.lora_A.weight": torch.ones(4, 96), f"{Q}x.lora_B.weight": torch.ones(128, 4)},
-        "q_projx is not one.*down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
+        "projx cannot be adapted.*down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
     ),
     "unknown layer": (
-        {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)}, "layers.7.*is not one",
+        {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)},
+        "layers.7.*cannot be adapted",
     ),
-    "rank of the config": ({"r": 8}, {}, r"has shape \[4, 160\], but .* rank 8 of the config make it \[8, 160\]"),
+    "rank of the config": ({"r": 8}, {}, r"has shape \[4, 160\], but .* rank 8 of the config need \[8, 160\]"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 3}}, {}, "rank 3 of the config"),
     "rank of one half": ({}, {B: torch.ones(128, 5)}, r"q_proj.lora_B.weight has shape \[128, 5\]"),
-    "inputs": ({}, {A: torch.ones(4, 95)}, r"make it \[4, 96\]"),
-    "outputs": ({}, {B: torch.ones(127, 4)}, r"make it \[128, 4\]"),
-    "transposed": ({}, {A: torch.ones(96, 4)}, r"make it \[4, 96\]"),
+    "inputs": ({}, {A: torch.ones(4, 95)}, r"need \[4, 96\]"),
+    "outputs": ({}, {B: torch.ones(127, 4)}, r"need \[128, 4\]"),
+    "transposed": ({}, {A: torch.ones(96, 4)}, r"need \[4, 96\]"),
     "one dimension": ({}, {A: torch.ones(0)}, r"has shape \[0\]"),
     "NaN": ({}, {B: torch.full((128, 4), torch.nan)}, "lora_B.weight is not finite"),
     "infinity": ({}, {A: torch.full((4, 96), torch.inf)}, "lora_A.weight is not finite"),
-    "a scale": ({"lora_alpha": 1e300}, {}, r"lora_alpha 1e\+300 scales .* by 2.5e\+299, which makes numbers"),
+    "a scale": ({"lora_alpha": 1e300}, {}, r"lora_alpha 1e\+300 scales .* by 2.5e\+299, beyond the range"),
     "a scale of a pattern": ({"alpha_pattern": {"q_proj": -2e39}}, {}, r"lora_alpha -2e\+39 scales .* by -5e\+38"),
     "a scale of large numbers": ({"lora_alpha": 4e4}, {B: torch.full((128, 4), 1e35)}, "lora_alpha 40000 scales"),
     "whole numbers": ({}, {A: torch.ones(4, 96, dtype=torch.int8)}, "is of type I8"),
-    "DoRA": ({}, {f"{Q}.lora_magnitude_vector": torch.ones(128)}, "is of DoRA"),
+    "DoRA": ({}, {f"{Q}.lora_magnitude_vector": torch.ones(128)}, "belongs to DoRA"),
     "bias of B": ({}, {f"{Q}.lora_B.bias": torch.ones(128)}, "lora_B.bias is a bias"),
     "bias of the base": ({}, {f"{Q}.base_layer.bias": torch.ones(128)}, "is a whole weight"),
     "whole weight": ({}, {"base_model.model.lm_head.weight": torch.ones(40, 96)}, "is a whole weight"),
@@ -260,7 +268,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused(case, edit):
+def test_adapters_that_do_not_fit_are_refused(case, edit):
     fields, tensors, message = WRONG[case]
     with pytest.raises(AdapterError, match=f"adapter 'tuned' in .*{message}") as error:
         edit(fields, tensors)
@@ -325,7 +333,7 @@ def test_headers_that_lie_are_errors_of_the_adapter(what, llama, saved, tmp_path
 
 
 def test_more_names_than_a_model_has_are_not_listed(llama, saved, tmp_path, monkeypatch):
-    """Listing them would hold all requests up."""
+    """A refusal does not list more names than a model has: the list would hold up all requests."""
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     names = {f"base_model.model.a.{number}": F32 | {"data_offsets": [0, 0]} for number in range(FEW_TENSORS)}
     (folder / "adapter_model.safetensors").write_bytes(tensors(names))
@@ -336,7 +344,7 @@ def test_more_names_than_a_model_has_are_not_listed(llama, saved, tmp_path, monk
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
-def test_what_is_no_file_is_not_opened(name, kind, llama, saved, tmp_path):
+def test_pipes_devices_and_folders_are_not_opened(name, kind, llama, saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     (folder / name).unlink()
     {"a pipe": os.mkfifo, "a device": partial(os.symlink, "/dev/zero"), "a folder": os.mkdir}[kind](folder / name)
@@ -369,7 +377,10 @@ def test_a_file_written_to_later_changes_nothing(llama, saved, tmp_path):
 
 
 def stacked(folder, **fields):
-    """An adapter of the stacked experts of a small model; its spec, and what PEFT adds to each parameter."""
+    """Save an adapter of the stacked experts of a small model.
+
+    Returns the model's spec, and PEFT's change of each parameter.
+    """
     model, spec = model_of("mixtral")
     torch.manual_seed(0)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "init_lora_weights": False, **fields}))
@@ -394,7 +405,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("case", STACKS)
-def test_a_stack_of_experts_is_what_peft_adds(case, tmp_path):
+def test_a_stack_of_experts_adds_the_deltas_of_peft(case, tmp_path):
     spec, deltas = stacked(tmp_path, **STACKS[case])
     factors, checked = read(tmp_path, spec).factors, 0
     for (parameter, layer), expected in deltas.items():
@@ -427,11 +438,11 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
         read(tmp_path, spec)
     swapped = {name: tensor.T.contiguous() for name, tensor in tensors.items()}
     save_file(swapped, file)
-    with pytest.raises(AdapterError, match="but the model makes it"):
+    with pytest.raises(AdapterError, match="but the model needs"):
         read(tmp_path, spec)
 
 
-def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
+def test_modules_are_found_by_names_of_code_and_checkpoint(tmp_path):
     save_llava(tmp_path / "base")
     model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
@@ -440,12 +451,15 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
     assert len(names) == 5 and names.keys() != {*names.values()}
     assert same(read(tmp_path / "text", spec), {names[name]: layer for name, layer in layers.items()})
     write(tmp_path / "both", model, target_modules=["q_proj"])
-    with pytest.raises(AdapterError, match="is of the vision tower"):
+    with pytest.raises(AdapterError, match="belongs to the vision tower"):
         read(tmp_path / "both", spec)
 
 
-def test_a_tied_head_and_the_table_that_it_is(tmp_path):
-    """Both have factors of their own, and PEFT saves the base model's table beside them."""
+def test_a_tied_head_and_its_table_have_separate_factors(tmp_path):
+    """A tied head and the table have factors of their own.
+
+    PEFT saves the base model's table beside them.
+    """
     model, spec = model_of("llama tied")
     layers = write(tmp_path, model, target_modules=["q_proj", "lm_head", "embed_tokens"])
     tensors = load_file(tmp_path / "adapter_model.safetensors")

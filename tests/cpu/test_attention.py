@@ -1,4 +1,4 @@
-"""Paged attention: right against float64, and the same bits however a sequence is cut, batched and placed."""
+"""Paged attention is right against float64, with the same bits however a sequence is cut, batched and placed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pages:
         self.cache[self.tables[row, position // self.block_size], :, :, position % self.block_size] = kv
 
     def attend(self, work: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
-        """Attention of (row, first position, queries) for each of ``work``, all in one step."""
+        """Return the attention of (row, first position, queries) for each of ``work``, all in one step."""
         extend = np.array([count for _, _, count in work])
         starts = np.cumsum(extend) - extend
         first = np.array([position for _, position, _ in work])
@@ -64,8 +64,10 @@ class Pages:
         pad: int = 0,
         finite: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
-        """Attention of one query at each (row, position), by work that was made ``planned`` steps before, with ``pad``
-        tokens of padding behind them; and for how many steps more that work holds. All must be ``finite``.
+        """Return the attention of one query at each (row, position).
+
+        Also return how many more steps the work lists hold. The work lists are made ``planned`` steps before. ``pad``
+        tokens of padding follow the queries. With ``finite``, all outputs must be finite.
         """
         slots, position = (np.array(each, np.int64) for each in zip(*at, strict=True))
         heads = Heads(window, HEADS, KV_HEADS, self.dim)
@@ -89,7 +91,7 @@ class Pages:
         return list(out[: len(at)]), rows.steady
 
     def exact(self, row: int, window: int | None = None) -> torch.Tensor:
-        """float64 attention of the whole sequence."""
+        """Return float64 attention of the whole sequence."""
         n = self.lengths[row]
         q = self.q[row].double()
         k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in self.kv[row].unbind(1))
@@ -116,7 +118,7 @@ def test_close_to_float64(dim: int, window: int | None, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "window"), [(24, None), (64, None), (64, 200), (128, None), (256, 200)])
-def test_same_bits_however_it_is_cut(threads: int, dtype: torch.dtype, dim: int, window: int | None) -> None:
+def test_bits_do_not_depend_on_chunks(threads: int, dtype: torch.dtype, dim: int, window: int | None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -152,7 +154,7 @@ def test_bits_do_not_depend_on_the_block_size(block_size: int) -> None:
 
 
 def test_another_split_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: the split belongs to the contract."""
+    """Control: another split gives other bits, since the split belongs to the contract."""
     pages = Pages([830], 64, 64, torch.bfloat16)
     before = pages.attend([(0, 0, 830)])[0]
     monkeypatch.setattr(tiles, "SPLIT", 128)
@@ -176,7 +178,10 @@ STEPS = ([829, 4, 299, 255, 899, 512, 699], [100, 0, 256, 255, 600, 256, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [32, 128])
 def test_rows_that_decode_have_the_bits_of_tiles(dim: int, dtype: torch.dtype, window: int | None) -> None:
-    """In place, among blocks of one row, shared ones and blocks that hold nothing readable, or gathered."""
+    """Decoding rows have the bits of tiles, in place or gathered.
+
+    A row's blocks lie among blocks of its own, shared ones, and blocks that hold nothing readable.
+    """
     pages = Pages([830, 5, 300, 256, 900, 513, 700], dim, 256, dtype)
     pages.tables[2, 0] = pages.tables[3, 0] = pages.tables[5, 0]  # shared prefixes: one block each is unused now
     pages.tables[4, :2] = pages.tables[6, :2]
@@ -232,8 +237,8 @@ def test_work_of_rows_that_decode_holds_for_as_long_as_it_says(
     assert broke, "the comparison can fail: work that is kept for too long is wrong"
 
 
-def test_what_is_read_in_place_is_the_block_itself() -> None:
-    """The comparison above can fail: contents that change places without their table give other bits."""
+def test_in_place_attention_reads_the_block_itself() -> None:
+    """Control: blocks that swap contents while the table stays the same give other bits."""
     pages = Pages([830, 700], 64, 256, torch.bfloat16)
     work = [(0, 829), (1, 699)]
     before, _ = pages.decode(work, in_place=True)
@@ -247,7 +252,10 @@ def test_what_is_read_in_place_is_the_block_itself() -> None:
 
 
 def test_splits_are_merged_from_first_to_last() -> None:
-    """Five of them: two have one order only, and the check at boot has no more."""
+    """Five splits are merged from first to last.
+
+    The check at boot has two, and two have only one order.
+    """
     tiles, splits, rows, dim = 3, 5, 8, 16
     group = PagedAttention.__new__(PagedAttention)
     group.num_tiles, group.num_splits, group.rows = tiles, splits, rows

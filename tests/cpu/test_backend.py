@@ -1,4 +1,4 @@
-"""Which device is taken, and why another one is not."""
+"""The choice of a device, and the reasons against the other devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from preheat.settings import OPTIONS, Settings
 
 
 def check(settings: Settings, facts: Facts) -> None:
-    """As a boot does, before anything is loaded."""
+    """Check settings as a boot does, before anything is loaded."""
     check_options(settings, facts)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with a Hopper GPU, as far as anybody asks before it is used."""
+    """Fake a machine with a Hopper GPU, as far as is asked before the GPU is used."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -66,7 +66,7 @@ def test_cuda_is_rejected_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path
     assert caplog.text == ""
 
 
-def test_the_fingerprint_names_what_bits_and_code_depend_on(gpu, tmp_path):
+def test_the_fingerprint_names_device_and_versions(gpu, tmp_path):
     size = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30)
     gpu.setattr(torch.cuda, "get_device_properties", lambda *_: size)
     version = tmp_path / "version"
@@ -80,7 +80,7 @@ def test_the_fingerprint_names_what_bits_and_code_depend_on(gpu, tmp_path):
     assert torch.backends.cpu.get_cpu_capability() in CpuBackend().fingerprint
 
 
-def test_cublas_is_told_to_keep_one_accumulator():
+def test_cublas_is_set_to_keep_one_accumulator():
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     try:
@@ -138,16 +138,16 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
 
 @pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
 def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
-    with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
+    with pytest.raises(SettingsError, match="max_num_mixed_tokens limits"):
         check(Settings(max_num_mixed_tokens=64, **more), FACTS["cpu"])
     check(Settings(max_num_mixed_tokens=64), FACTS["cpu"])
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],
+    [("contiguous_pa", "reads blocks in place"), ("defrag_with_graphs", "swapped operation by operation")],
 )
-def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
+def test_options_without_use_on_a_gpu_are_rejected(option, message):
     with pytest.raises(SettingsError, match=message) as error:
         check(Settings(block_size=256, **{option: True}), FACTS["cuda"])
     assert error.value.param == option
@@ -155,8 +155,8 @@ def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
-    """And a value that means the same as the default is no reason to stop."""
+def test_a_backend_accepts_the_defaults_of_rejected_options(name):
+    """A backend accepts the default of each rejected option, and each value that means the same."""
     facts = FACTS[name]
     check(Settings(), facts)
     for option, reason in facts.rejected.items():
@@ -168,7 +168,10 @@ def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
 
 
 def test_a_processor_without_a_product_of_bfloat16_multiplies_in_float32(monkeypatch):
-    """As on AVX2: each row is rounded once, and has its bits in any company."""
+    """Without bfloat16 products, as on AVX2, each row is rounded once.
+
+    Its bits are the same beside any other rows.
+    """
     from preheat.backends.cpu import linear
 
     monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32)

@@ -1,4 +1,4 @@
-"""Beam search: against vLLM's rules written out over one-token requests, and the same bits whatever it runs beside."""
+"""Beam search equals vLLM's rules written out over one-token requests, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def llm() -> LLM:
 
 
 def reference(llm: LLM, prompt: list[int], width: int, tokens: int, penalty: float, eos: list[int], ignore: bool):
-    """What vLLM's beam search does, over requests for one token with logprobs, from an empty cache each."""
+    """Run vLLM's beam search by one-token requests with logprobs, each from an empty cache."""
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * width, ignore_eos=True)
 
     def score(beam):
@@ -45,7 +45,10 @@ def found(output: BeamSearchOutput) -> list[tuple[list[int], float]]:
 
 @pytest.mark.parametrize(("width", "penalty", "ignore"), [(3, 1.0, False), (3, 8.0, False), (4, 2.0, True)])
 def test_equals_vllms_rules(llm: LLM, width: int, penalty: float, ignore: bool, monkeypatch) -> None:
-    """Bit for bit, with an end of sequence that comes early: a token that the model likes stands in for it."""
+    """The result equals vLLM's bit for bit.
+
+    A token that the model likes stands in for an early end of sequence.
+    """
     ids = llm.frontend.tokenizer.encode(PROMPTS[0])
     plain = llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)
     eos = [plain[0].outputs[0].token_ids[1]]
@@ -65,7 +68,10 @@ def test_equals_vllms_rules(llm: LLM, width: int, penalty: float, ignore: bool, 
 
 
 def test_the_same_bits_alone_and_beside_others(llm: LLM) -> None:
-    """Other searches, sampling, cold and warm prefixes; nothing is cold, because the engine would raise."""
+    """A search has the same bits beside other searches, sampling, cold and warm prefixes.
+
+    A cold event would raise.
+    """
     params = BeamSearchParams(4, 12)
     alone = []
     for prompt in PROMPTS:
@@ -90,7 +96,7 @@ def test_a_search_of_width_one_is_greedy(llm: LLM) -> None:
     assert output.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
 
 
-def test_what_cannot_be_searched_is_refused(llm: LLM) -> None:
+def test_impossible_searches_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"beam_width is 9: .*at most 16 are allowed \(--max-logprobs\)"):
         llm.beam_search(PROMPTS, BeamSearchParams(9, 4))
     with pytest.raises(InvalidRequest, match=r"prompt\[1\]"):
@@ -119,7 +125,7 @@ def test_a_failing_step_ends_the_search_with_its_error(llm: LLM, monkeypatch) ->
     assert llm.beam_search(PROMPTS[0], BeamSearchParams(2, 2))
 
 
-def test_what_a_search_finds_of_itself_is_not_cached_for_it(llm: LLM) -> None:
+def test_hits_on_its_own_blocks_do_not_count_for_a_search(llm: LLM) -> None:
     llm.reset_prefix_cache()
     state = llm.frontend.prepare(PROMPTS[0], SamplingParams(n=2, temperature=0.0, max_tokens=20, ignore_eos=True))
     hits = llm.loop.scheduler.stats().prefix_hits
@@ -144,7 +150,7 @@ def test_an_aborted_search_leaves_nothing_behind(llm: LLM) -> None:
 
 
 def test_the_comparison_can_fail(llm: LLM, monkeypatch) -> None:
-    """A score that forgets the length has another order."""
+    """Control: a score that forgets the length has another order."""
     monkeypatch.setattr(Beams, "score", lambda self, beam: beam.cum_logprob)
     ids = llm.frontend.tokenizer.encode(PROMPTS[0])
     plain = llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)

@@ -43,7 +43,10 @@ def test_offline_parts_share_an_engine_and_find_nothing_cold(tmp_path, capsys):
 
 
 def test_a_format_has_a_file_of_its_own(tmp_path):
-    """And its engine is quantized. A format of a checkpoint is in the shape's config."""
+    """A format has a file of its own and a quantized engine.
+
+    A checkpoint's format is in the shape's config.
+    """
     line = ["bench", "throughput", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
     assert main([*line, "--format", "fp8", "--kv-cache-dtype", "fp8"]) == 0
     found = json.loads((tmp_path / "bundled_fp8_kv_fp8.json").read_text())["parts"]["throughput"]
@@ -66,7 +69,7 @@ def test_grammars_are_measured_beside_plain_rows(tmp_path):
     assert set(figures["to_first_token_ms"]) >= {"first_to_later", "new_more", "cached_more"}
 
 
-def test_what_does_not_fit_is_left_out_and_said(tmp_path):
+def test_parts_that_do_not_fit_are_left_out_and_named(tmp_path):
     line = ["bench", "latency", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
     assert main([*line, "--max-num-seqs", "1", "--seconds", "0"]) == 0
     left_out = json.loads((tmp_path / "bundled.json").read_text())["parts"]["latency"]["figures"]["left_out"]
@@ -86,7 +89,7 @@ def test_a_written_checkpoint_is_one(tmp_path, monkeypatch, tied):
     assert 0.01 < float(weights.embedding.float().std()) < 0.03
 
 
-def test_elastic_compares_what_it_measures(tmp_path):
+def test_elastic_compares_digests_and_answers(tmp_path):
     from benchmarks.elastic import main as elastic
 
     elastic(["--tiny", "--save", "--output", str(tmp_path)])
@@ -113,7 +116,7 @@ def test_adapters_are_measured_beside_an_engine_without(tmp_path):
     assert all(long[kind][what] > 0 for kind in ("none", "mixed") for what in ("prompt_ms", "itl_ms"))
 
 
-def test_what_ranks_exchange_is_measured_each_way(tmp_path):
+def test_exchanges_of_ranks_are_measured_each_way(tmp_path):
     assert main(["bench", "ranks", "--calls", "3", "--output", str(tmp_path)]) == 0
     figures = json.loads((tmp_path / "ranks.json").read_text())["figures"]
     assert set(figures["step_us"]) == {"memory", "TCP"}

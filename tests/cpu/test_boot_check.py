@@ -1,4 +1,4 @@
-"""The cross-check at boot: it compares every path, leaves nothing behind, and finds what is planted."""
+"""The cross-check at boot compares every path, leaves nothing behind, and finds planted faults."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SMALL = {
     "determinism_warmup_iterations": 0, "dtype": "float32",
 }  # fmt: skip
 LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
-"""Contexts in it cross a KV split."""
+"""Options with contexts that cross a KV split."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_items():
-    """What else warm-up runs is not looked at here."""
+    """Leave out warm-up items that these tests do not need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "KINDS", tuple(kind for kind in plan.KINDS if kind is not SamplerItem))
         yield
@@ -81,7 +81,7 @@ def test_nothing_stays_behind(booted):
 
 
 def test_a_first_run_that_differs_is_seen(monkeypatch):
-    """Although all of warm-up comes between it and the check."""
+    """The check sees a different first run, although all of warm-up comes between the run and the check."""
     first_run(monkeypatch)
     ready, record, _ = boot()
     assert checks(record)["later run"][0] == "failed"
@@ -99,7 +99,10 @@ def test_full_tries_every_bucket(policy):
 
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
-    """Without a compiler: what stands in for one gets a bit wrong."""
+    """Compiled regions are checked against eager ones.
+
+    Without a compiler, a slightly wrong region stands in.
+    """
     from preheat.backends.cpu import compile as compiling
 
     def wrong(region):
@@ -109,7 +112,7 @@ def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
     monkeypatch.setattr(compiling, "check_compiler", lambda: None)
     ready, record, _ = boot(execution_mode="compile")
     assert checks(record)["eager"][0] == "failed"
-    assert "what differs is in the program" in ready.blocked_reason
+    assert "the difference is in the program" in ready.blocked_reason
     assert {state for name, (state, _) in checks(record).items() if name != "eager"} == {"ready"}
 
 
@@ -123,7 +126,7 @@ def test_off_checks_nothing():
     "options",
     [{"max_num_seqs": 1}, {"max_num_batched_tokens": 8}, {"max_model_len": 16}, {"num_gpu_blocks_override": 7}],
 )
-def test_tight_limits_leave_out_what_cannot_run(options):
+def test_tight_limits_leave_out_impossible_checks(options):
     ready, record, loop = boot(**options)
     assert not ready.blocked_reason
     assert set(checks(record)) >= {"later run"}
@@ -151,7 +154,7 @@ def test_no_request_is_taken(monkeypatch):
         boot(require_invariance=True)
 
 
-def test_what_cannot_be_kept_is_refused():
+def test_require_invariance_needs_a_boot_check():
     with pytest.raises(SettingsError, match=r"--boot-check off .*--skip-warmup true") as refused:
         boot(require_invariance=True, skip_warmup=True, boot_check="off")
     assert refused.value.param == "require_invariance"
@@ -160,7 +163,10 @@ def test_what_cannot_be_kept_is_refused():
 
 
 def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
-    """On a device that has faster implementations; a CPU has not."""
+    """Without invariance a boot promises nothing, on a device with faster implementations.
+
+    A CPU has none.
+    """
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, rejected={}))
     PLANTS["threshold"](monkeypatch, rows=32)
     varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}
@@ -169,7 +175,7 @@ def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     assert record.invariant is record.summary()["invariant"] is False
     assert checks(record) == {"finite": ("ready", ""), "later run": ("ready", "")}
     assert not [entry for entry in record.entries if entry.kind == "determinism"]
-    assert "may depend on what shares its batch" in caplog.text
+    assert "may depend on the other requests in its batch" in caplog.text
     with pytest.raises(SettingsError, match=r"--batch-invariant false lets bits depend"):
         boot(require_invariance=True, **varying)
 
@@ -214,7 +220,7 @@ def test_two_processes_have_one_digest(booted, tmp_path):
     check = next(entry for entry in changed["entries"] if entry["kind"] == "check")
     check |= {"outcome": "failed", "reason": "rows differ"}
     path.write_text(json.dumps(changed))
-    with pytest.raises(SettingsError, match="stands for nothing: 'rows differ'"):
+    with pytest.raises(SettingsError, match="failed a check: 'rows differ'"):
         read_proof(str(path))
 
 

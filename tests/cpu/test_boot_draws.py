@@ -1,4 +1,7 @@
-"""Each draw of the sampler's check at boot sees a fault, and each fault is seen by a draw."""
+"""Each draw of the sampler's check at boot sees a fault.
+
+Each fault is seen by a draw.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ def runner() -> CheckRunner:
 
 @pytest.fixture(scope="module")
 def drafting() -> CheckRunner:
-    """An engine whose sequences may have drafts."""
+    """Return a check on an engine whose sequences may have drafts."""
     drafts = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
     loop = boot_engine(Settings.load(OPTIONS | {"speculative_config": drafts}), InlineTransport())
     return CheckRunner(loop.scheduler.pool, loop.packer, loop.executor)
 
 
 def described(kind: str, name: str, change: Callable[[np.ndarray], Any]) -> Plant:
-    """Rows whose ``name`` reaches the sampler changed."""
+    """Plant a changed field ``name`` in the rows as the sampler gets them."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         right = getattr(logit_stages, kind)
@@ -57,12 +60,12 @@ def described(kind: str, name: str, change: Callable[[np.ndarray], Any]) -> Plan
 
 
 def random(name: str, change: Callable[[np.ndarray], Any]) -> Plant:
-    """Of rows that draw at random."""
+    """Plant a changed field of rows that draw at random."""
     return described("_metadata", name, change)
 
 
 def penalised(name: str, change: Callable[[np.ndarray], Any]) -> Plant:
-    """Of rows with penalties."""
+    """Plant a changed field of rows with penalties."""
     return described("_penalties", name, change)
 
 
@@ -77,7 +80,7 @@ def counted_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Plant:
-    """Penalties that see another prompt or output."""
+    """Plant penalties that see another prompt or output."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         right = TokenCounts.reset
@@ -89,7 +92,7 @@ def counted(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndar
 
 
 def bans(more: int) -> Plant:
-    """Stop ids that are banned so many tokens longer."""
+    """Plant stop ids that are banned for ``more`` more tokens."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         right, stage = logit_stages.MinTokens.edits, logit_stages.MinTokens
@@ -104,7 +107,7 @@ def no_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def hot(patch: pytest.MonkeyPatch) -> None:
-    """Greedy rows draw at random."""
+    """Plant greedy rows that draw at random."""
     right = Slots.describe
 
     def describe(self: Slots, slots: Any, request: Any) -> None:
@@ -139,7 +142,7 @@ PLANTS: dict[str, Plant] = {
 
 
 def seen(runner: CheckRunner, plant: Plant | None, rows: tuple[draws.DrawRow, ...] = draws.ROWS) -> bool:
-    """Whether the check with ``rows`` alone sees what is planted."""
+    """Return whether the check with only ``rows`` sees the planted fault."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draws, "ROWS", rows)
         if plant:
@@ -174,7 +177,10 @@ def test_a_row_alone_sees_a_fault(runner, name):
     ids=lambda fault: f"{fault[0]} is {fault[2]}",
 )
 def test_tokens_beside_a_cut_are_seen_in_any_vocabulary(fault, vocab):
-    """The seeds of the rows are chosen for it."""
+    """A cut one token off is seen in any vocabulary.
+
+    The seeds of the rows are chosen for it.
+    """
     name, right, wrong = fault
     ids = [1 + place * (vocab - 2) // len(draws.LOGITS) for place in range(len(draws.LOGITS))]
     rows = [row for row in draws.ROWS if getattr(row.params, name) == right]
@@ -184,13 +190,13 @@ def test_tokens_beside_a_cut_are_seen_in_any_vocabulary(fault, vocab):
 
 
 def test_a_row_that_is_taken_out_lets_a_fault_through(runner):
-    """The rows of min_tokens are those that see it."""
+    """Control: only the rows of min_tokens see its fault, so without them it passes."""
     others = tuple(row for row in draws.ROWS if not row.params.min_tokens)
     assert not seen(runner, PLANTS["bans end one token early"], others)
 
 
 def later_drafts(patch: pytest.MonkeyPatch) -> None:
-    """All drafts of a sequence have the noise of its first one."""
+    """Plant the noise of a sequence's first draft in all its drafts."""
     right = logit_stages._metadata
 
     def metadata(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Any:
@@ -200,7 +206,7 @@ def later_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_uncounted(patch: pytest.MonkeyPatch) -> None:
-    """Penalties that do not see the drafts before a draft."""
+    """Plant penalties that do not see the drafts before a draft."""
     right = TokenCounts.of_rows
     patch.setattr(
         TokenCounts, "of_rows",

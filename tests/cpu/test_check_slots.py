@@ -1,4 +1,7 @@
-"""The boot's cross-check gives back its slots and blocks when a check fails, and says why one could not run."""
+"""The boot's cross-check gives back its slots and blocks.
+
+It does so when a check fails, and says why a check could not run.
+"""
 
 from __future__ import annotations
 

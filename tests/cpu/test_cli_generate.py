@@ -22,7 +22,7 @@ def generate(*args):
 
 @pytest.fixture
 def records(capsys, monkeypatch):
-    """What the command prints, run in this process, which has imported torch already."""
+    """Return a function that runs the command and returns its output, in this process, with torch imported already."""
 
     def run(*args, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

@@ -23,7 +23,7 @@ def test_the_record_as_json_and_as_a_page(tmp_path, capsys):
 
 
 def play(monkeypatch, record):
-    """The command alone: an engine that has left ``record``."""
+    """Run the command alone, as if its engine had left ``record``."""
 
     def boot(settings, transport):
         transport.put(Ready(256, 8, 64, 0.0, record.to_json()))
@@ -44,7 +44,7 @@ def test_a_page_that_cannot_be_written(monkeypatch, capsys, tmp_path):
     play(monkeypatch, records.warmed(records.make()))
     assert main(["warm", "--html", str(tmp_path)]) == 1
     shown = capsys.readouterr()
-    assert "items, warmed up" in shown.out  # what was measured is not lost
+    assert "items, warmed up" in shown.out  # the record is printed, although the page failed
     assert f"preheat: error: cannot write {tmp_path}" in shown.err
 
 

@@ -1,4 +1,7 @@
-"""Features together: an engine with all of a set gives what one with nothing else gives, bit for bit."""
+"""Features together: any set of features changes no bit.
+
+The bits are of an engine with no other feature.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ from tests.tokenizers import byte_level
 
 
 def cases(name: str) -> list[str]:
-    """The sets of traits that the table says the test ``name`` tries."""
+    """Return the sets of traits that, by the table, the test ``name`` tries."""
     test = f"tests/cpu/test_combinations.py::{name}"
     return [row.left for row in ROWS if isinstance(row, Works) and row.test == test]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that write the checkpoints
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32, "eos_token_id": 1,
@@ -49,12 +52,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4a16": ("pack-quantized", scheme(4, "int", "group", group_size=16)),
 }
 PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
-"""What is stored in each way, where there are several."""
+"""Layers stored by each scheme, where there are several schemes."""
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
-"""What wakes up is checked as a boot is."""
+"""Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel")
-"""What decides the bits of an answer."""
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel", "llvm")
+"""Traits that decide the bits of an answer."""
 
 
 def add_marks(folder: Path) -> None:
@@ -65,13 +68,13 @@ def add_marks(folder: Path) -> None:
 
 
 class Made:
-    """Folders: models of text and of images, and what else an option names."""
+    """Folders of models of text and of images, and of other things that an option names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         backend = byte_level()
         config = json.loads((BUNDLED_PATH / "config.json").read_text()) | SIZES
-        self.config = config | {"vocab_size": backend.get_vocab_size() + 1}  # that of the one with images
+        self.config = config | {"vocab_size": backend.get_vocab_size() + 1}  # the vocabulary of the model with images
         self.text = folder / "text"
         self.text.mkdir()
         (self.text / "config.json").write_text(json.dumps(self.config))
@@ -133,13 +136,16 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
         "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{made.folder}/events"}
     },
     "split": lambda made: {"bucketing_policy": "split"},
-    **{mode: lambda made, mode=mode: {"execution_mode": mode} for mode in ("eager", "compile", "graphs", "lazy")},
+    **{
+        mode: lambda made, mode=mode: {"execution_mode": mode}
+        for mode in ("eager", "compile", "graphs", "lazy", "llvm")
+    },
 }
-"""What turns a trait on."""
+"""Options that turn a trait on."""
 
 
 def options_of(made: Made, names: list[str]) -> dict[str, Any]:
-    """What an engine with all of ``names`` needs."""
+    """Return the options of an engine with all of ``names``."""
     model = made.images() if "images" in names else made.text
     found = {**OPTIONS, "model": str(model)}
     for name in names:
@@ -150,7 +156,10 @@ def options_of(made: Made, names: list[str]) -> dict[str, Any]:
 
 
 def quantized_by(kinds: list[str]) -> dict[str, Any]:
-    """A checkpoint's configuration: all linear layers of one kind, or parts of each of several."""
+    """Return a checkpoint's quantization_config.
+
+    All linear layers are of one kind, or parts of each layer are of each of ``kinds``.
+    """
     groups = {name: {**group, "format": style} for name, (style, group) in SCHEMES.items() if name in kinds}
     if len(kinds) > 1:
         for group, targets in zip(groups.values(), PARTS, strict=False):
@@ -161,7 +170,7 @@ def quantized_by(kinds: list[str]) -> dict[str, Any]:
 
 
 def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
-    """What an engine says to all that it can be asked for, by kind, all at once."""
+    """Return an engine's answers to each kind of request that it supports, all sent at once."""
     ids = [[(7 * place + start) % 200 + 60 for place in range(length)] for start, length in ((0, 70), (5, 3), (0, 50))]
     if "pooling" in names:
         vectors = llm.encode([{"prompt_token_ids": each} for each in ids], use_tqdm=False)
@@ -217,7 +226,7 @@ def slept(llm: LLM, *_: Any) -> None:
 
 
 def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> None:
-    """Replace a norm, which changes every answer, and bring it back."""
+    """Replace a norm, so that every answer changes, and bring it back."""
     decoder = llm.loop.executor.decoder
     name, old = f"{decoder.spec.final_norm.name}.weight", decoder.weights.final_norm.weight.clone()
     llm.update_weights([(name, old.flip(0))])
@@ -226,13 +235,16 @@ def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> No
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"operator": emptied, "sleep": slept, "updates": renewed}
-"""What an operator does, by trait."""
+"""Commands of an operator, by trait."""
 
 EXPECTED: dict[tuple[str, ...], dict[str, Any]] = {}
 
 
 def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
-    """What an engine says that has of ``names`` only what decides bits, and what one kind of request needs."""
+    """Return the answers of engines with only the traits of ``names`` that decide bits.
+
+    Each kind of request has an engine of its own, with the trait that it needs.
+    """
     numeric = [name for name in NUMERIC if name in names]
     kinds = [name for name in ("adapters", "structured", "budget", "beam_search", "prompt_embeds") if name in names]
     key = (*device.values(), *numeric, *kinds)
@@ -247,8 +259,9 @@ def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
 
 
 def check(made: Made, names: list[str], **device: Any) -> None:
-    """An engine with all of ``names`` says what is expected: twice, so that blocks are found again, and after each
-    command.
+    """Assert that an engine with all of ``names`` gives the expected answers.
+
+    It is asked twice, so that blocks are found again, and after each command.
     """
     right = expected(made, names, **device)
     llm = LLM(**options_of(made, names) | device)
@@ -284,7 +297,7 @@ def test_together_on_a_fake_gaudi(made: Made, traits: str) -> None:
 
 
 def test_a_feature_that_changes_another_is_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of an adapter are taken for those of none, which prompts have in common."""
+    """Control: a prefix cache that ignores adapters, so that a prompt without an adapter finds an adapter's blocks."""
     names = ["eager", "adapters"]
     expected(made, names)
     monkeypatch.setattr(prefix.PrefixCache, "_root", lambda self, sequence: b"")

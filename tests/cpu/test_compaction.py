@@ -1,4 +1,7 @@
-"""Compaction in the real engine: the same bits wherever blocks lie, and a swap that fails is never silent."""
+"""Compaction in the real engine: bits are the same wherever blocks lie.
+
+A swap that fails is never silent.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ Seen = list[tuple[list[int], list[float]]]
 
 
 def load(count: int, longest: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts with common beginnings, greedy and seeded, and outputs of all lengths: some end long before others."""
+    """Return prompts and parameters: common beginnings, greedy and seeded, some that end long before others."""
     rng = random.Random(0)
     common = [rng.randrange(10, 4096) for _ in range(longest)]
     prompts, params = [], []
@@ -59,7 +62,7 @@ def bits(llm: LLM, count: int = 14, longest: int = 40) -> Seen:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The model is small: more threads would wait for each other."""
+    """Use one thread: the model is small, and more threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +71,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> Seen:
-    """With a cache that needs no preemption, and without compaction."""
+    """Return the bits of a cache that needs no preemption, without compaction."""
     return bits(LLM(**{**TIGHT, "num_gpu_blocks_override": 400}, defrag_threshold=NEVER))
 
 
@@ -83,7 +86,7 @@ def test_compacting_at_every_step_changes_no_bit(expected: Seen, caching: bool) 
 
 
 def move_everything(scheduler: Scheduler) -> Swaps:
-    """Far worse than any compaction: half of all blocks, used or not, change places with the other half."""
+    """Exchange half of all blocks, used or not, with the other half: far worse than any compaction."""
     numbers = np.random.default_rng(scheduler.stats().steps).permutation(np.arange(1, scheduler.pool.num_blocks))
     pairs = numbers[: len(numbers) // 2 * 2].reshape(-1, 2).astype(np.int32)
     scheduler.running.swap(pairs)
@@ -99,7 +102,10 @@ def test_moving_every_block_at_every_step_changes_no_bit(expected: Seen, monkeyp
 
 
 def forgets_tables(self: RunningSequences, pairs: np.ndarray) -> None:
-    """Leaves the tables as they are; the pool need not know, as the engine proves its books when idle only."""
+    """Plant a swap that leaves the tables as they are.
+
+    The pool need not know, as the engine checks its books only when idle.
+    """
 
 
 @pytest.mark.parametrize("fault", ["tables", "contents"])
@@ -124,7 +130,7 @@ def test_reading_in_place_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bits(LLM(**IN_PLACE, contiguous_pa=True), 8, 280) == right
 
 
-def test_a_swap_that_fails_ends_what_runs_and_leaves_nothing_to_find(
+def test_a_failed_swap_ends_running_requests_and_empties_the_cache(
     expected: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(**TIGHT, defrag_threshold=0)
@@ -141,7 +147,7 @@ def test_a_swap_that_fails_ends_what_runs_and_leaves_nothing_to_find(
 
 
 def watched(on_cold: str) -> tuple[LLM, ColdMonitor]:
-    """An engine that believes that it has run everything but swaps."""
+    """Return an engine that believes that it has run everything but swaps."""
     llm = LLM(**TIGHT, defrag_threshold=0)
     guard = llm.loop.listener
     assert isinstance(guard, ColdMonitor)
@@ -185,7 +191,7 @@ def test_only_unified_batches_are_compacted() -> None:
 
 def test_debug_lines_are_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        caplog.handler.setLevel(logging.NOTSET)  # as that of the server: loggers decide
+        caplog.handler.setLevel(logging.NOTSET)  # as the server's handler: loggers decide
         bits(LLM(**TIGHT, defrag_threshold=0), 8)
         assert "Defragmentation" not in caplog.text
         llm = LLM(**TIGHT, defrag_threshold=0, debug=("defrag",))
@@ -206,7 +212,7 @@ def test_debug_lines_are_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
         ({"defrag_threshold": -1}, "at least 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_compaction_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         LLM(**options)
     LLM(**TIGHT, defrag_with_graphs=False)

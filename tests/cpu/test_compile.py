@@ -26,7 +26,7 @@ from tests.cpu.test_model_paged import WAYS, Steps
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache on disk that no other test has filled."""
+    """Return a cache on disk that no other test has filled."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("inductor")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -64,7 +64,7 @@ def test_prefill_and_decode_have_the_bits_of_eager(name: str, dtype: torch.dtype
 
 
 def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here an operation does something else in compiled code."""
+    """Control: an activation that computes something else in compiled code gives other bits."""
     save_checkpoint(MODELS["llama"], tmp_path)
     other = lambda x: silu_and_mul(x) * (1 + 2**-7 * torch.compiler.is_compiling())  # noqa: E731
     monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", other)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def operations(region: Callable[..., Any], *args: Any) -> list[str]:
-    """The operations that a compiler gets to see in ``region``."""
+    """Return the operations of ``region`` that a compiler sees."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -92,7 +92,7 @@ MOVES = ("aten.view", "aten.slice", "aten.reshape", "aten.as_strided", "aten.cop
 
 
 def arithmetic(seen: list[str]) -> list[str]:
-    """Those that are neither ours nor a mere change of view."""
+    """Return the operations that are neither ours nor a mere change of view."""
     ours = ("preheat.", "auto_functionalized")
     return [name for name in seen if not name.startswith(MOVES + ours)]
 
@@ -153,7 +153,10 @@ def test_layers_share_a_program_for_each_number_of_tokens(tmp_path: Path) -> Non
 
 
 def test_memory_layout_makes_no_second_program() -> None:
-    """Attention leaves its result as its kernel wrote it, which may have gaps between the rows."""
+    """A gap between rows makes no second program.
+
+    Attention's kernel may leave such gaps in its result.
+    """
     before, wide = compilations(), torch.ones(4, 128)
     run = Regional(silu_and_mul)
     with torch.inference_mode():
@@ -184,7 +187,7 @@ def test_the_cache_on_disk_is_used(tmp_path: Path, cache: Path) -> None:
     assert any(cache.rglob("*"))
 
 
-def test_without_a_compiler_it_is_refused() -> None:
+def test_compile_mode_without_a_compiler_is_refused() -> None:
     check_compiler()
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.raises(SettingsError, match="C\\+\\+ compiler") as error:

@@ -1,5 +1,7 @@
-"""Quantized kernels compiled for Hopper, which needs no GPU: what Triton's interpreter takes and the compiler refuses,
-the instructions, and the layout that decides in which order a norm adds up its row.
+"""Quantized kernels compiled for Hopper, without a GPU.
+
+The tests compile code that Triton's interpreter takes but the compiler may refuse. They look at the instructions, and
+at the layout that decides a norm's order of addition.
 """
 
 import re
@@ -57,7 +59,10 @@ PLACES = {"experts": "*i32", "starts": "*i32", "counts": "*i32", "tokens": "*i32
 
 
 def compiled(kernel, warps, stages, types=(), **constants):
-    """``constants`` are arguments with a value; the others have their usual types, or those of ``types``."""
+    """Compile a kernel.
+
+    ``constants`` are arguments with a value, ``types`` replace the usual types of others.
+    """
     known = TYPES | PLACES | dict.fromkeys(NUMBERS, "i32") | dict(types)
     names = kernel.arg_names
     constants["overlap"] = True
@@ -83,7 +88,10 @@ GLUON = TYPES | {"bias": "*bf16", "steps": "i32"} | dict.fromkeys(NUMBERS, "i32"
 
 
 def of_gluon(kernel, given, constants, types=GLUON, **options):
-    """``given`` are descriptors; the other arguments have their usual types, or those of ``types``."""
+    """Compile a Gluon kernel.
+
+    ``given`` are descriptors, ``types`` replace the usual types of other arguments.
+    """
     types = types | {name: mangle_type(value) for name, value in given.items()}
     source = GluonASTSource(
         kernel, {name: types.get(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr"),
@@ -129,8 +137,8 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
 
 
 @pytest.mark.parametrize("code", ["fp8", "int4"])
-def test_leaves_are_multiplied_as_whole_layers_are(code):
-    """By the same instructions, in the same order, in a loop over leaves."""
+def test_k_splits_use_the_instructions_of_whole_layers(code):
+    """K splits use the instructions of whole layers, in the same order, in a loop over the splits."""
     quantized: Scheme = Scheme(code=code, scales="channel", activations="token" if code == "fp8" else None)
     tile = rule(LinearShape(4096, 4096, scheme=quantized, splits=4), 64)
     assert isinstance(tile, Tile)
@@ -146,7 +154,7 @@ def test_leaves_are_multiplied_as_whole_layers_are(code):
     assert widths(whole) == widths(leaves)
 
 
-def test_parts_of_rows_are_quantized_by_what_ranks_say():
+def test_parts_of_rows_are_quantized_by_maxima_of_all_ranks():
     types = {"maxima": "*fp32", "places": "*i32"}
     for places in ({}, {"places": None}):
         sizes = {"SIZE": 1024, "WIDTH": 1024, **places}
@@ -164,7 +172,10 @@ ADAPTERS = {
 
 @pytest.mark.parametrize(("leaves", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
 def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
-    """The same instruction for few rows and for many, which have all parts of a layer in one product."""
+    """Adapters shrink by one instruction, for few rows and for many.
+
+    With many rows, one product has all parts of a layer.
+    """
     sizes = ShrinkSizes(4096, 3, 2, leaves).constants
     found = compiled(
         _shrink, 4, 3, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
@@ -183,8 +194,11 @@ def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
-    """Which begins with zero, also where it has one product: the layer's output is no number that it adds to."""
+def test_expanded_terms_are_added_behind_the_matrix_unit(tiles):
+    """The matrix unit begins with zero, even for one product.
+
+    The layer's output is added behind it.
+    """
     sizes = {"TILES": tiles, "RANKS": 16, "COLUMNS": 128, "ROWS": 16, "WORLD": 1, "PARTS": 3, "WHOLE": True}
     sizes |= {"LEAVES": 1, "SPLITS": 8}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=False, chosen=False)
@@ -194,7 +208,7 @@ def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
 
 
 def many_rows(choice, gated, adapters):
-    """The kernel for many rows on Hopper, of a layer of two parts."""
+    """Compile the kernel for many rows on Hopper, of a layer of two parts."""
     sides = 2 if gated else 1
     x, weight, y = (torch.empty(*size, dtype=torch.bfloat16) for size in ((2048, 512), (1024, 512), (2048, 1024)))
     given = {
@@ -212,14 +226,15 @@ def many_rows(choice, gated, adapters):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6)])
 def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
-    """As many of them wait for the one before as without adapters: the compiler makes all of them wait where something
-    behind them does not suit it.
+    """With adapters, as many products wait for the one before as without.
+
+    The compiler makes all products wait if the code behind them does not suit it.
     """
     waits = [many_rows(choice, gated, each).asm["sass"].count("WARPGROUP.DEPBAR.LE") for each in (False, True)]
     assert waits[0] == waits[1] > 0
 
 
-def test_the_roots_of_what_ranks_shrank_to_compile():
+def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles():
     types = {"places": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
     types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
     found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)
@@ -265,7 +280,10 @@ def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dt
     (False, False, False, 1), (True, True, True, 1), (False, True, True, 1), (False, False, True, 4),
 ])  # fmt: skip
 def test_experts_compile(gated, gathered, arranged, leaves):
-    """The first layer gathers rows; beside adapters it is not gated."""
+    """Expert kernels compile.
+
+    The first layer gathers rows, and beside adapters it is not gated.
+    """
     routed, sizes = RoutedForm(128, 8, gathered, arranged), (64, 16, 128, leaves)
     whole = Float8Form(grouped=False, x_grouped=False, w_grouped=False, even=True)
     found = multiplied(4, 4, W8A8, whole, sizes, gated=gated, experts=routed)
@@ -278,7 +296,10 @@ def test_experts_compile(gated, gathered, arranged, leaves):
 
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_experts_of_small_groups_fit_into_shared_memory(tokens):
-    """Of the guesses: each weight brings a scale and a zero point of its own."""
+    """Guessed tiles of small groups fit into shared memory.
+
+    Each weight of a small group brings a scale and a zero point of its own.
+    """
     scheme = Scheme(code="int4", scales="group", group=32, zeros=True)
     tile = experts_rule(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
     assert isinstance(tile, Tile)
@@ -302,8 +323,9 @@ def test_codes_become_operands_of_the_matrix_unit(weight, form):
 
 
 def widths(found):
-    """Neighbouring inputs of a product that a thread holds, for each operand in registers. The order in which inputs
-    are added up follows from it.
+    """Return how many neighboring inputs of a product a thread holds, for each operand in registers.
+
+    The order in which inputs are added up follows from it.
     """
     return {int(width) for width in re.findall(r"#ttg\.dot_op<\{[^}]*kWidth = (\d+)\}>", found.asm["ttgir"])}
 
@@ -340,7 +362,7 @@ def test_the_compiler_deals_out_narrow_numbers_in_another_order_if_it_sees_them(
 
 
 def sums(found):
-    """The layouts of rows that are added up or looked through, those of one dimension."""
+    """Return the layouts of one-dimensional rows that are reduced."""
     text = found.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>", text, re.M))
     return [(size, layouts[name]) for size, name in re.findall(r"\}\) : \(tensor<(\d+)xf32, (#\w+)>\)", text)]
@@ -348,7 +370,10 @@ def sums(found):
 
 @pytest.mark.parametrize(("size", "warps"), [(2048, 4), (4096, 8), (5120, 16)])
 def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(size, warps):
-    """Threads have the same numbers of the row: a store of eight bits must not change that."""
+    """A store of eight bits changes no thread's part of the row.
+
+    So it changes no order of the sum.
+    """
     row = {"bias": None, "KIND": "rms", "SIZE": size, "WIDTH": triton.next_power_of_2(size)}
     none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
     usual = sums(compiled(_norm, warps, 1, **row, **none))
@@ -360,7 +385,7 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_rows_are_quantized_in_registers(kind):
-    """Also those of an activation, which are kept beside their codes."""
+    """Rows are quantized in registers, also an activation's rows kept beside their codes."""
     row = {"SIZE": 14336, "WIDTH": 16384, "KIND": kind, "WORLD": 1, **dict.fromkeys(("static", "places", "maxima"))}
     found = compiled(_quantize, 32, 1, out=None, **row), compiled(_quantize, 8, 1, **row)
     assert not any("ld.local" in each.asm["ptx"] for each in found)
@@ -368,7 +393,7 @@ def test_rows_are_quantized_in_registers(kind):
 
 @pytest.mark.parametrize(("outputs", "stages", "gated"), [(256, 4, False), (256, 4, True), (128, 6, True)])
 def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated):
-    """The first of four instructions takes no sum, and what they give is added in fp32."""
+    """The first of four instructions takes no sum, and the sum of the four is added in fp32."""
     x, weight = (torch.empty(512, 1024, dtype=torch.float8_e4m3fn) for _ in range(2))
     y, halves = torch.empty(512, 512, dtype=torch.bfloat16), 2 if gated else 1
     given = {
@@ -388,7 +413,7 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated)
 @pytest.mark.parametrize(("rows", "gated"), [(8, False), (64, True)])
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32], ids=str)
 def test_few_rows_multiply_codes_in_registers(rows, gated, scales):
-    """Products go one after the other into one sum; nothing is spilled by way of shared memory on the way."""
+    """Products go one after the other into one sum, and nothing is spilled to shared memory between them."""
     kernel = linear_hopper_few._few_codes
     x, groups = torch.empty(1, 1024, dtype=torch.bfloat16), torch.empty(8, 512)
     given = {

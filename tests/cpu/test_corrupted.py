@@ -1,4 +1,7 @@
-"""Requests whose numbers overflow, on an engine: they end with an error, and nobody else's bits change."""
+"""Requests with numbers that overflow end with an error on an engine.
+
+No other request's bits change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def loud(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
-    """An adapter of finite numbers of which attention's values overflow."""
+    """Write an adapter of finite numbers that make the values of attention overflow."""
     folder = write_adapter(tmp_path_factory.mktemp("adapters") / "loud", 0)
     file = folder / "adapter_model.safetensors"
     save_file({name: tensor * 1e20 for name, tensor in load_file(file).items()}, file)
@@ -56,7 +59,7 @@ def answers(llm: LLM, **params: Any) -> list[Any]:
 
 
 def overflow(llm: LLM, loud: LoRARequest, **params: Any) -> None:
-    """Ask with the adapter, which must end with an error that names it, beside prompts that have none."""
+    """Ask with the adapter beside prompts without one, and assert an error that names the adapter."""
     asked = SamplingParams(max_tokens=6, ignore_eos=True, detokenize=False, **params)
     with pytest.raises(NotFinite, match="'loud'"):
         llm.generate([LONG, PROMPTS[1], LONG], asked, use_tqdm=False, lora_request=[loud, None, loud])
@@ -100,8 +103,11 @@ def test_numbers_of_a_draft_model_that_are_not_finite_cost_only_its_drafts() -> 
     assert llm.loop.scheduler.stats().corrupted_requests == 0
 
 
-def test_a_token_that_overflows_leaves_what_is_before_it_alone() -> None:
-    """A prompt that goes on otherwise finds its first block in the prefix cache."""
+def test_an_overflowing_token_leaves_earlier_blocks_alone() -> None:
+    """A token that overflows leaves the blocks before it.
+
+    Another prompt finds its first block in the prefix cache.
+    """
     llm = LLM(**OPTIONS, dtype="float32")
     llm.loop.executor.decoder.weights.embedding[0] = torch.inf
     asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -113,13 +119,13 @@ def test_a_token_that_overflows_leaves_what_is_before_it_alone() -> None:
     prompt = [token + 1 for token in LONG[:80]]
     right = tokens(prompt, "alone")
     with pytest.raises(NotFinite, match="the model"):
-        tokens([*prompt[:70], 0, *prompt], "shared")  # its first chunk is published before it is found out
+        tokens([*prompt[:70], 0, *prompt], "shared")  # its first chunk is published before the overflow is found
     assert tokens(prompt, "shared") == right
     assert llm.loop.scheduler.stats().prefix_hits == 64
 
 
 def test_attention_that_multiplies_by_zero_is_found(loud: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparisons above can fail."""
+    """Control: attention that multiplies hidden values by zero breaks the comparisons above."""
 
     def multiplied(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, mask, scale = inputs
@@ -129,7 +135,7 @@ def test_attention_that_multiplies_by_zero_is_found(loud: LoRARequest, monkeypat
     for module in (decode_attention, paged_attention):
         monkeypatch.setattr(module, "attend", multiplied)
     with pytest.raises(NotFinite):
-        test_a_token_that_overflows_leaves_what_is_before_it_alone()
+        test_an_overflowing_token_leaves_earlier_blocks_alone()
     llm = engine(dtype="float32")
     answers(llm, temperature=0)
     overflow(llm, loud, temperature=0)

@@ -1,4 +1,4 @@
-"""A head of EAGLE-3 against plain torch: what it says at every draft, what it learns to say, and what is refused."""
+"""A head of EAGLE-3 against plain torch: its logits at every draft, its training, and refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def speculating(saved: Saved, head: str | None = None, tokens: int | str = 3, **
 
 
 def asked(count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of up to three steps, some with common beginnings."""
+    """Return prompts of up to three steps, some with common beginnings, and their parameters."""
     chance = random.Random(1)
     common = [chance.randrange(VOCAB) for _ in range(50)]
     prompts = [
@@ -65,7 +65,10 @@ def asked(count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def heard(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
-    """What the head is going to say: all tokens before a draft, how many of them the target had, and the logits."""
+    """Record the head's drafting.
+
+    A record has the tokens before a draft, the count that the target has computed, and the logits.
+    """
     found: list[tuple[list[int], int, Tensor]] = []
     slots, executor = llm.loop.scheduler.slots, llm.loop.scheduler.drafting.proposer.executor
 
@@ -78,7 +81,7 @@ def heard(llm: LLM) -> list[tuple[list[int], int, Tensor]]:
 
 
 def agreeing(reference: Reference, found: list[tuple[list[int], int, Tensor]]) -> float:
-    """The share of what was heard that is what the reference says."""
+    """Return the share of the recorded logits that equal the reference's."""
     right = 0
     for tokens, known, logits in found:
         expected = torch.full((VOCAB,), -torch.inf)
@@ -87,8 +90,8 @@ def agreeing(reference: Reference, found: list[tuple[list[int], int, Tensor]]) -
     return right / len(found)
 
 
-def test_the_head_says_what_plain_torch_says(saved):
-    """At every draft, a row's first and later ones, behind prompts of several chunks and behind cached prefixes."""
+def test_the_heads_logits_equal_plain_torch(saved):
+    """The head's logits equal plain torch's at every draft: first and later, behind chunks and cached prefixes."""
     llm = speculating(saved)
     found = heard(llm)
     for _ in range(2):
@@ -101,7 +104,10 @@ def test_the_head_says_what_plain_torch_says(saved):
 
 
 def test_it_drafts_for_rows_with_adapters_too(saved, tmp_path):
-    """From hidden states that an adapter has changed; tokens are those without drafts."""
+    """A head drafts from hidden states that an adapter has changed.
+
+    The tokens stay the same as without drafts.
+    """
     modules = adapted_modules(read_spec(json.loads((Path(saved.target) / "config.json").read_text())))
     adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", modules, rank=4, seed=0)))
     whose, found = [adapter, None, adapter] * 2, []
@@ -114,7 +120,7 @@ def test_it_drafts_for_rows_with_adapters_too(saved, tmp_path):
 
 
 def test_a_config_may_say_other_layers_and_another_residual(saved, tmp_path):
-    """Ids in ``eagle_config`` are of the layers behind which the residual stream is read."""
+    """Ids in ``eagle_config`` name the layers behind which the residual stream is read."""
     tensors = random_tensors(2, aux=2)
     own = {"norm_before_residual": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3]}}
     llm = speculating(saved, save_head(tmp_path / "head", tensors, **own))
@@ -127,7 +133,7 @@ def test_a_config_may_say_other_layers_and_another_residual(saved, tmp_path):
 
 
 def shifted(patch) -> None:
-    """Features are read one position too early."""
+    """Plant features that are read one position too early."""
     right = eagle.token_places
 
     def places(slots, schedule):
@@ -138,7 +144,7 @@ def shifted(patch) -> None:
 
 
 def first_chunk_lost(patch) -> None:
-    """The features of steps that read prompts go to the pad block."""
+    """Plant features of prompt steps that go to the pad block."""
     right = Features.place
 
     def place(self, turn, schedule, tokens):
@@ -150,7 +156,7 @@ def first_chunk_lost(patch) -> None:
 
 
 def drafts_kept(patch) -> None:
-    """Accepted drafts stay what the head computed from features of its own."""
+    """Plant accepted drafts that keep the head's own features."""
 
     def take_back(self, slots, rows):
         self._known[rows] = np.minimum(self._computed[rows], slots.device_len[rows] - 2)
@@ -170,7 +176,7 @@ def test_control_the_comparison_notices(saved, plant, most, monkeypatch):
 
 
 def proven(saved: Saved, *, speculates: bool) -> tuple[str, set[str]]:
-    """The digest of a boot, and what became of its items."""
+    """Return the digest of a boot, and the outcomes of its items."""
     config = {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2} if speculates else None
     options = {"speculative_config": config, "boot_check": "full", "skip_warmup": False, "cache_dir": "off"}
     loop = boot_engine(Settings.load({"model": saved.target, **OPTIONS, **options}), InlineTransport())
@@ -188,7 +194,7 @@ def test_keeping_features_changes_no_bit_of_the_model(saved, monkeypatch):
 
 
 def trained(saved: Saved, answers: list[list[int]], steps: int = 150) -> dict[str, Tensor]:
-    """The tensors of a head that was trained to say these texts' tokens, as far as it knows them."""
+    """Return the tensors of a head trained on the tokens of these texts that its draft vocabulary has."""
     tensors = {name: each.clone().requires_grad_(each.is_floating_point()) for name, each in random_tensors().items()}
     student = Reference(saved.reference.target, tensors)
     weights = [each for each in tensors.values() if each.requires_grad]
@@ -214,7 +220,7 @@ def accepted(llm: LLM, prompts, params, answers) -> float:
 
 
 def test_a_head_that_was_trained_is_right_more_often(saved, tmp_path):
-    """On greedy answers of the model, a few hundred steps; a random head knows nothing of them."""
+    """A few hundred steps of training on the model's greedy answers raise the share of accepted drafts."""
     prompts, params = asked(4)[0], SamplingParams(temperature=0.0, max_tokens=24)
     answers = [
         each.outputs[0].token_ids for each in LLM(saved.target, **OPTIONS).generate(prompts, params, use_tqdm=False)
@@ -231,14 +237,14 @@ REFUSED = [
     ({}, {"fc.bias": torch.zeros(32)}, ModelError, "unknown tensors: fc.bias"),
     ({}, {"midlayer.self_attn.q_proj.weight": torch.zeros(32, 32)}, ModelError, "q_proj.weight has shape [32, 32]"),
     ({}, {"d2t": torch.zeros(128, dtype=torch.int64)}, ModelError, "d2t and t2d of the head contradict"),
-    ({"vocab_size": 400}, {}, SettingsError, "vocabulary of 400 tokens, and this one has 320"),
-    ({"target_hidden_size": 64}, {}, SettingsError, "hidden size of 64, and this one has 32"),
+    ({"vocab_size": 400}, {}, SettingsError, "vocabulary of 400 tokens, and this model has 320"),
+    ({"target_hidden_size": 64}, {}, SettingsError, "hidden size of 64, and this model has 32"),
     ({"hidden_size": 64, "target_hidden_size": 32}, {}, ModelError, "has shape"),
     ({"architectures": ["LlamaForCausalLM"]}, {}, ModelError, "a head of LlamaForCausalLMEagle3"),
     ({"num_hidden_layers": 2}, {}, ModelError, "one layer, and num_hidden_layers is 2"),
     ({"norm_output": True}, {}, ModelError, "norm_output True is not supported"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, {}, ModelError, "3, 6], and the model has 6"),
-    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantized by itself"),
+    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "quantization_config of one part"),
 ]  # fmt: skip
 
 
@@ -250,7 +256,7 @@ def test_a_head_that_does_not_fit_is_refused(saved, tmp_path, config, tensors, e
 
 
 def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
-    """Other layouts of the same head: as before, it says what plain torch says."""
+    """A head that has embeddings and numbers its layer gives plain torch's logits too."""
     tensors = {name.replace("midlayer.", "layers.0."): each for name, each in random_tensors().items()}
     own = saved.reference.target.model.embed_tokens.weight.clone()
     llm = speculating(saved, save_head(tmp_path / "head", tensors | {"embed_tokens.weight": own}))
@@ -263,7 +269,7 @@ def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
     ("options", "message"),
     [({"execution_mode": "compile"}, "mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
 )
-def test_what_it_does_not_work_with_is_named(saved, options, message):
+def test_options_that_exclude_eagle_are_named(saved, options, message):
     with pytest.raises(SettingsError, match=message):
         speculating(saved, **options)
 
@@ -271,7 +277,7 @@ def test_what_it_does_not_work_with_is_named(saved, options, message):
 def test_a_device_on_which_no_head_ever_ran_is_named(saved):
     asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
     settings, facts = Settings.load({"model": saved.target, **asked, "bucketing_policy": "unified"}), FACTS["hpu"]
-    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be had on hpu"):
+    with pytest.raises(SettingsError, match=r"EAGLE-3 .*cannot be used on hpu"):
         check_traits(settings, facts)
 
 

@@ -1,4 +1,4 @@
-"""Engines that pool: against the hidden states of transformers, with the same bits whatever shares a step."""
+"""Engines that pool: against transformers' hidden states, with the same bits beside any other rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAST, MEAN = {"pooling_type": "LAST"}, {"pooling_type": "MEAN"}
 
 
 def sentence_transformers(folder: Path, mode: str, *modules: str) -> None:
-    """The files that sentence-transformers writes beside a checkpoint."""
+    """Write the files that sentence-transformers writes beside a checkpoint."""
     kinds = ["Transformer", "Pooling", *modules]
     paths = ["", *(f"{place}_{kind}" for place, kind in enumerate(kinds) if place)]
     items = [
@@ -50,14 +50,14 @@ def checkpoint(tmp_path_factory):
 
 
 def prompts() -> list[list[int]]:
-    """Of one token, of several chunks, and some that begin as others."""
+    """Return prompts of one token, of several chunks, and some with the beginning of others."""
     chance = random.Random(3)
     drawn = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 17, 40, 130, 199)]
     return [*drawn, [*drawn[4][:96], 5], drawn[4][:100], drawn[5]]
 
 
 def hidden_states(folder: Path, ids: list[int]) -> torch.Tensor:
-    """fp32 [tokens, hidden] after the final norm, by transformers."""
+    """Return float32 [tokens, hidden] after the final norm, by transformers."""
     import transformers
 
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -76,7 +76,10 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma 3"])
 def test_equals_transformers(name, tmp_path):
-    """The mean, and the last token, normalized and not; the output head is not even loaded."""
+    """The mean and the last token, normalized or not, equal transformers.
+
+    The output head is not even loaded.
+    """
     save_checkpoint(MODELS[name], tmp_path)
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     mean = LLM(str(tmp_path), **OPTIONS)
@@ -94,7 +97,10 @@ def test_equals_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("config", [LAST, MEAN])
 def test_the_same_bits_in_every_way(checkpoint, config):
-    """Alone, all at once, again with a warm prefix cache, in other chunks and blocks, and with few of them."""
+    """An embedding has the same bits in every way to compute it.
+
+    The ways are alone, all at once, with a warm prefix cache, in other chunks and blocks, and with few blocks.
+    """
     some = prompts()
     llm = LLM(str(checkpoint), pooler_config=config, **OPTIONS)
     alone = []
@@ -128,7 +134,7 @@ VERIFY = ["later runs", "prefix cache cold", "shuffled arrivals", "batches of 1 
 
 
 def verified() -> dict[str, bool]:
-    """The paths of preheat verify, and whether all is as in the first run."""
+    """Return whether each path of preheat verify gives the bits of the first run."""
     options = {"runner": "pooling", "max_num_seqs": 8, "max_num_batched_tokens": 2048, "block_size": 32}
     options |= {"num_threads": 1, "dtype": "float32", "skip_warmup": True, "boot_check": "off", "on_cold": "off"}
     settings = Settings.load(options)
@@ -141,14 +147,17 @@ def verified() -> dict[str, bool]:
 
 
 def test_preheat_verify_takes_its_paths(monkeypatch):
-    """And finds a mean whose order is that of the chunks."""
+    """preheat verify takes its paths for a pooling engine.
+
+    It finds a mean that is summed in the order of its chunks.
+    """
     assert verified() == dict.fromkeys(VERIFY, True)
     monkeypatch.setattr(Pooled, "add", by_chunks)
     assert verified()["chunks, few blocks"] is False
 
 
 def by_chunks(self, states):
-    """A sum of sums, whose order is that of the chunks."""
+    """Plant a sum of the chunks' sums, in the order of the chunks."""
     self.total += np.stack(states).sum(0)
     self.count += len(states)
 
@@ -163,7 +172,10 @@ def test_the_comparison_can_fail(checkpoint, monkeypatch):
 
 
 def test_scores_and_forms_of_prompts():
-    """With a text: as token ids, as a dictionary; the score is the cosine."""
+    """A text, its token ids and a dictionary give the same embedding.
+
+    The score is the cosine.
+    """
     llm = LLM("bundled", runner="pooling", num_threads=1, max_model_len=64, max_num_seqs=4)
     texts = ["import os", "def add(a, b):"]
     ids = [llm.frontend.tokenizer.encode(text) for text in texts]
@@ -193,7 +205,7 @@ def test_the_beginning_of_a_matryoshka_embedding(checkpoint):
         llm.encode([[1]], PoolingParams(dimensions=9))
 
 
-def test_what_the_files_and_the_options_say(tmp_path):
+def test_pooling_follows_files_and_options(tmp_path):
     def found(**options) -> Pooling | None:
         return pooling_of(Settings.load(options), tmp_path, {})
 
@@ -206,10 +218,10 @@ def test_what_the_files_and_the_options_say(tmp_path):
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     assert found() == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_cls_token")
-    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; lasttoken or mean is served"):
+    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; supported are lasttoken and mean"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dense")
-    with pytest.raises(ModelError, match="a module Dense, which is not served"):
+    with pytest.raises(ModelError, match="module Dense is not supported"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
@@ -219,10 +231,10 @@ def test_what_the_files_and_the_options_say(tmp_path):
         found()
     for options, why in (
         ({"runner": "pooling", "convert": "none"}, "contradict"),
-        ({"convert": "classify"}, "no heads of classifiers"),
+        ({"convert": "classify"}, "classification heads are not read"),
         ({"runner": "generate", "task": "embed"}, "contradict"),
         ({"runner": "generate", "pooler_config": LAST}, "drop it"),
-        ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not served"),
+        ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not supported"),
         ({"pooler_config": {"softmax": True}}, "'softmax' is not one of"),
     ):
         with pytest.raises(SettingsError, match=why):
@@ -235,7 +247,7 @@ def test_what_the_files_and_the_options_say(tmp_path):
      ("XForTextEncoding", True), ("EmbeddingModel", True), ("LlavaForConditionalGeneration", False)],
 )  # fmt: skip
 def test_the_architecture_decides(architecture, pools, tmp_path):
-    """Unless an option does; convert none changes no architecture."""
+    """The architecture decides unless an option does; convert none changes no architecture."""
 
     def found(**options) -> bool:
         return pooling_of(Settings.load(options), tmp_path, {"architectures": [architecture]}) is not None
@@ -251,7 +263,10 @@ def test_the_architecture_decides(architecture, pools, tmp_path):
 
 
 def test_a_checkpoint_without_an_output_head(checkpoint, tmp_path):
-    """As AutoModel saves it: names lack the first part. It pools unless told otherwise, which is refused."""
+    """A checkpoint of AutoModel lacks the first part of its names.
+
+    It pools, and anything else is refused.
+    """
     import transformers
 
     transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(tmp_path)
@@ -270,7 +285,7 @@ def test_the_plan_is_printed(checkpoint):
     assert "sampler" not in kinds
 
 
-def test_what_cannot_pool_is_refused(checkpoint):
+def test_options_that_exclude_pooling_are_refused(checkpoint):
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     for name, more in {"speculative_config": drafts, "enable_lora": {"enable_lora": True}}.items():
         with pytest.raises(SettingsError, match=rf"pooling \(runner\) and .*{name}.* do not work together"):

@@ -1,4 +1,4 @@
-"""The whole engine on the bundled model: right against transformers, and one set of bits on every path."""
+"""The whole engine on the bundled model: right against transformers, and the same bits on every path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREADS = (1, 2)
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """200 pieces of Python, 1 to 400 tokens long, some with common beginnings."""
+    """Return 200 pieces of Python, 1 to 400 tokens long, some with common beginnings."""
     rng = random.Random(0)
     text = "\n".join(path.read_text() for path in sorted(Path(preheat.__file__).parent.rglob("*.py")))
     llm = LLM(max_num_seqs=1, max_model_len=64)
@@ -54,7 +54,7 @@ def reference(dtype: torch.dtype) -> Any:
 
 @torch.inference_mode()
 def test_float32_gives_the_reference_tokens(prompts: list[list[int]]) -> None:
-    """Greedy: each of 64 tokens is what transformers finds most likely after everything before it."""
+    """Each of 64 greedy tokens is transformers' likeliest token after all tokens before it."""
     outputs = LLM(dtype="float32").generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
     model = reference(torch.float32)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -67,10 +67,10 @@ def test_float32_gives_the_reference_tokens(prompts: list[list[int]]) -> None:
 def test_bfloat16_agrees_wherever_the_reference_is_clear(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Teacher-forced: the same best token at every position where the reference's two best are four errors apart.
+    """The best token agrees, teacher-forced, wherever the reference's two best are four errors apart.
 
-    The logits are taken where the engine turns them into log-probabilities of the prompt: to ask for those of the
-    whole vocabulary at every position would make ten million entries, each with its text.
+    The logits are taken where the engine turns them into log-probabilities of the prompt. Asking for the whole
+    vocabulary at every position would make ten million entries, each with its text.
     """
     llm, model = LLM(dtype="bfloat16"), reference(torch.bfloat16)
     seen: list[Tensor] = []
@@ -97,7 +97,7 @@ def test_bfloat16_agrees_wherever_the_reference_is_clear(
 
 
 def observed(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
-    """Tokens, and the logprobs of tokens and alternatives as exact floats."""
+    """Return tokens, and the logprobs of tokens and alternatives as exact floats."""
     seen = []
     for output in outputs:
         choice = output.outputs[0]
@@ -112,11 +112,11 @@ SEEDED = SamplingParams(
     presence_penalty=0.3, repetition_penalty=1.1,
 )  # fmt: skip
 MIXED = [GREEDY, SEEDED] * 8
-"""In one batch: a row's bits do not depend on what the rows beside it ask for either."""
+"""Parameters of one batch: a row's bits do not depend on the parameters of other rows either."""
 
 
 def of_all_lengths(prompts: list[list[int]]) -> list[list[int]]:
-    """As many of them as ``MIXED``, in no order, with common beginnings among them."""
+    """Return as many prompts as ``MIXED``, in no order, with common beginnings among them."""
     some = sorted(prompts, key=len)[:: len(prompts) // len(MIXED)][: len(MIXED) - 2]
     some += [some[-1][:40], some[-1][:50]]
     random.Random(1).shuffle(some)
@@ -160,7 +160,7 @@ def test_one_and_two_threads_give_the_same_bits(prompts: list[list[int]]) -> Non
 def test_an_operation_that_looks_at_its_batch_is_found(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
+    """Control: an operation whose rounding depends on the number of rows breaks the comparisons above."""
     alone = [everywhere([p], GREEDY)[0] for p in prompts[:3]]
     wrong = lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2))  # noqa: E731
     monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", wrong)  # type: ignore[arg-type]
@@ -183,7 +183,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_the_cache(prompts: list[list
 
 
 def test_truncation_all_logprobs_and_a_reset_prefix_cache(prompts: list[list[int]]) -> None:
-    """What the frontend resolves reaches the engine; a prompt that was cut is the prompt of its last tokens."""
+    """The frontend's settings reach the engine.
+
+    A prompt that was cut is the prompt of its last tokens.
+    """
     llm = LLM(max_logprobs=3, block_size=16)
     prompt = next(prompt for prompt in prompts if len(prompt) > 40)
 

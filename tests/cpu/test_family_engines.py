@@ -1,5 +1,6 @@
-"""Every family through the whole engine: in chunks, decoding, and behind a cached prefix, against transformers, and
-with one set of bits on all paths.
+"""Every family through the whole engine, against transformers: chunks, decoding, cached prefixes.
+
+All paths give the same bits.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ PARAMS = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logpro
 
 
 def prompts() -> list[list[int]]:
-    """The second and third begin as the first, by two blocks; all are longer than 8 tokens."""
+    """Return three prompts of more than 8 tokens.
+
+    The second and third share two blocks with the first.
+    """
     chance = random.Random(2)
     first, second, third = ([chance.randrange(VOCAB) for _ in range(length)] for length in (90, 37, 9))
     return [first, first[:32] + second, first[:32] + third]
 
 
 def seen(output: RequestOutput) -> tuple[list[int], Tensor]:
-    """The tokens, and the log-probabilities of the whole vocabulary before each: fp32 [steps, vocab]."""
+    """Return the tokens, and the log-probabilities of the vocabulary before each: float32 [steps, vocab]."""
     choice = output.outputs[0]
     assert choice.logprobs is not None
     found = torch.empty(STEPS, VOCAB)
@@ -56,7 +60,7 @@ def differing(a: list[tuple[list[int], Tensor]], b: list[tuple[list[int], Tensor
 
 
 def error(found: tuple[list[int], Tensor], prompt: list[int], reference: Callable[[Tensor], Tensor]) -> float:
-    """Of the logits, but for a constant of each position, relative."""
+    """Return the relative error of the logits, up to a constant of each position."""
     tokens, ours = found
     theirs = reference(torch.tensor(prompt + tokens))[len(prompt) - 1 : -1]
     assert theirs.argmax(-1).tolist() == tokens
@@ -80,7 +84,7 @@ def test_chunks_decode_and_cached_prefixes(name: str, tmp_path: Path) -> None:
 
 
 def test_alibi_over_several_splits(tmp_path: Path) -> None:
-    """Behind the first split of the keys too, and where the cache is read in place."""
+    """ALiBi is right behind the first KV split too, and when the cache is read in place."""
     name, changes = MODELS["mpt with six heads"]
     reference = save_checkpoint((name, {**changes, "max_seq_len": 640}), tmp_path)
     chance = random.Random(3)
@@ -96,7 +100,7 @@ def test_alibi_over_several_splits(tmp_path: Path) -> None:
 
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:
-    """Another token far back in the prompt."""
+    """Control: another token far back in the prompt breaks the comparison."""
     reference, some = save_checkpoint(MODELS["mpt with six heads"], tmp_path), prompts()
     llm = LLM(str(tmp_path), **OPTIONS)
     right = run(llm, some[:1])

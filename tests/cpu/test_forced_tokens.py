@@ -30,7 +30,10 @@ ASKED = [
     SamplingParams(temperature=0.7, seed=7, max_tokens=20, bad_words=["x"], logprobs=2),
     held(1.0, 8, choice=["one way alone"], max_tokens=4),
 ]
-"""With and without grammars; one is cut off within what is forced."""
+"""Parameters with and without grammars.
+
+One request is cut off within its forced tokens.
+"""
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 16, "dtype": "float32", "max_model_len": 256,
          "num_threads": 1}  # fmt: skip
@@ -53,7 +56,7 @@ def said(llm: LLM) -> list[tuple[list[int], object, str | None]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What is said without speculation, and in how many steps, by library."""
+    """Return answers and number of steps without speculation, by grammar library."""
     found = {}
     for backend in ("guidance", "xgrammar"):
         llm = engine(tmp_path_factory.mktemp("plain"), structured_outputs_config={"backend": backend})
@@ -81,7 +84,7 @@ def test_the_same_tokens_in_fewer_steps(tmp_path, plain, method, tokens, more):
     assert said(llm) == answers
     after = llm.loop.scheduler.stats()
     accepted = after.accepted_tokens - before.accepted_tokens
-    if tokens != "auto":  # which measures whether drafts pay
+    if tokens != "auto":  # auto measures whether drafts pay, and may draft nothing
         assert accepted > 20
     if not set(FEW_BLOCKS) & set(more) and tokens != "auto":
         assert after.steps - before.steps < steps * 0.8
@@ -93,7 +96,7 @@ def test_nothing_is_cold(tmp_path, plain):
     assert not any(Record.from_json(llm.loop.listener.report()).cold.values())
 
 
-def test_with_llguidance_what_is_forced_is_always_accepted(tmp_path, plain):
+def test_with_llguidance_forced_tokens_are_always_accepted(tmp_path, plain):
     llm = engine(tmp_path, "grammar")
     before = llm.loop.scheduler.stats()
     said(llm)
@@ -102,7 +105,7 @@ def test_with_llguidance_what_is_forced_is_always_accepted(tmp_path, plain):
     assert drafted == accepted > 50
 
 
-def test_wrong_ones_change_nothing(tmp_path, plain, monkeypatch):
+def test_wrong_forced_tokens_change_nothing(tmp_path, plain, monkeypatch):
     llm = engine(tmp_path, "grammar")
     right = State.forced
     monkeypatch.setattr(State, "forced", lambda self: [*right(self)[:1], 7, 8][:3])
@@ -110,7 +113,7 @@ def test_wrong_ones_change_nothing(tmp_path, plain, monkeypatch):
 
 
 def test_control_masks_that_ignore_drafts_are_seen(tmp_path, monkeypatch):
-    """Every position of a row gets the mask of its first."""
+    """Control: every position of a row gets the mask of its first."""
     llm = engine(tmp_path, "grammar")
     right = Guidance.fill
 
@@ -126,7 +129,10 @@ def test_control_masks_that_ignore_drafts_are_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
 def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(tmp_path, planted, monkeypatch):
-    """Planted is a mask behind drafts that allows one token alone; where nothing is drafted there is none."""
+    """preheat verify finds a planted mask behind drafts.
+
+    Without drafts the mask is not used. The planted mask allows only one token.
+    """
     write_model(tmp_path)
     options = {"model": str(tmp_path), "load_format": "dummy", "skip_warmup": True, "boot_check": "off", **SMALL}
     config = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 4}, "on_cold": "off"}
@@ -150,7 +156,7 @@ def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(tmp_path
     assert (result.first is None) == (not planted)
 
 
-def test_what_forces_nothing_drafts_nothing(tmp_path):
+def test_requests_without_a_grammar_draft_nothing(tmp_path):
     llm = engine(tmp_path, "grammar")
     before = llm.loop.scheduler.stats().draft_tokens
     llm.generate(["x", "y"], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2, use_tqdm=False)
@@ -163,5 +169,5 @@ def test_what_forces_nothing_drafts_nothing(tmp_path):
 
 def test_without_grammars_the_method_is_refused():
     config = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 3}}
-    with pytest.raises(SettingsError, match="there are none: "):
+    with pytest.raises(SettingsError, match="there are no grammars: "):
         _ = Settings(**config, structured_outputs_config={"backend": "none"}).speculation

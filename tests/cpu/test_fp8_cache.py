@@ -1,4 +1,4 @@
-"""A KV cache of eight bits: attention against float64, one answer on every path, and what must be found."""
+"""A KV cache of eight bits: attention against float64, one answer on every path, and planted faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALES = 0.03, 1.7
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_rounding_is_to_the_nearest_ties_to_even(dtype):
-    """Against all numbers of the type, in float64."""
+    """Rounding is to the nearest, ties to even, against all numbers of the dtype in float64."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     numbers = numbers[numbers.isfinite()].unique()
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -43,8 +43,8 @@ def test_rounding_is_to_the_nearest_ties_to_even(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_attention_is_close_to_float64_over_what_is_stored(dtype, stored):
-    """Prompts, and decoding from gathered blocks or in place, have the same bits."""
+def test_attention_is_close_to_float64_over_stored_values(dtype, stored):
+    """Prompts, and decoding from gathered blocks or in place, are right and have the same bits."""
     for block_size, in_place in ((64, False), (256, True)):
         pages = EightBits(block_size, dtype, stored)
         outputs = pages.attend([(row, 0, n) for row, n in enumerate(pages.lengths)], 300)
@@ -59,7 +59,10 @@ def test_attention_is_close_to_float64_over_what_is_stored(dtype, stored):
 
 
 class EightBits(Pages):
-    """Pages whose cache is of eight bits, read as it is; :meth:`exact` is over what it stands for."""
+    """Pages with a cache of eight bits, read without conversion.
+
+    :meth:`exact` uses the stored values.
+    """
 
     def __init__(self, block_size, dtype, stored):
         super().__init__([1, 64, 600], 32, block_size, dtype)
@@ -96,7 +99,7 @@ def test_the_other_dtype_passes_the_check_at_boot_too():
 
 
 def test_prompts_that_see_unrounded_keys_are_found(monkeypatch):
-    """By the check at boot, and by verify."""
+    """The check at boot and verify find prompts that attend to unrounded keys."""
     unrounded_prefill(monkeypatch)
     run = verification(max_model_len=320)
     assert next(result for result in run.results() if result.first).identical < SIZE.prompts
@@ -105,7 +108,10 @@ def test_prompts_that_see_unrounded_keys_are_found(monkeypatch):
 
 
 def test_scales_of_the_first_forward_are_found(monkeypatch):
-    """By the check at boot: what ran first in the process had other ones. What is constant is not found."""
+    """The check at boot finds scales of the first forward, since the process's first step had other scales.
+
+    A constant error is not found.
+    """
     scales_of_the_first_forward(monkeypatch)
     run = verification(max_model_len=130)
     next(run.results())
@@ -113,14 +119,17 @@ def test_scales_of_the_first_forward_are_found(monkeypatch):
 
 
 def test_in_place_or_not_changes_no_bits():
-    """Blocks of a whole split, which decode reads where they lie, widened."""
+    """In place and gathered give the same bits.
+
+    Blocks have a whole KV split; decoding reads and widens them.
+    """
     wide = {"block_size": 256, "num_gpu_blocks_override": 24}
     assert logits(**wide, contiguous_pa=True) == logits(**wide, contiguous_pa=False) == logits()
     assert logits(**wide, contiguous_pa=True) != logits(**wide, kv_cache_dtype="auto")
 
 
 def logits(**options):
-    """The log-probabilities of some tokens after a prompt that shares a block with another one."""
+    """Return log-probabilities of some tokens after a prompt that shares a block with another one."""
     llm = LLM(**{**OPTIONS, "boot_check": "off", "skip_warmup": True, "on_cold": "off", **options})
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)
     tokens = [(7 * place) % 4000 + 8 for place in range(300)]
@@ -129,7 +138,7 @@ def logits(**options):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The bundled model with scales of its KV cache."""
+    """Write the bundled model with scales of its KV cache."""
     folder = tmp_path_factory.mktemp("scaled")
     for path in BUNDLED_PATH.iterdir():
         if path.suffix == ".json":

@@ -1,4 +1,7 @@
-"""``preheat verify --fuzz``: a minute of it, and that it finds what is planted and says how to see it again."""
+"""``preheat verify --fuzz``: a minute of it, and a planted fault.
+
+It finds the fault, and tells a way to see it again.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def test_random_models_are_models():
     assert {"quantization_config" in config for config in configs} == {True, False}
 
 
-def test_what_an_engine_does_besides_is_drawn(tmp_path):
+def test_the_fuzzer_draws_every_engine_feature(tmp_path):
     both, loaded, drafting = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(400):
         draw = random.Random(seed)

@@ -1,4 +1,7 @@
-"""The guard on the real engine: what is cold after ready is counted, told, or fails its step and no other."""
+"""The guard on the real engine.
+
+A cold event after ready is counted, told, or fails its step and no other.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def llm() -> LLM:
 
 
 def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
-    """A guard with every source of this platform, over a record in which every item has run (``hot``) or none."""
+    """Return a guard with every source of this platform.
+
+    Every item of its record has run (``hot``), or none.
+    """
     plan = llm.loop.packer.plan
     record = Record.of(plan)
     for entry in record.entries:
@@ -43,14 +49,14 @@ def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
 
 
 def compile_something() -> None:
-    """Somebody compiles: Dynamo traces a function that it has not seen, and hands it to no compiler."""
+    """Trace a new function with Dynamo, and hand it to no compiler."""
     made: dict[str, Any] = {}
     exec("def triple(x): return x * 3", made)
     torch.compile(made["triple"], backend="eager", dynamic=False)(torch.ones(3))
 
 
 def serve(llm: LLM, count: int, then_compile: int = -1) -> list[RequestState]:
-    """Run ``count`` requests to their end; before step ``then_compile`` something is compiled."""
+    """Run ``count`` requests to their end; compile something before step ``then_compile``."""
     states = [
         llm.frontend.prepare(PROMPT, GREEDY, request_id=str(i), add_special_tokens=False, cap_length=True)
         for i in range(count)
@@ -103,7 +109,7 @@ def test_a_hot_engine_is_quiet(llm, on_cold, caplog):
 
 
 @pytest.mark.parametrize("on_cold", ["off", "count", "warn"])
-def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
+def test_a_compilation_is_counted_and_reported(llm, on_cold, caplog):
     guard = watch(llm, on_cold)
     with caplog.at_level(logging.WARNING):
         states = serve(llm, 1, then_compile=2)
@@ -118,7 +124,7 @@ def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
 
 
 @pytest.mark.parametrize("booted", [True, False])
-def test_what_another_engine_builds_before_it_is_ready_is_not_this_ones(llm, booted):
+def test_compilations_of_another_booting_engine_do_not_count(llm, booted):
     guard = watch(llm, "count")
     compile_something()
     if booted:
@@ -139,7 +145,7 @@ def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm)
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
+def test_an_engine_with_on_cold_raise_watches_from_its_first_request():
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, skip_warmup=False, on_cold="raise")
     expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     compile_something()
@@ -148,7 +154,7 @@ def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_offline_a_cold_step_is_an_error_that_says_what_was_cold(llm):
+def test_an_offline_cold_step_raises_an_error_that_names_its_cause(llm):
     watch(llm, "raise")
     compile_something()
     with pytest.raises(PreheatError, match="dynamo: triple"):
@@ -168,8 +174,11 @@ def test_without_warm_up_each_program_is_cold_once(llm):
     assert all(entry.outcome == "ready" and "first run" in entry.reason for entry in ran)
 
 
-def test_only_what_was_not_warmed_up_is_called_so(llm, caplog):
-    """As in vLLM on Gaudi, but not of a step beyond the bucket sizes, whose fallback is warm."""
+def test_only_cold_steps_are_logged_as_cold(llm, caplog):
+    """A cold step is told as on vLLM for Gaudi.
+
+    A step beyond the bucket sizes is not, since its fallback is warm.
+    """
     with caplog.at_level(logging.WARNING):
         watch(llm, "warn", hot=False)
         serve(llm, 1)

@@ -1,4 +1,4 @@
-"""The law: whatever slots hold that a query does not see, its attention has the bits that zeros there give."""
+"""Slots that a query does not see change no bit of its attention, whatever they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cpu.test_attention import Pages
 
 LENGTHS = [830, 5, 300, 256, 70]
 AT = [700, 3, 299, 130, 64]
-"""The position of the query of each row: some in a last block, some with blocks behind theirs."""
+"""Position of each row's query: some in a last block, some with blocks behind it."""
 
 ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
@@ -19,7 +19,10 @@ POISON = [float("nan"), float("inf"), -float("inf"), 3e38, -3e38]
 
 
 def spoil(pages: Pages, row: int, positions: np.ndarray, seed: int | None) -> None:
-    """Fill the slots of these positions with all kinds of poison, in keys and values; None: with zeros."""
+    """Fill the slots of these positions with all kinds of poison.
+
+    Keys and values are filled; with seed None, by zeros.
+    """
     shape = (len(positions), 2, *pages.cache.shape[2:3], pages.dim)
     chosen = torch.zeros(shape)
     if seed is not None:
@@ -42,7 +45,7 @@ def spoil_behind(pages: Pages, seed: int | None, window: int | None = None) -> N
 @pytest.mark.parametrize(("block_size", "in_place"), [(16, False), (64, False), (256, False), (256, True)])
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("alibi", [None, ALIBI])
-def test_what_decodes_sees_nothing_behind_its_end(
+def test_decoding_sees_nothing_behind_its_end(
     dtype: torch.dtype, block_size: int, in_place: bool, window: int | None, alibi: torch.Tensor | None
 ) -> None:
     pages = Pages(LENGTHS, 32, block_size, dtype)
@@ -63,7 +66,10 @@ def test_what_decodes_sees_nothing_behind_its_end(
 def test_a_prompt_token_reaches_only_the_queries_that_see_it(
     dtype: torch.dtype, window: int | None, where: int, alibi: torch.Tensor | None
 ) -> None:
-    """Not those before it in its tile, nor other rows of the step, whose splits are merged beside its own."""
+    """A prompt token changes no query before it in its tile, and no other row of the step.
+
+    The KV splits of other rows are merged beside the row's own.
+    """
     pages = Pages(LENGTHS, 32, 64, dtype)
     pages.alibi = alibi
     work = [(row, 0, n) for row, n in enumerate(LENGTHS)]
@@ -79,7 +85,7 @@ def test_a_prompt_token_reaches_only_the_queries_that_see_it(
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_row_that_is_not_finite_leaves_its_neighbors_alone(in_place: bool) -> None:
-    """Also neighbors that have fewer splits than it, and padding."""
+    """A row that is not finite leaves its neighbors alone, also neighbors with fewer KV splits, and padding."""
     pages = Pages(LENGTHS, 32, 256, torch.float32)
     at = list(enumerate(AT))
     right, _ = pages.decode(at, in_place=in_place)
@@ -93,7 +99,7 @@ def test_a_row_that_is_not_finite_leaves_its_neighbors_alone(in_place: bool) -> 
 
 
 def test_a_kernel_that_multiplies_by_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The laws above can fail: this is what the kernel does by itself."""
+    """Control: the bare kernel multiplies hidden values by zero, and breaks the laws above."""
 
     def multiplied(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float

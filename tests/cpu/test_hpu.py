@@ -1,6 +1,6 @@
-"""Gaudi behind a fake device: nothing compiles after ready, memory stays in its budget, each mode and variable acts.
+"""Gaudi behind a fake device: nothing compiles after ready, memory stays in its budget, each option acts.
 
-Nothing here has run on a Gaudi. What the fake charges and refuses is in tests/fakes/habana_frameworks/simulator.py.
+No test here has run on a Gaudi. tests/fakes/habana_frameworks/simulator.py says how the fake charges and refuses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def warm(small):
-    """A warm engine that reads the cache in place where it can, checked at boot, and its card."""
+    """Return a warm engine, checked at boot, and its card.
+
+    The engine reads the cache in place where it can.
+    """
     with inserted() as card:
         llm = boot(small | LIMITS, on_cold="raise", boot_check="full")
         yield llm, card
@@ -63,13 +66,13 @@ def test_a_thousand_random_requests_compile_nothing(warm):
     assert before["graph_compilation"] > 50
     record = record_of(llm)
     assert not any(record.cold.values())
-    beside = usable / 0.9 - usable  # what the budget leaves alone
+    beside = usable / 0.9 - usable  # the memory outside of the budget
     assert card.ledger.peak <= card.ledger.total - beside
     assert card.ledger.used == used  # nothing was kept
 
 
 def requests(llm: LLM, count: int, seed: int, wave: int = 100) -> int:
-    """``count`` short requests with all that one may ask for, in waves; how many were answered."""
+    """Run ``count`` short requests in waves, with random sampling parameters, and return the number of answers."""
     chance, answered = random.Random(seed), 0
     longest = llm.loop.scheduler.limits.max_model_len - 8
     for _ in range(count // wave):
@@ -86,8 +89,10 @@ def requests(llm: LLM, count: int, seed: int, wave: int = 100) -> int:
 
 
 def test_without_warm_up_the_same_requests_compile(small, caplog, tmp_path, monkeypatch):
-    """The control, by the first hundred, in lazy mode, since graphs are captured without a warm-up too; and what the
-    bridge's logs and the profiler say meanwhile.
+    """Control: without warm-up, the first hundred of the requests compile.
+
+    The mode is lazy, since graphs are captured without a warm-up too. The bridge's logs and the profiler report the
+    compilations.
     """
     monkeypatch.delenv("PREHEAT_SKIP_WARMUP")
     monkeypatch.chdir(tmp_path)
@@ -106,12 +111,12 @@ def test_without_warm_up_the_same_requests_compile(small, caplog, tmp_path, monk
         said = [line for line in caplog.messages if line.startswith("STEP_GRAPH_COMPILATION: ")]
         counted = sum(int(re.match(r"STEP_GRAPH_COMPILATION: (\d+) in", line).group(1)) for line in said)
         assert counted == record.cold["recipe"]
-        assert any("a recipe of" in event.detail for event in record.events)  # what GC_DETAILS adds
+        assert any("a recipe of" in event.detail for event in record.events)  # only GC_DETAILS adds the recipe
         assert "STEP_CPU_FALLBACKS: 0 in 0.000 s, (" in caplog.text
     assert list(tmp_path.glob("preheat_trace_*.json"))
 
 
-def test_everything_says_that_it_is_simulated(warm):
+def test_all_reports_say_that_the_card_is_simulated(warm):
     llm, _ = warm
     record = record_of(llm)
     assert record.simulated
@@ -124,7 +129,7 @@ def test_everything_says_that_it_is_simulated(warm):
 
 
 def test_every_path_has_the_same_bits(warm):
-    """The whole check at boot: chunks, prefix hits, recomputed rows, buckets, graphs against single operations."""
+    """The whole check at boot passes: chunks, prefix hits, recomputed rows, buckets, graphs against eager."""
     llm, _ = warm
     record = record_of(llm)
     checks = {entry.name: entry.outcome for entry in record.entries if entry.kind == "check"}
@@ -178,7 +183,10 @@ TOKENS: dict[str, Any] = {}
 
 
 def test_layers_of_a_graph_and_the_tensor_cache(tmp_path):
-    """One graph a layer unless VLLM_CONFIG_HIDDEN_LAYERS says more; with the tensor cache graphs take more memory."""
+    """A graph has one layer unless VLLM_CONFIG_HIDDEN_LAYERS says more.
+
+    The tensor cache makes graphs larger.
+    """
     options = OPTIONS | {"model": model(tmp_path, num_hidden_layers=2), "max_num_seqs": 1, "max_model_len": 16,
                          "max_num_batched_tokens": 16}  # fmt: skip
     found = {}
@@ -214,9 +222,11 @@ def test_graphs_that_do_not_fit_are_skipped_and_named(small):
         assert card.counts["graph_compilation"] == compiled
 
 
-def test_a_graph_costs_what_its_bucket_reports(warm):
-    """Multiplications of captured programs: of a decoding one, those of its rows and of its blocks, no more; of a
-    prompt one, those of its tokens, each against all blocks that a sequence may have.
+def test_a_graph_multiplies_as_much_as_its_bucket_reports(warm):
+    """A captured program multiplies as much as its bucket reports.
+
+    A decoding program multiplies its rows and its blocks, no more. A prompt program multiplies its tokens, each with
+    all blocks that a sequence may have.
     """
     llm, _ = warm
     executor, plan = llm.loop.executor, llm.loop.packer.plan
@@ -236,8 +246,8 @@ def test_a_graph_costs_what_its_bucket_reports(warm):
     assert padded_work(dear) - padded_work(cheap) == 16
 
 
-def test_padding_is_what_the_plan_reports(warm):
-    """Of both phases, with the rows and blocks that captured programs multiply in place of those of their names."""
+def test_padding_equals_the_plans_report(warm):
+    """The plan reports the padding of both phases, counted in rows and blocks that captured programs multiply."""
     llm, _ = warm
     executor, plan = llm.loop.executor, llm.loop.packer.plan
     attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv.parts[0]
@@ -270,7 +280,7 @@ def evenly(low: int, high: int, samples: int) -> list[int]:
 
 
 def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:
-    """Of the gathering form of a forward program, counted in its graphs, by operation."""
+    """Count the multiplications in the graphs of a forward program's gathering form, by operation."""
     forwards = llm.loop.executor.forwards._graphs.items()
     modules = [module for (part, form), module in forwards if part.program.size == bucket and form == GATHERED]
     assert modules, bucket
@@ -287,7 +297,7 @@ def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:
         (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3])), "shape"),
     ],
 )
-def test_a_graph_refuses_what_a_gaudi_refuses(card, refused, what):
+def test_a_graph_refuses_the_operations_that_a_gaudi_refuses(card, refused, what):
     from habana_frameworks.simulator import GraphRefused
     from habana_frameworks.torch import hpu
 
@@ -301,8 +311,11 @@ def test_a_graph_refuses_what_a_gaudi_refuses(card, refused, what):
     assert card.counts["graph_capture"] == 0
 
 
-def test_a_replay_computes_what_was_recorded(card):
-    """On what the static tensors hold by then, into the results that were given; a new shape is a new graph."""
+def test_a_replay_computes_the_recorded_operations(card):
+    """A replay uses its static tensors' current values and writes its first results.
+
+    A new shape is a new graph.
+    """
     from habana_frameworks.torch import hpu
 
     class Sum(torch.nn.Module):
@@ -327,7 +340,10 @@ def test_a_replay_computes_what_was_recorded(card):
 
 
 def test_memory_beyond_the_card_is_refused(card):
-    """Of a card that is not larger than what the host's memory may be asked for."""
+    """Memory beyond the card is refused.
+
+    The card here is small enough for the host's memory.
+    """
     from habana_frameworks.simulator import GIB, HERE
 
     card.ledger.total = 3 * GIB
@@ -347,7 +363,7 @@ def test_a_fake_is_never_taken_unasked(small, monkeypatch):
         assert registry.pick_backend("auto").facts.name != "hpu (simulated)"
         with pytest.raises(SettingsError, match="is a fake"):
             boot(small, use_fake_hpu=False)
-        with pytest.raises(SettingsError, match="the fake is a Gaudi's"):
+        with pytest.raises(SettingsError, match="the fake device is a Gaudi"):
             boot(small, device="cpu")
     monkeypatch.setattr(detect, "frameworks", lambda: None)
     with pytest.raises(PreheatError, match="is not installed"):
@@ -364,7 +380,7 @@ def test_softmax_variants_are_served_or_refused(small, caplog):
 
 @pytest.mark.parametrize("name", ["mpt with six heads", "mistral with window", "qwen3 moe"])
 def test_alibi_windows_and_experts_have_the_answers_of_the_cpu(name, tmp_path):
-    """In chunks and after a cached prefix; experts in graphs."""
+    """Families in chunks and after a cached prefix, and experts in graphs, give the CPU's answers."""
     save_checkpoint(MODELS[name], tmp_path)
     options = {
         "model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 2,
@@ -393,7 +409,10 @@ def logprobs(output: Any) -> list[float]:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_a_row_that_is_not_finite_ends_alone(cache, tmp_path):
-    """Neither who gets its blocks notices, nor who finds a part of its prompt in the prefix cache."""
+    """A row that is not finite ends alone.
+
+    It changes neither the next owner of its blocks nor a request with its cached prefix.
+    """
     save_checkpoint(MODELS["llama"], tmp_path)
     options = {
         "model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 2,

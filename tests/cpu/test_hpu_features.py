@@ -1,4 +1,4 @@
-"""What is quantized, drafted, seen or shared on the fake Gaudi: it has the answers of the CPU, and nothing is cold."""
+"""Quantization, drafts, images and several cards on the fake Gaudi: the CPU's answers, and nothing cold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.sharing import Group
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.calibration import calibrate
 from preheat.errors import RankDied, SettingsError
 from preheat.settings import Settings
@@ -47,9 +47,10 @@ def numbers(found: list[tuple[list[int], Any]]) -> list[float]:
 
 
 def test_incs_ranges_are_measured_and_served(tmp_path, monkeypatch):
-    """Measured on the fake, served there in graphs with a cache of eight bits, read in place and by shared prefixes:
-    each layer has scales of its own, and all layers one recipe. The answers are those of the CPU, and not the plain
-    model's.
+    """INC's ranges are measured on the fake and served there in graphs with an eight-bit cache.
+
+    The cache is read in place and by shared prefixes. Each layer has scales of its own, and all layers one recipe. The
+    answers equal the CPU's, and differ from the plain model's.
     """
     options = OPTIONS | CONTIGUOUS | {"model": model(tmp_path, **LAYERS)}
     with inserted():
@@ -76,7 +77,10 @@ def test_incs_ranges_are_measured_and_served(tmp_path, monkeypatch):
 
 
 def test_drafts_are_checked_and_change_nothing(tmp_path):
-    """With steps that mix; the default policy, whose steps do not, refuses to speculate and says what to set."""
+    """Drafts change nothing in mixed steps.
+
+    The default policy has no mixed steps, and refuses with advice.
+    """
     options = OPTIONS | {"model": model(tmp_path), "bucketing_policy": "unified"}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     prompts = [[1, 2, 3] * 5, [7, 8] * 6, [9] * 10]
@@ -91,7 +95,7 @@ def test_drafts_are_checked_and_change_nothing(tmp_path):
             boot(options | {"bucketing_policy": None}, speculative_config=drafts)
 
 
-def test_awq_is_dequantized_and_has_the_bits_of_what_it_stands_for(tmp_path):
+def test_awq_has_the_bits_of_its_dequantized_model(tmp_path):
     save_checkpoint(("Llama", {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}), tmp_path / "plain")
     quantized.quantize_checkpoint(tmp_path / "plain", quantized.awq(), tmp_path / "quantized")
     options = {name: value for name, value in OPTIONS.items() if name != "load_format"} | {
@@ -104,7 +108,10 @@ def test_awq_is_dequantized_and_has_the_bits_of_what_it_stands_for(tmp_path):
 
 
 def test_images_are_seen(tmp_path):
-    """LLaVA, for which vLLM's page wants the tensor cache: against transformers, in any company, nothing cold."""
+    """LLaVA equals transformers with the same bits beside any other rows, and nothing is cold.
+
+    vLLM's page for LLaVA asks for the tensor cache.
+    """
     reference = save_llava(tmp_path)
     options = test_llava.OPTIONS | {
         "model": str(tmp_path), "device": "hpu", "use_fake_hpu": True, "max_model_len": 112, "boot_check": "off",
@@ -136,7 +143,10 @@ def _group():
 
 @pytest.mark.usefixtures("_group")
 def test_two_cards_have_the_bits_of_one(tmp_path):
-    """Graphs hold the collectives of HCCL's group by name: attention, experts, a shared one; and a card that dies."""
+    """Two cards have the bits of one, and a card that dies is noticed.
+
+    Graphs hold HCCL's collectives by name: for attention, experts, and a shared expert.
+    """
     save_checkpoint(SHARED, tmp_path)
     options = {
         "model": str(tmp_path), "device": "hpu", "use_fake_hpu": True, "dtype": "float32", "skip_tokenizer_init": True,
@@ -176,7 +186,7 @@ TINY = Size(prompts=6, runs=2, outputs=6, longest=150)
 
 
 def test_verify_with_prefix_caching_and_contiguous_attention(tmp_path):
-    """All paths of `preheat verify`, each bit of all logits."""
+    """All paths of `preheat verify` give every bit of all logits."""
     options = OPTIONS | CONTIGUOUS | {"model": model(tmp_path), "enable_prefix_caching": True, "max_num_seqs": 4}
 
     def prompts(engine: Any) -> Any:
@@ -191,8 +201,9 @@ def test_verify_with_prefix_caching_and_contiguous_attention(tmp_path):
 
 
 def test_layers_share_recipes_in_lazy_mode(tmp_path):
-    """The recipes of a warm-up, which runs a layer of each kind, are those of all layers, and of parts of a graph each
-    that run without one.
+    """A warm-up of one layer of each kind makes the recipes of all layers in lazy mode.
+
+    The recipes also serve the parts of a graph when they run without one.
     """
     options = OPTIONS | {
         "model": model(tmp_path, num_hidden_layers=3),

@@ -1,8 +1,8 @@
-"""The boot log in the documentation of vLLM on Gaudi, line by line, from its own inputs, on the fake card.
+"""The boot log in the documentation of vLLM on Gaudi, line by line.
 
-The model has one layer with the log's cache, 16 MiB a block, and next to no weights; weights, workspace and graphs are
-charged by the log's own figures, and nothing is computed. All the rest is what a boot does: buckets, their order, the
-division of memory, what is captured when, and every number that follows.
+It is made from its own inputs, on the fake card. The model has one layer with the log's cache, 16 MiB a block, and next
+to no weights. Weights, workspace and graphs are charged by the log's own figures, and nothing is computed. A boot does
+all the rest: buckets, their order, the division of memory, the order of captures, and every number that follows.
 """
 
 from __future__ import annotations
@@ -69,30 +69,38 @@ LOG = [
     "Warmup finished in # secs, allocated 14.19 GiB of device memory",
     "init_cache_engine took 37.92 GiB of device memory (53.39 GiB/94.62 GiB used)",
 ]
-"""The log's lines without times and the host's memory, in which its machine and ours differ."""
+"""Lines of the log without times and without the host's memory, since these differ between machines."""
 RATIO_3 = (
     "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.754 GiB for prompt and 11.09 GiB for decode "
     "(VLLM_GRAPH_PROMPT_RATIO=0.3)"
 )
-"""The log says 4.755 and 11.095: 0.3 and 0.7 of 15.85, which is itself rounded."""
+"""Our line for the log's numbers 4.755 and 11.095.
+
+The log takes 0.3 and 0.7 of 15.85, a rounded number.
+"""
 EQUAL = [
     "[Warmup][Graph/Prompt][11/24] batch_size:1 seq_len:896 free_mem:48.77 GiB",
     "[Warmup][Graph/Decode][1/48] batch_size:4 seq_len:128 free_mem:47.51 GiB",
     "[Warmup][Graph/Decode][48/48] batch_size:1 seq_len:2048 free_mem:47.35 GiB",
 ]
-"""Lines that the log can only have written at a ratio of 0.5, which its text still explains ("both stages share equal
-memory constraints"): eleven prompt graphs took 7.9 GiB before the first decode, and 0.3 of the pool is 4.8.
+"""Lines that the log can only have written at a ratio of 0.5.
+
+The log's text still explains this ratio ("both stages share equal memory constraints"). Eleven prompt graphs took 7.9
+GiB before the first decode, and 0.3 of the pool is 4.8 GiB.
 """
 
 
 def ours(line: str) -> str:
-    """A line of the log in our words: the platform has no name, and the fake is on the host."""
+    """Return a line of the log in our words.
+
+    The platform has no name here, and the fake is on the host.
+    """
     line = line.replace("HPUGraphs", "graphs").replace("# HPU blocks", "# device blocks")
     return line.replace("on hpu:0", "on cpu:0").replace("init_cache_engine took", "init_cache_engine took in total")
 
 
 def plain(line: str) -> str:
-    """One of our lines, without times and the host's memory."""
+    """Return one of our lines, without times and the host's memory."""
     line = re.sub(r" and \S+ \S+ of host memory \(.*\)$", "", line)
     return re.sub(r"finished in \d+ secs", "finished in # secs", line)
 
@@ -107,7 +115,10 @@ def logged(tmp_path, caplog, env: dict[str, str]) -> tuple[LLM, list[str]]:
 
 
 def is_said(line: str, said: list[str]) -> bool:
-    """Whether a line is there; what graphs took one by one was measured, to 0.01 GiB."""
+    """Return whether a line was logged.
+
+    The log measured the memory of single graphs to 0.01 GiB.
+    """
     text, found, free = line.partition(" free_mem:")
     if not found or "Graph" not in text:
         return line in said

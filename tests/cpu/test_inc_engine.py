@@ -1,4 +1,7 @@
-"""Intel Neural Compressor's flow, whole: measure, then serve with what was measured; weights prepared on the host."""
+"""Intel Neural Compressor's whole flow: measure ranges, then serve them.
+
+Weights are prepared on the host.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from preheat.backends.base import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.calibration import calibrate
 from preheat.cli import main
-from preheat.errors import SettingsError
+from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
@@ -45,8 +48,11 @@ def answer(**options):
     return llm, llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].logprobs
 
 
-def test_what_is_measured_is_what_goes_through_the_model(measured):
-    """Against the model run by hand: the inputs of its first layer, and its first keys and values."""
+def test_measured_ranges_hold_the_models_numbers(measured):
+    """The measured ranges hold the numbers of the model, run by hand.
+
+    The numbers are the first layer's inputs, and the first keys and values.
+    """
     folder, said = measured
     assert f"QUANT_CONFIG={folder / 'maxabs_quant.json'} preheat serve bundled --quantization inc" in said
     ranges = read_ranges(read_config(str(folder / "maxabs_quant.json")))
@@ -66,7 +72,10 @@ def test_what_is_measured_is_what_goes_through_the_model(measured):
 
 
 def test_the_npz_is_incs_pickle_of_the_same(measured):
-    """An object array of one dict, which is what numpy writes of a dict; every number is an array of two dimensions."""
+    """The npz holds an object array of one dict, as numpy writes it.
+
+    Its numbers equal the JSON file's. Every number is an array of two dimensions.
+    """
     folder, _ = measured
     with zipfile.ZipFile(folder / "inc_output_hooks_maxabs_0_1.npz") as file:
         assert file.namelist() == ["arr_0.npy"]
@@ -93,7 +102,7 @@ def test_measured_ranges_are_served(measured, monkeypatch):
     assert qkv.value.input == "rounded"
     plain, expected = answer()
     assert expected != rounded
-    # A rounded layer against float64 over what is rounded.
+    # A rounded layer against float64 over the rounded inputs and weights.
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     weight = torch.empty(512, 256)
     with torch.inference_mode():
@@ -106,8 +115,8 @@ def test_measured_ranges_are_served(measured, monkeypatch):
     assert answer(quantization="inc", kv_cache_dtype="fp8_inc", weights_load_device="cpu")[1] == rounded
 
 
-def test_codes_are_what_is_simulated(measured):
-    """On a backend that multiplies codes they are the simulation's numbers, and the layers are of W8A8."""
+def test_multiplied_codes_equal_the_simulation(measured):
+    """A backend that multiplies codes gives the simulation's numbers, and its layers are of W8A8."""
     folder, _ = measured
     options = {"quantization": "inc", "quant_config": str(folder / "maxabs_quant.json"), "kv_cache_dtype": "fp8_inc"}
     settings, x = Settings.load({**PLAIN, **options}, {}), torch.randn(5, 256)
@@ -141,7 +150,10 @@ def test_other_methods_load(measured, tmp_path, method):
 
 
 def test_the_command_follows_a_configuration_that_measures(tmp_path, monkeypatch, capsys):
-    """Its lists count, and it says where the ranges go; the engine does not serve it."""
+    """The lists of a measuring configuration count, and it names the folder of the ranges.
+
+    No engine serves it.
+    """
     stats = f"{tmp_path}/g3/inc_output"
     config = {"method": "HOOKS", "mode": "MEASURE", "observer": "maxabs", "dump_stats_path": stats,
               "allowlist": {"types": [], "names": []}, "blocklist": {"types": [], "names": ["mlp"]},
@@ -160,8 +172,22 @@ def test_the_command_follows_a_configuration_that_measures(tmp_path, monkeypatch
     assert "calibrate needs --output DIR" in capsys.readouterr().err
 
 
+def test_a_quantized_checkpoint_is_not_measured(tmp_path):
+    """Its weights are codes: the greatest of them says nothing without the scales."""
+    config = json.loads((BUNDLED_PATH / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    settings = Settings.load({**PLAIN, "model": str(tmp_path)}, {})
+    with pytest.raises(ModelError, match=r"is quantized already \(fp8\), and calibrate measures only") as refused:
+        calibrate(settings, str(tmp_path / "out"), [PROMPT])
+    assert refused.value.param == "model"
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):
-    """The device is given what stays there and nothing else; the host holds no more than the largest matrix."""
+    """The device gets only the tensors that stay there.
+
+    The host holds at most the largest matrix.
+    """
     spec = read_spec(json.loads((BUNDLED_PATH / "config.json").read_text()))
     backend, empty, live, most = Elsewhere(), WeightLoader.empty, [], [0]
 
@@ -182,7 +208,10 @@ def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):
 
 
 class Elsewhere(CpuBackend):
-    """A backend whose device is not the host: it counts the bytes that it is ``given`` there."""
+    """Backend with a device that is not the host.
+
+    It counts the bytes ``given`` to the device.
+    """
 
     device = torch.device("meta")
 

@@ -1,4 +1,4 @@
-"""What a device finds in its buffers, step by step, compared with the same step described in plain Python."""
+"""The contents of a device's buffers, step by step, against the same step described in plain Python."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ LAYERS = [
 
 
 class Steps:
-    """A scheduler and its packer. ``pack`` says what the device must see of each step once the batch is sent.
+    """A scheduler and its packer.
 
-    Each batch is compared with that of a packer which has seen no other step.
+    ``pack`` also returns the buffers that the device must see once the batch is sent. Each batch is compared with the
+    batch of a packer that has seen no other step.
     """
 
     def __init__(self, **changes) -> None:
@@ -102,7 +103,7 @@ class Steps:
         }
 
     def seen(self, batch: InputBatch, chosen: list[int]) -> dict:
-        """What lies on the device."""
+        """Return the contents of the device's buffers."""
         inputs, table = self.buffers.inputs(batch.bucket), self.table
         tiles, *splits = (entries[:count] for entries, count in zip(inputs.lists, inputs.counts.tolist(), strict=False))
         assert not table[self.limits.max_num_seqs].any()
@@ -115,7 +116,7 @@ class Steps:
         }
 
     def sent(self, schedule: Schedule, batch: InputBatch) -> dict:
-        """What lies there once a batch was sent."""
+        """Send a batch, and return the contents of the device's buffers."""
         self.send(batch)
         return self.seen(batch, schedule.slots.tolist())
 
@@ -134,7 +135,10 @@ MAY_DIFFER = {"turn", "steady"}
 
 
 def plain(value: object) -> object:
-    """A batch as lists and numbers, without the host copy that it is in and for how long its work was to last."""
+    """Return a batch as lists and numbers.
+
+    The index of its host copy and the count of its steady steps are left out.
+    """
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list):
@@ -163,7 +167,10 @@ PARAMS: tuple[dict, ...] = (
     events=st.lists(st.sampled_from(["nothing", "again", "clear", "lose", "cancel"]), max_size=8),
 )
 def test_the_device_sees_every_step(prompts, spare, events) -> None:
-    """With a step in flight; batches are sent again or never, the device is wiped, blocks are few and change hands."""
+    """The device sees every step, with another step in flight.
+
+    Batches are sent again or never, the device is wiped, and few blocks change hands.
+    """
     steps, before, events = Steps(num_blocks=1 + spare), None, events.copy()
     for number, (length, more, params) in enumerate(prompts):
         steps.scheduler.add(request(number, [number * 50 + at for at in range(length)], more, **params))
@@ -197,7 +204,7 @@ def test_only_rows_that_changed_travel() -> None:
 
 
 def run_steady(steps: Steps) -> None:
-    """Two rows that decode alone, across blocks, splits and the edges of a window."""
+    """Run two rows that only decode, across blocks, KV splits and the edges of a window."""
     for number, length in ((0, 9), (1, 1)):
         steps.scheduler.add(request(number, [number] * length, 24, temperature=float(number)))
     while packed := steps.pack():
@@ -213,8 +220,8 @@ def test_rows_that_only_decode_are_one_persistent_batch() -> None:
 
 
 @pytest.mark.parametrize("later", [SamplingInput.later, attention.steady_steps])
-def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
-    """The control: positions that do not move, splits that are never begun."""
+def test_stale_positions_and_splits_are_noticed(later, monkeypatch) -> None:
+    """Control: positions that do not move, or KV splits that never begin, break the comparison."""
     if later is SamplingInput.later:
         monkeypatch.setattr(SamplingInput, "later", lambda self, steps: self)
     else:
@@ -224,7 +231,7 @@ def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
 
 
 def test_rows_of_another_persistent_batch_are_noticed() -> None:
-    """The control: rows in another order, of which it is said that they are the persistent batch before."""
+    """Control: rows in another order, but with the number of the persistent batch before, break the comparison."""
     steps = Steps()
     for number in range(2):
         steps.scheduler.add(request(number, [number], 9))
@@ -244,7 +251,7 @@ def test_the_block_table_is_written_in_one_place_only() -> None:
 
 
 def test_a_row_without_a_new_version_is_missed() -> None:
-    """The control: versions are what tells."""
+    """Control: a changed row that keeps its version is missed."""
     steps = Steps()
     steps.scheduler.add(request(0, [1, 2, 3, 4], 8))
     schedule, batch, expected = steps.pack()
@@ -259,7 +266,10 @@ def test_a_row_without_a_new_version_is_missed() -> None:
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_step_has_adapters_only_where_the_plan_serves_some(served):
-    """A draft model's plan has none, though its rows are those of the target, which may have some."""
+    """A step has adapters only if its plan serves some.
+
+    A draft model's plan has none for the target's rows.
+    """
     steps = Steps()
     steps.scheduler.add(request(0, [1, 2, 3]))
     schedule = steps.scheduler.schedule()

@@ -29,7 +29,7 @@ def noise(shape: torch.Size) -> torch.Tensor:
 
 
 def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> Executor:
-    """The engine's own, over a cache of ``num_blocks`` blocks of 16 random tokens."""
+    """Return the engine's executor, over a cache of ``num_blocks`` blocks of 16 random tokens."""
     own = llm.loop.executor
     cache = KVCache(own.decoder.spec, num_blocks, 16, dtype, torch.device("cpu"))
     cache.data.copy_(noise(cache.data.shape))
@@ -37,7 +37,7 @@ def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def warm_up(runner: Executor) -> WarmUp:
-    """As much of a warm-up as swaps need."""
+    """Return the parts of a warm-up that swaps need."""
     warm = WarmUp.__new__(WarmUp)
     warm.steps, warm.level = DummySteps.__new__(DummySteps), logging.INFO
     warm.steps.executor = runner
@@ -84,7 +84,7 @@ def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("broken", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
-def test_whatever_fails_the_cache_is_as_it_was(llm: LLM, broken: list[int]) -> None:
+def test_failed_swaps_leave_the_cache_unchanged(llm: LLM, broken: list[int]) -> None:
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
     warm = warm_up(runner)
@@ -99,7 +99,10 @@ def test_whatever_fails_the_cache_is_as_it_was(llm: LLM, broken: list[int]) -> N
 
 
 def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
-    """Why all pairs of a size are (1, 0): block 0, which pads, is one of the two."""
+    """Control: block 0 pads, so a swap of (1, 0) is contradicted.
+
+    Hence warm-up swaps only this pair.
+    """
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
     runner.swap(Swaps(np.array([[1, 0]], np.int32), 8))

@@ -39,7 +39,10 @@ def prompt(number: int) -> list[int]:
 
 
 class Subscriber:
-    """Follows the events as a router does; decoded without our classes."""
+    """Follower of the events, as a router is.
+
+    It decodes them without our classes.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
@@ -81,7 +84,7 @@ class Subscriber:
                     self.known.clear()
 
     def until(self, llm: LLM) -> None:
-        """Receive until what is known is what the engine's cache holds."""
+        """Receive until the known blocks are the blocks of the engine's cache."""
         while self.known.keys() != llm.loop.scheduler.pool._block_of.keys():
             self.receive()
 
@@ -96,7 +99,7 @@ def published() -> Iterator[tuple[LLM, str, str]]:
     llm.loop.kv_publisher.close()
 
 
-def test_a_subscriber_knows_what_is_cached(published):
+def test_a_subscriber_knows_the_cached_blocks(published):
     llm, endpoint, replay = published
     subscriber = Subscriber(endpoint)
     while not subscriber.numbers:  # a subscription takes its time to arrive
@@ -120,7 +123,7 @@ def test_a_subscriber_knows_what_is_cached(published):
 
 
 def replayed(endpoint: str, subscriber: Subscriber) -> None:
-    """One that has missed everything asks for it again, and knows the same."""
+    """Assert that a subscriber that has missed everything asks for it again, and then knows the same."""
     late, context = Subscriber(endpoint), zmq.Context()
     asking = context.socket(zmq.DEALER)
     asking.connect(endpoint)
@@ -139,7 +142,7 @@ def replayed(endpoint: str, subscriber: Subscriber) -> None:
 
 
 def stored(config: dict[str, Any], ask: Callable[[LLM], object]) -> list[dict[str, Any]]:
-    """The events of blocks that are stored while ``ask`` runs."""
+    """Return the events of blocks that are stored while ``ask`` runs."""
     llm = LLM(**SMALL | {"boot_check": "off", "skip_warmup": True, "max_model_len": 128} | config)
     batches: list[KvEventBatch] = []
     llm.loop.scheduler.pool.events = KvEvents(batches.append)
@@ -149,7 +152,7 @@ def stored(config: dict[str, Any], ask: Callable[[LLM], object]) -> list[dict[st
 
 
 def test_blocks_of_embeddings_have_keys_beside_token_id_0():
-    """As in vLLM; other rows, other keys."""
+    """As in vLLM, blocks of embeddings have keys beside token id 0, and other rows have other keys."""
 
     def ask(llm: LLM) -> None:
         hidden = llm.loop.executor.decoder.weights.embedding[:80]
@@ -178,7 +181,7 @@ def test_blocks_of_an_adapter_have_its_name(tmp_path):
     assert (plain["lora_name"], plain["extra_keys"]) == (None, [None, None])
 
 
-def test_what_is_refused(published):
+def test_wrong_event_configs_are_refused(published):
     for config, message in (
         ({"publisher": "kafka"}, "publisher"),
         ({"port": 5557}, "port"),

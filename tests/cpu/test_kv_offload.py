@@ -1,4 +1,7 @@
-"""Blocks that the prefix cache evicts go to the host and come back with their bits, or are computed again."""
+"""Blocks that the prefix cache evicts go to the host.
+
+They come back with their bits, or are computed again.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[object]:
-    """With nothing cached: each prompt fits alone, and all are different."""
+    """Return the answers with nothing cached: each prompt fits alone, and all are different."""
     found = []
     for prompt in PROMPTS:
         llm.reset_prefix_cache()
@@ -54,13 +57,13 @@ def expected(llm: LLM) -> list[object]:
 
 @pytest.fixture
 def empty(llm: LLM) -> LLM:
-    """Nothing is cached, and nothing was counted."""
+    """Return the engine with an empty cache and empty counters."""
     llm.reset_prefix_cache()
     llm.loop.scheduler.forget()
     return llm
 
 
-def test_what_comes_back_is_not_computed_again(empty, expected):
+def test_loaded_blocks_are_not_computed_again(empty, expected):
     scheduler = empty.loop.scheduler
     assert answers(empty) == expected
     assert scheduler.stats().external_hits == 0 and len(scheduler.pool.tier) > 12
@@ -81,7 +84,7 @@ def test_a_reset_forgets_the_host_too(empty):
     assert len(empty.loop.scheduler.pool.tier) == 0
 
 
-def test_what_cannot_be_copied_is_computed_again(empty, expected, monkeypatch):
+def test_blocks_that_cannot_be_copied_are_computed_again(empty, expected, monkeypatch):
     right = HostTier.copy
 
     def torn(self: HostTier, transfer: str, block: int, place: int) -> None:
@@ -112,14 +115,14 @@ def test_the_least_recently_used_goes():
     tier.store(3, b"3")
     assert (b"1" in tier, b"2" in tier, b"3" in tier) == (True, False, True) and not tier.load(1, b"2")
     assert tier.load(1, b"3") and cache.data[:, 1].eq(3).all()
-    assert tier.taken() == ("load", "store") and tier.taken() == ()
+    assert tier.take_transfers() == ("load", "store") and tier.take_transfers() == ()
     for size, message in ((each - 1, "raise it"), (2**60, "lower it")):
         with pytest.raises(SettingsError, match=message):
             HostTier(CpuBackend(), [cache], size)
 
 
 def under_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block comes back in place of the one that was stored before it."""
+    """Plant a transfer that brings back the block stored before the wanted one."""
     right = HostTier.copy
 
     def shifted(self: HostTier, transfer: str, block: int, place: int) -> None:
@@ -138,7 +141,7 @@ def test_the_check_at_boot(llm, monkeypatch):
 
 @pytest.fixture(scope="module")
 def verification() -> tuple[PathRunner, Engine]:
-    """The engine with few blocks, which has run all prompts once."""
+    """Return the engine with few blocks, and paths with its answers to all prompts."""
     size = Size(prompts=16, runs=1, outputs=3, longest=60)
     settings = Settings.load(OPTIONS | OFFLOAD | {"boot_check": "off"})
     engine = Engine(boot_engine, settings)
@@ -159,7 +162,7 @@ def test_verify(planted, verification, monkeypatch):
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted: keys without a version"])
 def test_weights_of_another_version_are_not_found(planted, llm, changed, fresh, monkeypatch):
-    """Even if the host kept what is stale: its keys have the version in them."""
+    """Keys hold the version of the weights, so a stale block on the host is not found."""
     monkeypatch.setattr(HostTier, "forget", lambda _: None)
     if planted:
         monkeypatch.setattr(PrefixCache, "rekey", lambda self, _: self.pool.forget_contents())
@@ -179,6 +182,6 @@ def replace_params(tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"tensor_parallel_size": 2}])
-def test_what_is_refused(options):
+def test_options_that_exclude_offloading_are_refused(options):
     with pytest.raises(SettingsError, match="kv_offloading_size"):
         replace(Settings(), kv_offloading_size=1.0, **options)

@@ -1,5 +1,6 @@
-"""LLaVA through the whole engine, from images to logits and tokens, against transformers; and one set of bits on all
-paths, with the faults planted that others have had.
+"""LLaVA through the whole engine, from images to logits and tokens, against transformers.
+
+All paths give the same bits. Faults that other engines have had are planted and found.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def llm(folder) -> LLM:
 
 
 def seen(output: RequestOutput) -> tuple[list[int], Tensor]:
-    """The tokens, and the log-probabilities of the whole vocabulary before each: fp32 [steps, vocab]."""
+    """Return the tokens, and the log-probabilities of the vocabulary before each: float32 [steps, vocab]."""
     choice = output.outputs[0]
     assert choice.logprobs is not None
     found = torch.empty(STEPS, len(choice.logprobs[0]))
@@ -89,7 +90,7 @@ def same(one: Found, other: Found) -> list[bool]:
 
 
 def error(reference: Reference, prompt, found: tuple[list[int], Tensor]) -> float:
-    """Of the logits, but for a constant of each position, relative."""
+    """Return the relative error of the logits, up to a constant of each position."""
     tokens, ours = found
     theirs = reference(*prompt, tokens)[:-1]
     assert theirs.argmax(-1).tolist() == tokens
@@ -103,7 +104,7 @@ def together(llm) -> Found:
 
 
 def test_from_images_to_logits_and_tokens(model, together):
-    """All at once, in chunks that end within images."""
+    """All prompts at once equal transformers, in chunks that end within images."""
     for prompt, found in zip(PROMPTS, together, strict=True):
         assert error(model[1], prompt, found) <= 1e-5
 
@@ -116,7 +117,10 @@ def test_the_comparison_can_fail(model, together):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 def test_adapters_beside_images(model, folder, tmp_path):
-    """The tower is left alone; rows without an adapter keep the bits of an engine without any."""
+    """Adapters leave the vision tower alone.
+
+    Rows without an adapter keep the bits of an engine without adapters.
+    """
     right = save_adapter(model[0], tmp_path / "own")
     llm, asked = LLM(folder, **OPTIONS, enable_lora=True), LoRARequest("own", 1, str(tmp_path / "own"))
     given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in PROMPTS]
@@ -129,7 +133,7 @@ def test_adapters_beside_images(model, folder, tmp_path):
 
 
 def test_cached_prefixes_keep_images_apart(llm, together):
-    """The second and the third prompt differ in their last two images alone."""
+    """Cached prefixes keep images apart: the second and third prompt differ only in their last two images."""
     llm.reset_prefix_cache()
     before = llm.loop.scheduler.stats().prefix_hits
     assert all(same(run(llm, PROMPTS[1:2]) + run(llm, PROMPTS[2:3]), together[1:3]))
@@ -140,8 +144,11 @@ def test_cached_prefixes_keep_images_apart(llm, together):
     assert all(same(run(llm), together))
 
 
-def test_an_image_is_what_is_seen_of_it(llm):
-    """Equal pixels have one hash, however they are stored; others another one."""
+def test_images_are_hashed_by_their_pixels(llm):
+    """Equal pixels have one hash, however they are stored.
+
+    Other pixels have another hash.
+    """
     images = llm.frontend.images
     again = A.copy()
     again.info["comment"] = b"another image"
@@ -171,7 +178,7 @@ def test_bits_depend_on_nothing_else(folder, together, options):
 
 
 def test_chat_with_images(llm, together):
-    """In any order with text, by URL and as they are."""
+    """Images in a chat come in any order with text, by URL or as objects."""
     parts = [
         {"type": "text", "text": "First"}, {"type": "image_url", "image_url": {"url": data_url(A)}},
         {"type": "text", "text": "then"}, {"type": "image_pil", "image_pil": B},
@@ -192,7 +199,7 @@ REFUSED = {
     "an image too many": ({"prompt": "x", "multi_modal_data": {"image": A}}, "0 image tokens .* 1 images"),
     "an image too few": ("x <image>", "1 image tokens .* 0 images"),
     "video": ({"prompt": "x", "multi_modal_data": {"video": A}}, "only 'image'"),
-    "no image": ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "one of Pillow, not int"),
+    "no image": ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, "a PIL.Image, not int"),
     "too many": ({"prompt": "<image>" * 41, "multi_modal_data": {"image": [A] * 41}}, "41 images of 16 tokens"),
     "too unequal": ({"prompt": "<image>", "multi_modal_data": {"image": A.resize((1 << 16, 1))}}, "max-image-pixels"),
 }
@@ -208,7 +215,7 @@ def test_refused(llm, name):
 
 def test_truncating_never_cuts_an_image(llm):
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=8)
-    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens would cut"):
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens cannot cut"):
         llm.generate({"prompt": "a <image>", "multi_modal_data": {"image": A}}, params, use_tqdm=False)
 
 
@@ -273,8 +280,8 @@ MODES = ("RGB", "L", "RGBA", "LA", "P", "1", "CMYK", "I;16")
 
 
 @pytest.mark.parametrize("edge", [SIZE, 20, 37])
-def test_pixels_are_those_of_transformers(edge, tmp_path):
-    """Wide, high, smaller than the crop, and in every mode."""
+def test_pixels_equal_transformers(edge, tmp_path):
+    """Pixels equal transformers', for wide, high and small images, and in every mode."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     theirs = CLIPImageProcessorPil(size={"shortest_edge": edge}, crop_size={"height": SIZE, "width": SIZE})
@@ -291,7 +298,7 @@ def test_pixels_are_those_of_transformers(edge, tmp_path):
             assert torch.equal(found, right), (mode, width, height)
 
 
-# --- the proofs, and what is planted for them ---
+# --- the proofs and their planted faults ---
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +313,7 @@ def check(loop) -> BootCheck:
 
 
 def mixed_up(patch) -> None:
-    """Attention that sees the first image of its batch too, a little."""
+    """Plant attention that also sees a little of its batch's first image."""
     right = vision.attend_images
 
     def attend(qkv, num_heads, positions, scale):
@@ -316,7 +323,7 @@ def mixed_up(patch) -> None:
 
 
 def begun_again(patch) -> None:
-    """A chunk that begins within an image has its first embeddings."""
+    """Plant a chunk that begins within an image with the image's first embeddings."""
     right = EncoderCache.attach
 
     def attach(self, schedule, slots):
@@ -354,7 +361,7 @@ def paths(folder: str) -> dict[str, bool]:
 
 
 def no_pixels(patch) -> None:
-    """Block hashes that do not know which image it is."""
+    """Plant block hashes without the image."""
     patch.setattr(prefix, "_images", lambda *_: b"")
 
 
@@ -365,13 +372,13 @@ PLANTED = {
 }
 
 
-def test_every_path_of_verify_is_one(folder):
+def test_all_paths_of_verify_agree(folder):
     assert paths(folder) == dict.fromkeys(
         ("images, together", "images, prefix cache", "images, chunks, few blocks"), True
     )
 
 
 @pytest.mark.parametrize("path", PLANTED)
-def test_what_is_planted_is_found_by_its_path(folder, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(folder, path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert not paths(folder)[path]

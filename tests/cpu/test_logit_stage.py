@@ -1,4 +1,7 @@
-"""A seat: a logit stage that bans one token, given to the packer, changes what is drawn for the rows that need it."""
+"""A logit stage that bans one token, given to the packer.
+
+It changes the draws of only the rows that need it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batch
 
 
 class TokenBan:
-    """``token`` is never drawn for requests with this ``prompt``."""
+    """Stage that never lets ``token`` be drawn for requests with this ``prompt``."""
 
     name = "token_ban"
 
@@ -36,7 +39,10 @@ class TokenBan:
 
 
 def drawn(*stages: LogitStage, params: SamplingParams = GREEDY) -> list[list[int]]:
-    """The tokens of each prompt, all in one batch, on an engine whose packer has these stages besides its own."""
+    """Return the tokens of each prompt, all in one batch.
+
+    The packer has ``stages`` besides its own.
+    """
     engine = LLM(**OPTIONS)
     packer = engine.loop.packer
     assert isinstance(packer, Packer)
@@ -61,7 +67,7 @@ def test_a_banned_token_is_not_drawn_and_other_rows_do_not_notice(free: list[lis
 
 
 class LateBan(TokenBan):
-    """The ban begins after ``wait`` tokens of output."""
+    """Stage with a ban that begins after ``wait`` tokens of output."""
 
     wait = 4
 
@@ -86,7 +92,7 @@ def test_a_banned_token_is_not_drawn_at_random_either() -> None:
 
 
 def test_a_stage_that_no_row_needs_changes_nothing(free: list[list[int]]) -> None:
-    """The control: the ban is of the row that it names, and of no other."""
+    """Control: a ban changes no row but the row that it names."""
     assert drawn(TokenBan([9, 9, 9], free[1][2])) == free
 
 
@@ -103,7 +109,7 @@ def test_rows_that_need_no_stage_stay_at_their_level() -> None:
 
 
 def test_a_ban_beats_a_bias() -> None:
-    """Edits of several stages on one token add up, so a ban stays one."""
+    """Edits of several stages on one token add up, so a ban stays a ban."""
     slots = Slots(1, 64, 16)
     params = SamplingParams(temperature=0, max_tokens=8, logit_bias={7: 50.0})
     slots.take(Request(0, PROMPTS[0], params, 0, 8), np.array(PROMPTS[0]))

@@ -1,4 +1,4 @@
-"""``logprob_token_ids``: log-probabilities of chosen tokens, with the bits that they have among all."""
+"""``logprob_token_ids``: log-probabilities of chosen tokens equal their bits in the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_same_bits_alone_and_beside_rows_that_ask_for_others(llm):
     assert {len(entry) for _, told in together[-1] for entry in told} <= {1, 2}
 
 
-def test_with_drafts_they_are_those_of_their_positions(llm, tmp_path):
+def test_with_drafts_logprobs_belong_to_their_positions(llm, tmp_path):
     config = {"method": "ngram", "num_speculative_tokens": 4}
     drafted = random_llm(tmp_path, max_logprobs=ALL, speculative_config=config)
     assert said(drafted, ASKED) == said(llm, ASKED)
@@ -68,7 +68,7 @@ def test_without_logprobs_it_asks_for_them_and_prompts_keep_their_own(llm):
     assert free.outputs[0].logprobs is None
 
 
-def test_what_is_refused(llm):
+def test_wrong_logprob_ids_are_refused(llm):
     with pytest.raises(ValueError, match="at most 128 are allowed"):
         SamplingParams(logprob_token_ids=list(range(129)))
     for wrong in (-1, llm.frontend.tokenizer.vocab_size):

@@ -32,7 +32,10 @@ def assert_close(got: TokenLogprobs, right: TokenLogprobs) -> None:
 @given(data=st.data(), vocab=st.integers(1, 30), rows=st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
 def test_equals_the_reference(data: st.DataObject, vocab: int, rows: int) -> None:
-    """With many ties, -0.0, impossible tokens, and rows that ask for different numbers, also beyond the vocabulary."""
+    """Log-probabilities equal the reference, with ties, -0.0, impossible tokens, and any count of alternatives.
+
+    Rows ask for different counts, also for more than the vocabulary has.
+    """
     value = st.integers(-8, 8).map(float) | st.just(-0.0) | st.just(-math.inf) | st.floats(-50, 50, width=32)
     line = st.lists(value, min_size=vocab, max_size=vocab).filter(lambda xs: max(xs) > -math.inf)
     logits = data.draw(st.lists(line, min_size=rows, max_size=rows))
@@ -48,14 +51,17 @@ def test_equals_the_reference(data: st.DataObject, vocab: int, rows: int) -> Non
 
 
 def test_plain_python_comes_out() -> None:
-    """Numbers that msgspec packs: no numpy scalar."""
+    """Numbers are plain Python that msgspec packs: no numpy scalar."""
     (entry,) = token_logprobs(torch.zeros(1, 4), np.array([2], np.int32), np.array([2], np.int32))
     assert (entry.token, entry.rank, [t for t, _ in entry.top]) == (2, 3, [0, 1])
     assert [type(x) for x in (entry.token, entry.logprob, entry.rank, *entry.top[0])] == [int, float, int, int, float]
 
 
 def test_nan_and_infinities() -> None:
-    """NaN is impossible, +inf the best; where nothing is possible every log-probability is -inf."""
+    """NaN is impossible, +inf the best.
+
+    If no token is possible, every log-probability is -inf.
+    """
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, 1.0, 1.0], [0.0, inf, nan], [-inf, -inf, nan]])
     mixed, sure, none = token_logprobs(logits, np.array([1, 0, 2]), np.array([3, 1, 1]))
@@ -72,7 +78,7 @@ def compute(logits: torch.Tensor) -> list[TokenLogprobs]:
 
 
 def differing(logits: torch.Tensor, run: Compute) -> int:
-    """How many rows have other bits alone or in a part than in the whole."""
+    """Return how many rows have other bits alone or in a part than in the whole."""
     whole, part = run(logits), run(logits[1:4])
     return sum(run(logits[i : i + 1])[0] != whole[i] for i in range(len(logits))) + (part != whole[1:4])
 
@@ -96,7 +102,7 @@ def test_rows_and_threads_change_no_bit(vocab: int, threads: int) -> None:
 
 
 def test_a_batch_dependent_sum_is_seen() -> None:
-    """Negative control: one unit in the last place, added in batches alone."""
+    """Control: one unit in the last place, added only in batches, is seen."""
 
     def planted(logits: torch.Tensor) -> list[TokenLogprobs]:
         return compute(logits * (1 + (len(logits) > 1) * 2**-22))

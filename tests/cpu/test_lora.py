@@ -1,4 +1,4 @@
-"""Adapters against PEFT, and bit for bit against themselves: alone, together, in any place, and beside none."""
+"""Adapters against PEFT, with the same bits alone, together, in any adapter slot, and beside no adapter."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def shared(folder) -> Engine:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize("merged", [False, True], ids=["peft", "merged"])
-def test_logits_are_those_of_peft(shared, folder, name, merged):
+def test_logits_equal_peft(shared, folder, name, merged):
     (prompt,) = prompts(name)
     with shared.keeping_logits() as kept:
         shared.run([prompt])
@@ -124,7 +124,7 @@ NAMES = ("all", "", "table", "qv", "", "all", "rslora", "head")
 
 
 def alone(engine: Engine, asked: list[Prompt]) -> list[Any]:
-    """What is seen of each by itself, without the blocks of others."""
+    """Return the results of each prompt by itself, without the blocks of other prompts."""
     seen = []
     for prompt in asked:
         engine.forget_prefixes()
@@ -133,7 +133,7 @@ def alone(engine: Engine, asked: list[Prompt]) -> list[Any]:
     return seen
 
 
-def test_rows_of_several_adapters_and_of_none_are_what_they_are_alone(shared):
+def test_rows_of_several_adapters_and_of_none_have_the_bits_they_have_alone(shared):
     asked = prompts(*NAMES)
     seen = alone(shared, asked)
     assert shared.run(asked) == seen
@@ -151,7 +151,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(shared, 
     assert shared.run(plain) == expected
 
 
-def test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
+def test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
     asked = prompts("all", "qv", "rslora", "all", "qv")
     expected = alone(shared, asked)
     other = engine(folder, ["rslora", "qv", "all"], max_loras=1, max_lora_rank=70, max_cpu_loras=3)
@@ -164,14 +164,14 @@ def test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_evictio
 
 
 def counted_loads(engine: Engine) -> list[tuple[int, str]]:
-    seats, found = engine.loop.executor.adapters, list[tuple[int, str]]()
+    adapter_slots, found = engine.loop.executor.adapters, list[tuple[int, str]]()
     right = engine.loop.executor.load_adapters
 
     def load(loads):
         found.extend((place, adapter.name) for place, adapter in loads)
         right(loads)
 
-    assert seats is not None
+    assert adapter_slots is not None
     engine.loop.executor.load_adapters = load
     return found
 
@@ -292,7 +292,7 @@ def test_adapters_are_packed_by_the_thread_that_reads_them(folder, monkeypatch):
     assert not threads
 
 
-def test_prompt_logprobs_are_those_of_the_adapter(shared):
+def test_prompt_logprobs_are_computed_with_the_adapter(shared):
     params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0, max_tokens=1)
     asked = [replace(prompt, params=params) for prompt in prompts("head", "", "all", length=30)]
     alone(shared, [])
@@ -313,7 +313,7 @@ def test_prompt_logprobs_are_those_of_the_adapter(shared):
         ({"execution_mode": "compile"}, "execution_mode"),
     ],
 )
-def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
+def test_options_that_exclude_adapters_are_refused(folder, changes, param):
     with pytest.raises(SettingsError) as error:
         engine(folder, [], **changes)
     assert error.value.param == param
@@ -331,9 +331,11 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_of_other_families(family, tmp_path):
-    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order. Gemma
-    multiplies embeddings by a number, and a head may be the table of embeddings, adapted by itself. Beside
-    experts, which are left alone, there are attention and experts that all tokens visit.
+    """Adapters of special modules have PEFT's logits.
+
+    Phi-4 rotates a part of each head, and the rows of its fused projection are loaded in another order. Gemma
+    multiplies embeddings by a number, and a head may be the table of embeddings, adapted by itself. Models of experts
+    have attention and a shared expert that are adapted, while the experts are left alone.
     """
     save_checkpoint(MODELS[family], tmp_path / "base")
     save_adapter(tmp_path / "base", tmp_path / "own", FAMILIES[family], seed=1)
@@ -341,7 +343,7 @@ def test_modules_of_other_families(family, tmp_path):
 
 
 def as_peft_says(own: Engine, folder: Path) -> None:
-    """The next token's logits with the adapter "own" are PEFT's, and others than without."""
+    """Assert that the next token's logits with the adapter "own" are PEFT's, and differ without it."""
     (prompt,) = prompts("own")
     with own.keeping_logits() as kept:
         own.run([prompt])
@@ -368,7 +370,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def of_experts(case: str, folder: Path) -> Engine:
-    """An engine with the adapter of a case, "own", and one of attention alone, "qv"."""
+    """Return an engine with the adapter of a case, "own", and an adapter of only attention, "qv"."""
     family, config = EXPERTS[case]
     save_checkpoint(MODELS[family], folder / "base")
     save_adapter(folder / "base", folder / "own", config, seed=1)
@@ -381,7 +383,7 @@ def test_adapters_of_experts_have_the_logits_of_peft(case, tmp_path):
     as_peft_says(of_experts(case, tmp_path), tmp_path)
 
 
-def test_rows_of_adapted_experts_are_what_they_are_alone_and_others_those_of_an_engine_without(tmp_path):
+def test_adapted_experts_change_only_their_own_rows(tmp_path):
     own = of_experts("qwen3", tmp_path)
     asked = prompts("own", "", "qv", "own", "", "own")
     seen = alone(own, asked)
@@ -396,7 +398,7 @@ def test_rows_of_adapted_experts_are_what_they_are_alone_and_others_those_of_an_
 
 
 def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
-    """As PEFT saved them while transformers had a module for each."""
+    """Adapters with a module for each expert, as PEFT once saved them, have the bits of a stack."""
     own = of_experts("qwen3", tmp_path)
     (tmp_path / "each").mkdir()
     config = json.loads((tmp_path / "own" / "adapter_config.json").read_text())
@@ -417,8 +419,11 @@ def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
     assert engine(tmp_path, ["each"]).run(prompts("each")) == own.run(prompts("own"))
 
 
-def test_rows_of_adapted_experts_in_float8_are_what_they_are_alone(tmp_path):
-    """And those without an adapter what they are in an engine without any."""
+def test_adapted_float8_experts_change_only_their_own_rows(tmp_path):
+    """With float8 weights, a row has the bits that it has alone.
+
+    A row without adapter has the bits of an engine without any.
+    """
     of_experts("qwen3", tmp_path)
     asked, online = prompts("own", "", "qv", "own"), engine(tmp_path, ["own", "qv"], quantization="fp8")
     seen = alone(online, asked)
@@ -429,7 +434,7 @@ def test_rows_of_adapted_experts_in_float8_are_what_they_are_alone(tmp_path):
 
 
 def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tmp_path):
-    """Four-bit weights; the plain checkpoint is what they stand for."""
+    """Rows beside four-bit weights have the bits of the plain checkpoint with the dequantized weights."""
     save_checkpoint(MODELS["llama"], tmp_path / "plain" / "base")
     (tmp_path / "awq").mkdir()
     quantize_checkpoint(tmp_path / "plain" / "base", KINDS["awq"], tmp_path / "awq" / "base")
@@ -440,7 +445,7 @@ def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tm
     assert found == right
 
 
-def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
+def test_rows_beside_float8_weights_have_the_bits_they_have_alone(folder):
     asked, online = prompts(*NAMES), engine(folder, quantization="fp8")
     seen = alone(online, asked)
     assert online.run(asked) == seen
@@ -451,7 +456,10 @@ def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
 
 
 def test_a_draft_model_drafts_for_rows_with_adapters_too(folder, shared):
-    """It has none itself; its drafts are the answers of rows without one."""
+    """A draft model without adapters drafts for rows with adapters.
+
+    It drafts the answers without an adapter.
+    """
     asked = prompts(*NAMES)
     drafting = engine(folder, speculative_config={"model": str(folder / "base"), "num_speculative_tokens": 3})
     assert drafting.run(asked) == alone(shared, asked)

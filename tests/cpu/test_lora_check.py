@@ -1,4 +1,4 @@
-"""The check at boot sees what adapters get wrong, and so does ``preheat verify``."""
+"""The check at boot and ``preheat verify`` see faults of adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from preheat.backends.cpu import experts as cpu_experts
 from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.lowrank import CpuAdapterRows, Factors, Group
 from preheat.errors import CheckFailed, NotInvariant
-from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.prefix import PrefixCache, chain_root
 from preheat.settings import Settings
 from preheat.startup import boot_engine
@@ -52,7 +52,7 @@ def test_all_is_well(check, loop):
 
 
 def touches_all_rows(patch):
-    """Rows without an adapter are rounded once more where others have some."""
+    """Plant one more rounding of rows without an adapter beside rows with one."""
     right = lowrank.expand
 
     def expand(y, shrunk, roots):
@@ -64,7 +64,7 @@ def touches_all_rows(patch):
 
 
 def split_by_rows(patch):
-    """The inputs of a product are cut in two where many rows share an adapter."""
+    """Plant a product that cuts its inputs in two if many rows share an adapter."""
     right = lowrank.product
 
     def product(x, weight, most):
@@ -78,7 +78,7 @@ def split_by_rows(patch):
 
 
 def by_place(patch):
-    """A place whose matrices end up a little off."""
+    """Plant adapter slots with matrices slightly off."""
     right = Factors.write
 
     def write(self, place, packed):
@@ -88,7 +88,7 @@ def by_place(patch):
 
 
 def left_behind(patch):
-    """What the adapter before had beyond the rank of the next one is still added."""
+    """Plant a slot that still adds the previous adapter's parts beyond the rank of the next one."""
 
     def write(self, place, packed):
         before = self._tiles[place]
@@ -101,11 +101,11 @@ def left_behind(patch):
 
 
 def neighbours_adapter(patch):
-    """All rows of a step have the adapter of the first row that has one."""
+    """Plant a step where all rows have the adapter of the first adapted row."""
     right = CpuAdapterRows.describe
 
-    def describe(self, turn, step, places):
-        right(self, turn, step, places)
+    def describe(self, turn, step, slots):
+        right(self, turn, step, slots)
         found = self._described[step]
         if len(found) > 1:
             self._described[step] = [Group(found[0].slot, torch.cat([each.rows for each in found]))]
@@ -114,7 +114,7 @@ def neighbours_adapter(patch):
 
 
 @pytest.mark.parametrize("plant", [touches_all_rows, split_by_rows, by_place, left_behind, neighbours_adapter])
-def test_what_is_planted_is_seen_by_this_row_and_no_other(check, monkeypatch, plant):
+def test_only_the_adapters_check_sees_an_adapter_fault(check, monkeypatch, plant):
     plant(monkeypatch)
     for usual in ("later run", "co-batched", "chunked", "decode"):
         check.run(usual)
@@ -155,7 +155,7 @@ def test_verify_takes_paths_with_adapters(small):
 
 
 def one_prefix_cache(patch):
-    """Blocks of one adapter that another one finds."""
+    """Plant a prefix cache where an adapter finds the blocks of another adapter."""
     patch.setattr(PrefixCache, "_root", lambda self, sequence: chain_root(sequence.request))
 
 
@@ -165,29 +165,29 @@ def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
     assert found and found <= set(PATHS) and "adapters, prefix cache" in found
 
 
-def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
-    right, seen = AdapterPlaces.take_loads, dict[int, set[int]]()
+def test_verify_sees_an_adapter_slot_that_keeps_its_old_adapter(monkeypatch, small):
+    right, seen = AdapterSlotTable.take_loads, dict[int, set[int]]()
 
     def only_the_first(self):
-        """What is loaded into each place of these ``places`` for the first time."""
+        """Return only the first load of each adapter slot."""
         known = seen.setdefault(id(self), set())
         return [(place, adapter) for place, adapter in right(self) if place not in known and not known.add(place)]
 
-    monkeypatch.setattr(AdapterPlaces, "take_loads", only_the_first)
+    monkeypatch.setattr(AdapterSlotTable, "take_loads", only_the_first)
     found = {path for path, result in verified(small).items() if result.first is not None}
     assert found and found <= set(PATHS)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """A model whose feed-forward blocks are experts."""
+    """Write a model with experts as its feed-forward blocks."""
     folder = tmp_path_factory.mktemp("experts")
     save_checkpoint(MODELS["qwen3 moe"], folder)
     return {**SETTINGS, "model": str(folder), "boot_check": "off"}
 
 
 def down_by_company(patch):
-    """A row's adapter of down is a little off where another adapter's rows visit the same expert."""
+    """Plant a down adapter that is slightly off if rows of another adapter visit the same expert."""
     right = cpu_experts.expand
 
     def expand(y, shrunk, roots):
@@ -199,7 +199,7 @@ def down_by_company(patch):
     patch.setattr(cpu_experts, "expand", expand)
 
 
-def test_the_check_adapts_experts_and_sees_what_they_get_wrong(experts, monkeypatch):
+def test_the_check_adapts_experts_and_finds_their_faults(experts, monkeypatch):
     checked = {name: value for name, value in experts.items() if name != "boot_check"}
     loop = boot_engine(Settings.load(checked, {}), InlineTransport())
     modules = loop.executor.adapters.modules

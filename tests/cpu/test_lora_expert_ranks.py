@@ -1,4 +1,4 @@
-"""Adapters of experts whose inner numbers ranks share: one, two and four have the same bits, and PEFT's numbers."""
+"""Adapters of experts split over ranks: one, two and four ranks give the same bits, and PEFT's numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 def saved(folder: Path, model: Any, **config: Any) -> Path:
-    """A checkpoint and two adapters, "0" and "1"."""
+    """Write a checkpoint and two adapters, "0" and "1"."""
     save_checkpoint(model, folder / "base")
     for number, rank in enumerate((5, 18)):
         save_adapter(folder / "base", folder / str(number), {"r": rank, "lora_alpha": 9, **config}, seed=number)
@@ -63,7 +63,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(family, tmp_path):
 
 
 def test_experts_with_float8_activations(tmp_path):
-    """Whose ranks exchange the scales of their inputs, too."""
+    """With float8 activations, ranks also exchange the scales of their inputs, and bits stay the same."""
     saved(tmp_path, MOE, target_modules=["q_proj"], target_parameters=STACKED)
     quantize_checkpoint(tmp_path / "base", KINDS["experts, fp8"][1], tmp_path / "quantized")
     adapters = [tmp_path / "0", tmp_path / "1"]
@@ -81,7 +81,10 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def adapter(place: int) -> dict[int, LowRankPair]:
-    """By part. Of expert 1 the first one leaves up alone, of expert 2 down, of expert 3 all."""
+    """Return an adapter by part.
+
+    The first adapter skips up of expert 1, down of expert 2, and all of expert 3.
+    """
     found = {}
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 8, 9, 10, 11):
@@ -94,7 +97,7 @@ def adapter(place: int) -> dict[int, LowRankPair]:
 
 
 def mine(given: dict[int, LowRankPair], kept: slice) -> dict[int, LowRankPair]:
-    """What a rank has of an adapter."""
+    """Return a rank's share of an adapter."""
     return {
         part: each._replace(a=each.a[:, kept]) if part % 3 == 2 else each._replace(b=each.b[kept])
         for part, each in given.items()
@@ -102,7 +105,10 @@ def mine(given: dict[int, LowRankPair], kept: slice) -> dict[int, LowRankPair]:
 
 
 def added(collective: Collective, whose: list[int] = WHOSE, plain: bool = False) -> Tensor:
-    """What experts with leaves of several parts give; ``plain``: those that have no places."""
+    """Return the output of experts with K splits of several parts.
+
+    ``plain`` experts have no adapter slots.
+    """
     part = INNER // collective.world
     kept = slice(collective.rank * part, (collective.rank + 1) * part)
     gate_up, down = weights()
@@ -127,7 +133,7 @@ def on_worlds(folder: Path) -> list[Tensor]:
 
 
 def right() -> Tensor:
-    """Token by token, by :func:`preheat.ops.matmul.delta`."""
+    """Return the reference, token by token, by :func:`preheat.ops.matmul.delta`."""
     x, logits = noise(ROWS, HIDDEN, seed=1), noise(ROWS, EXPERTS, seed=2)
     (gate_up, down), (chosen, shares) = weights(), route(logits, ROUTING)
     out = torch.zeros(ROWS, HIDDEN)
@@ -146,7 +152,7 @@ def right() -> Tensor:
     return out
 
 
-def test_what_is_added_is_the_references_and_rows_without_an_adapter_are_left_alone(tmp_path):
+def test_expert_terms_equal_the_reference_and_spare_rows_without_an_adapter(tmp_path):
     found = on_worlds(tmp_path)
     assert same(found)
     torch.testing.assert_close(found[0], right(), atol=1e-5, rtol=1e-5)
@@ -160,16 +166,16 @@ def test_what_is_added_is_the_references_and_rows_without_an_adapter_are_left_al
 
 
 def in_a_row(patch):
-    """A rank adds its leaves from the first to the last."""
+    """Plant a rank that adds its K splits from the first to the last."""
     patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):
-    """Parts are cut from a rank's first input on, not from each leaf's."""
+    """Plant parts cut from a rank's first input on, instead of each K split's first input."""
     made = LinearFactors.__init__
 
     def wrong(self: LinearFactors, *sizes: int, **more: Any) -> None:
-        made(self, *sizes, **{**more, "leaves": 1})
+        made(self, *sizes, **{**more, "k_splits": 1})
 
     patch.setattr(LinearFactors, "__init__", wrong)
 

@@ -57,7 +57,10 @@ def test_chats(llm, folder):
 
 
 def test_a_search_has_its_adapter_in_all_rounds(llm, folder):
-    """A beam of width 1 is what is decoded greedily, each with its adapter, and wider ones are what they are alone."""
+    """A beam of width 1 equals greedy decoding with its adapter.
+
+    Wider searches equal the same searches alone.
+    """
     one, two = (LoRARequest(name, number, str(folder / name)) for number, name in ((1, "one"), (2, "two")))
     adapters, params = [one, None, two, one], BeamSearchParams(1, 8, ignore_eos=True)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -70,16 +73,16 @@ def test_a_search_has_its_adapter_in_all_rounds(llm, folder):
     assert llm.beam_search(PROMPTS[:1] * 3, wide, [one, None, two]) == alone
 
 
-def test_more_adapters_than_places_take_turns(llm, folder):
+def test_more_adapters_than_slots_take_turns(llm, folder):
     requests = [LoRARequest(name, 1, str(folder / name)) for name in ("one", "two", "three")]
     alone = [texts(llm, request, PROMPTS[:1])[0] for request in requests]
     assert texts(llm, [*requests, None], PROMPTS[:1] * 4)[:3] == alone and len({*alone}) == 3
 
 
-def test_a_name_means_one_adapter_until_it_is_read_again(llm, folder, tmp_path):
+def test_a_name_means_one_adapter_until_its_reload(llm, folder, tmp_path):
     copy = shutil.copytree(folder / "two", tmp_path / "copy")
     before = texts(llm, LoRARequest("changing", 1, str(copy)))
-    with pytest.raises(InvalidRequest, match=r"give the one in .* another name, or set load_inplace"):
+    with pytest.raises(InvalidRequest, match=r"give the adapter in .* another name, or set load_inplace"):
         texts(llm, LoRARequest("changing", 2, str(folder / "three")))
     shutil.rmtree(copy)
     shutil.copytree(folder / "three", copy)

@@ -1,4 +1,4 @@
-"""What adapters add on a CPU: the contract's numbers, and bits that depend on the row and its adapter alone."""
+"""Adapters on a CPU: the contract's numbers, and bits that depend only on the row and its adapter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests import layers
 INPUTS, OUTPUTS = 1100, (72, 40)
 
 
-def layer(places: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
-    rows = CpuAdapters().rows(32, places)
-    term = LowRank(OUTPUTS, places, max_rank, "float32")
+def layer(slots: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
+    rows = CpuAdapters().rows(32, slots)
+    term = LowRank(OUTPUTS, slots, max_rank, "float32")
     weight = noise(sum(OUTPUTS), INPUTS).to(dtype) / 30
     return layers.linear(CpuBackend(), weight, context=LayerContext(rows=rows), terms=(term,)), rows
 
@@ -31,20 +31,23 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     return noise(rank, INPUTS, seed=seed) / 30, noise(OUTPUTS[part], rank, seed=seed + 1), 0.37
 
 
-def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter into ``place``: what it has for each of the first parts."""
-    made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
+def put(made, slot: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    """Put an adapter into slot ``slot``.
+
+    ``given`` has its matrices for each of the first parts.
+    """
+    made.slots.write(slot, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
-def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
-    rows.describe(0, "tokens", np.array(places, np.int32))
+def run(made, rows, x: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    rows.describe(0, "tokens", np.array(slots, np.int32))
     rows.use("tokens")
     return made(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 16, 23, 40])
-def test_what_is_added_is_the_references(rank, dtype):
+def test_the_added_term_equals_the_reference(rank, dtype):
     made, rows = layer(dtype=dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, seed=10 * part) for part in range(2)]
@@ -64,7 +67,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     plain = run(made, rows, x, [-1] * 9)
     found = run(made, rows, x, [0, -1, 1] * 3)
     assert torch.equal(found[1::3], plain[1::3])
-    assert torch.equal(found[2::3], plain[2::3])  # a place in which nothing is
+    assert torch.equal(found[2::3], plain[2::3])  # an empty adapter slot
     assert torch.equal(found[:, OUTPUTS[0] :], plain[:, OUTPUTS[0] :])  # a part that the adapter leaves alone
     assert not torch.equal(found[::3, : OUTPUTS[0]], plain[::3, : OUTPUTS[0]])
     zero = torch.zeros(1, INPUTS)
@@ -75,25 +78,28 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 64, 65, 200])
 def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
-    """On the number of rows, on theirs places, on the adapter's place, and on the largest rank."""
+    """Bits depend on neither the number and places of the rows, the adapter slot, nor the largest rank."""
     x = signed_pairs(noise(count, INPUTS, seed=7), 1.0) + noise(count, INPUTS, seed=8)
     wanted = [factors(20, part, seed=part) for part in range(2)]
     results = []
-    for places, max_rank, place in ((1, 20, 0), (5, 128, 3)):
-        made, rows = layer(places, max_rank)
-        for other in range(places):
+    for slots, max_rank, slot in ((1, 20, 0), (5, 128, 3)):
+        made, rows = layer(slots, max_rank)
+        for other in range(slots):
             put(made, other, *(factors(20, part, seed=90 + other) for part in range(2)))
-        put(made, place, *wanted)
-        results.append(run(made, rows, x, [place] * count))
-        results.append(torch.cat([run(made, rows, row[None], [place]) for row in x]))
-        results.append(run(made, rows, x.flip(0), [place] * count).flip(0))
-        mixed = run(made, rows, x.repeat_interleave(2, 0), [place, -1] * count)
+        put(made, slot, *wanted)
+        results.append(run(made, rows, x, [slot] * count))
+        results.append(torch.cat([run(made, rows, row[None], [slot]) for row in x]))
+        results.append(run(made, rows, x.flip(0), [slot] * count).flip(0))
+        mixed = run(made, rows, x.repeat_interleave(2, 0), [slot, -1] * count)
         results.append(mixed[::2])
     assert all(torch.equal(each, results[0]) for each in results)
 
 
-def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
-    """The control: the proof chooses another number of rows, and with the wrong one the test above fails."""
+def test_the_proof_sees_a_product_that_depends_on_its_rows(monkeypatch):
+    """Control: the proof chooses another number of rows.
+
+    With the wrong number the test above fails.
+    """
     right = lowrank._in_parts
 
     def by_rows(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -109,7 +115,7 @@ def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
         test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(65)
 
 
-def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
+def test_a_product_that_depends_on_a_rows_position_is_refused(monkeypatch):
     right = lowrank._in_parts
 
     def by_place(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -119,14 +125,17 @@ def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
 
     lowrank.rows_at_once.cache_clear()
     monkeypatch.setattr(lowrank, "_in_parts", by_place)
-    with pytest.raises(NotInvariant, match="place of a row"):
+    with pytest.raises(NotInvariant, match="position of a row"):
         lowrank.rows_at_once(512, 16, 1)
     lowrank.rows_at_once.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_that_is_weighted_and_added_changes_no_bit(dtype):
-    """Which is how experts that no adapter changes are left alone where they are summed in leaves."""
+    """Adding a weighted NOTHING changes no bit.
+
+    So experts without an adapter keep their bits in a sum of K splits.
+    """
     y = torch.tensor([[0.0, -0.0, 1e-40, -3.0]]).to(dtype)
     weights = torch.tensor([[0.0, 1e-45, 0.7]])
     found = add_delta(y, combine(torch.full((1, 3, 4), NOTHING), weights))

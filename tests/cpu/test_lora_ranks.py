@@ -1,4 +1,7 @@
-"""Adapters on ranks that share the layers: one, two and four have the same bits, and they are PEFT's numbers."""
+"""Adapters on ranks that share the layers.
+
+One, two and four ranks give the same bits, and PEFT's numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import read_adapter
-from preheat.model.adapters import AdapterSeats, check_tiles
+from preheat.model.adapters import ModelAdapterSlots, check_tiles
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -56,25 +59,31 @@ TARGETS: dict[str, list[str]] = {
 
 
 def logits_on(
-    collective: Collective, model: Path, adapters: list[Path], places: np.ndarray, divided: bool = False
+    collective: Collective, model: Path, adapters: list[Path], slots: np.ndarray, divided: bool = False
 ) -> Tensor:
-    """With rows of all ``adapters`` and of none, whose first matrices are all ``divided`` or only those of columns."""
+    """Return the logits of rows of all ``adapters`` and of rows without an adapter.
+
+    With ``divided``, all first matrices of the adapters are split over the ranks; otherwise only the first matrices of
+    row-split layers.
+    """
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
     room = AdapterLimits(len(adapters), MAX_RANK, "float32", divided)
-    seats = AdapterSeats(CpuAdapters().rows(TOKENS, len(adapters)), room)
-    weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
-    for place, folder in enumerate(adapters):
-        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors))
-    seats.describe(0, "tokens", places)
-    seats.use("tokens")
+    adapter_slots = ModelAdapterSlots(CpuAdapters().rows(TOKENS, len(adapters)), room)
+    weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, adapter_slots=adapter_slots)
+    for slot, folder in enumerate(adapters):
+        adapter_slots.load(
+            slot, adapter_slots.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors)
+        )
+    adapter_slots.describe(0, "tokens", slots)
+    adapter_slots.use("tokens")
     return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
 
 
-def on_sizes(model: Path, adapters: list[Path], folder: Path, places: np.ndarray) -> list[Tensor]:
+def on_sizes(model: Path, adapters: list[Path], folder: Path, slots: np.ndarray) -> list[Tensor]:
     found = []
     for world in (1, 2, 4):
-        ranks = on_ranks(world, folder / str(world), lambda c: logits_on(c, model, adapters, places))
+        ranks = on_ranks(world, folder / str(world), lambda c: logits_on(c, model, adapters, slots))
         assert same(ranks)
         found.append(ranks[0])
     return found
@@ -116,16 +125,18 @@ def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatc
 def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
     def held(collective: Collective, divided: bool) -> Tensor:
         spec = read_spec(read_config(saved / "base"))
-        seats = AdapterSeats(CpuAdapters().rows(TOKENS, 1), AdapterLimits(1, 64, "float32", divided))
-        load_weights(spec, saved / "base", torch.float32, CpuBackend(), collective=collective, seats=seats)
-        return torch.tensor(seats.bytes)
+        adapter_slots = ModelAdapterSlots(CpuAdapters().rows(TOKENS, 1), AdapterLimits(1, 64, "float32", divided))
+        load_weights(
+            spec, saved / "base", torch.float32, CpuBackend(), collective=collective, adapter_slots=adapter_slots
+        )
+        return torch.tensor(adapter_slots.bytes)
 
     for world in (2, 4):
         whole, part = (on_ranks(world, tmp_path / f"{world} {d}", lambda c, d=d: held(c, d)) for d in (False, True))
         assert all(mine < all_of_it for mine, all_of_it in zip(part, whole, strict=True))
 
 
-def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
+def test_logits_of_two_ranks_equal_peft(saved, tmp_path):
     whose = np.zeros(TOKENS, np.int32)
     found = on_ranks(2, tmp_path / "ranks", lambda c: logits_on(c, saved / "base", [saved / "1"], whose))
     with torch.inference_mode():
@@ -137,7 +148,10 @@ INPUTS, OUTPUTS, ROWS = 4 * 1100, 40, 19
 
 
 def added(collective: Collective) -> Tensor:
-    """What a layer with leaves of several parts gives, of one adapter."""
+    """Return the output of a layer with K splits of several parts.
+
+    There are rows with and without an adapter.
+    """
     part = INPUTS // collective.world
     mine = slice(collective.rank * part, (collective.rank + 1) * part)
     weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
@@ -157,7 +171,7 @@ def on_worlds(folder: Path) -> list[Tensor]:
     return [on_ranks(world, folder / str(world), added)[0] for world in (1, 2, 4)]
 
 
-def test_what_is_added_is_the_references(tmp_path):
+def test_the_added_term_equals_the_reference(tmp_path):
     found = on_worlds(tmp_path)
     assert same(found)
     x, weight = noise(ROWS, INPUTS, seed=5), noise(OUTPUTS, INPUTS) / 60
@@ -170,16 +184,16 @@ def test_what_is_added_is_the_references(tmp_path):
 
 
 def in_a_row(patch):
-    """A rank adds its leaves from the first to the last."""
+    """Plant a rank that adds its K splits from the first to the last."""
     patch.setattr(lowrank, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
 
 
 def parts_of_the_rank(patch):
-    """Parts are cut from a rank's first input on, not from each leaf's."""
+    """Plant parts cut from a rank's first input on, instead of each K split's first input."""
     right = LinearFactors.__init__
 
     def made(self: LinearFactors, *sizes: int, **more: Any) -> None:
-        right(self, *sizes, **{**more, "leaves": 1})
+        right(self, *sizes, **{**more, "k_splits": 1})
 
     patch.setattr(LinearFactors, "__init__", made)
 
@@ -229,8 +243,10 @@ def ranks_of(folder: Path, size: int, **more: Any) -> Iterator[Engine]:
 
 
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
-    """Two adapters take turns in one place; digests are of random ones in all modules. Where first matrices are
-    divided, experts are not adapted.
+    """One, two and four ranks give equal answers and digests.
+
+    Two adapters take turns in one adapter slot. The digests are of random adapters in all modules. With split first
+    matrices, experts are not adapted.
     """
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
     for size in (1, 2, 4):

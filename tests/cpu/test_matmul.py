@@ -1,4 +1,7 @@
-"""Layers of any value on a CPU have the numbers of the reference, alone and on ranks, with and without adapters."""
+"""Layers of any value on a CPU have the reference's numbers.
+
+They run alone and on ranks, with and without adapters.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 
 class Ranks:
-    """Threads that gather."""
+    """Collective of threads."""
 
     def __init__(self, rank: int, world: int, barrier: Barrier, found: list[Any]) -> None:
         self.rank, self.world, self._barrier, self._found = rank, world, barrier, found
@@ -69,7 +72,7 @@ def columns(weight: layers.Weight, kept: slice) -> layers.Weight:
 
 
 def pairs_of(parts: dict[int, tuple[int, int]], slot: int, rank: int) -> dict[int, LowRankPair]:
-    """Matrices for parts of so many outputs and inputs."""
+    """Return matrices for parts with these numbers of outputs and inputs."""
     return {
         part: LowRankPair(
             noise(rank, inputs, seed=9 * slot + part) / inputs**0.5, noise(outputs, rank, seed=part) / 4, 0.5 + slot
@@ -108,7 +111,10 @@ def test_layers(scheme, world, whose, bias, finish, rank):
 
 
 def compare_layers(scheme, world, whose, bias=True, finish=(None, None), rank=21):
-    """World 0: no rank shares the inputs."""
+    """Compare a layer with the reference.
+
+    With world 0, no rank shares the inputs.
+    """
     inputs, outputs = 512, 48
     weight, x = weight_of(scheme, outputs, inputs), noise(len(whose), inputs, seed=5)
     biases = noise(outputs, seed=6) if bias else None
@@ -189,7 +195,7 @@ def skipped_term(patch):
 
 
 def swapped_split(patch):
-    """The first split counts twice, and the last one never."""
+    """Plant a sum that counts the first K split twice and never the last."""
     patch.setattr(matmul, "tree_sum", lambda parts: sum(parts[:-1], parts[0]))
 
 
@@ -212,7 +218,7 @@ def combined_without_weights(patch):
         (skipped_term, compare_experts),
     ],
 )
-def test_what_is_planted_is_seen(plant, compare, monkeypatch):
+def test_comparisons_see_planted_faults(plant, compare, monkeypatch):
     compare(None, 2, [0, -1, 1])
     plant(monkeypatch)
     with pytest.raises(AssertionError):

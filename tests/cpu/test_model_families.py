@@ -29,7 +29,7 @@ def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: 
 
 
 def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
-    """Norm and turn queries and keys in place, of positions from 0 on."""
+    """Norm and rotate queries and keys in place, for positions from 0 on."""
     spec, norm = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention.qk_norm
     turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
     if norm is not None:
@@ -40,7 +40,7 @@ def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
 
 
 def dense_attention(decoder: Decoder) -> Attend:
-    """Attention among the step's own tokens, which are one sequence from position 0 on."""
+    """Attend among the step's own tokens, a single sequence from position 0 on."""
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
         turn(decoder, layer, qkv)
@@ -82,7 +82,7 @@ def random_tokens(count: int = TOKENS) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_equal_transformers(name, tmp_path):
     reference = save_checkpoint(MODELS[name], tmp_path)
     tokens = random_tokens()
     got, right = logits_of(open_decoder(tmp_path), tokens), reference(tokens)
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 
 def test_the_comparison_can_fail(tmp_path):
-    """A window ignored, a bias dropped, rope not scaled: each is far outside of the tolerance."""
+    """Control: a window ignored, a bias dropped or rope not scaled is far outside of the tolerance."""
     for name, change in {
         "mistral with window": {"sliding_window": None},
         "llama 3.1": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -111,7 +111,10 @@ def test_the_comparison_can_fail(tmp_path):
 
 
 def test_alibi_of_another_maximum(tmp_path):
-    """As the model's authors compute it: transformers reads the field and goes on with 8."""
+    """ALiBi with another maximum is right by the authors' formula.
+
+    transformers reads the field but uses 8.
+    """
     from transformers.models.mpt import modeling_mpt
 
     name, changes = MODELS["mpt with six heads"]
@@ -126,7 +129,10 @@ def test_alibi_of_another_maximum(tmp_path):
 
 
 def test_longrope_goes_by_the_longest_sequence_that_may_come(tmp_path):
-    """Transformers goes by the sequence at hand, and gives a token another key once there are more than 8."""
+    """LongRoPE goes by the longest allowed sequence, while transformers goes by the current one.
+
+    In transformers, a token's key changes once there are more than 8 tokens.
+    """
     reference, tokens = save_checkpoint(MODELS["phi4 mini"], tmp_path), random_tokens(8)
     spec = read_spec(read_config(tmp_path))
     weights = load_weights(spec, tmp_path, torch.float32, CpuBackend())

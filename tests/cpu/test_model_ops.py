@@ -1,4 +1,7 @@
-"""The decoder's operations: right against float64, and the same bits wherever a row stands, at 1 and 2 threads."""
+"""The decoder's operations are right against float64.
+
+A row has the same bits in any place, at 1 and 2 threads.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 ROWS = 70
 STEP = 300
-"""Tokens of a large step. Linear layers have tests of their own for it."""
+"""Tokens of a large step.
+
+Linear layers have tests of their own for it.
+"""
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 64)
 
 Operation = Callable[[Tensor], Tensor]
@@ -43,7 +49,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def variant_rows(run: Operation, x: Tensor) -> int:
-    """How many (threads, count, offset) give a row other bits than it has among all the rows of ``x``."""
+    """Return how many ways give a row other bits than among all rows.
+
+    A way is (threads, count, offset). All rows are ``x``.
+    """
     differing = 0
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -58,7 +67,10 @@ def variant_rows(run: Operation, x: Tensor) -> int:
 
 
 def rope(x: Tensor) -> Tensor:
-    """``x`` holds a token's position in its first element, so that a row carries its position along."""
+    """Apply rope.
+
+    ``x`` holds a token's position in its first element, so that a row carries its position along.
+    """
     table = rope_table(RopeSpec(kind="default", theta=10000.0), x.shape[-1], 64, x.dtype)
     cos, sin = table[(x[:, 0, 0].float().abs() * 10).long() % 64].unbind(1)
     part = x[:, :5]  # a view, as in the decoder
@@ -67,7 +79,10 @@ def rope(x: Tensor) -> Tensor:
 
 
 def operations(dtype: torch.dtype) -> dict[str, tuple[Operation, Tensor]]:
-    """Each operation with an input of rows; sizes that are no multiple of a vector register are among them."""
+    """Return each operation with an input of rows.
+
+    Some sizes are no multiple of a vector register.
+    """
     found: dict[str, tuple[Operation, Tensor]] = {}
     for outputs, inputs in ((512, 256), (256, 1024), (131, 100), (96, 4096), (32, 8192)):
         weight = randn(outputs, inputs, seed=1, dtype=dtype) / inputs**0.5
@@ -105,11 +120,11 @@ def test_a_rows_bits_depend_on_nothing_but_the_row(dtype):
 
 
 def test_the_invariance_check_can_fail():
-    """Three ways that a careless implementation varies, each of them seen by the check."""
+    """Control: the check sees three faults of a careless implementation."""
     weight, x = randn(512, 256, seed=1) / 16, randn(ROWS, 256)
     assert variant_rows(lambda x: F.linear(x, weight), x) > 0  # other kernels for few rows
     assert variant_rows(F.silu, 4 * randn(ROWS, 101)) > 0  # vector body and scalar tail
-    assert variant_rows(lambda x: x / x.square().mean().sqrt(), x) > 0  # looks at its neighbours
+    assert variant_rows(lambda x: x / x.square().mean().sqrt(), x) > 0  # looks at its neighbors
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -117,7 +132,10 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def error_of_one_chain(x: Tensor, weight: Tensor) -> float:
-    """Return the largest error of ``x`` W^T if fp32 products are added one after another, the worst of all orders."""
+    """Return the largest error of ``x`` W^T in the worst order.
+
+    The worst of all orders adds fp32 products one after another.
+    """
     products = x.float()[:, None] * weight.float()
     sums = torch.from_numpy(np.cumsum(products.numpy(), axis=-1, dtype=np.float32)[..., -1])
     return float((sums.double() - F.linear(x.double(), weight.double())).abs().max())
@@ -155,7 +173,10 @@ def test_norm_is_right_and_leaves_its_input_alone(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_is_that_of_the_reference_models(dtype):
-    """Normed in fp32, rounded, then weighted: the rounding in between is seen where the dtype is coarse."""
+    """Rows are normed in fp32, rounded, then weighted.
+
+    A coarse dtype shows the rounding in between.
+    """
     x, weight = randn(512, 256, dtype=dtype), 1 + 0.1 * randn(256, seed=1, dtype=dtype)
     wide = x.float()
     reference = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
@@ -233,7 +254,10 @@ def test_embedding_copies_rows():
 
 @pytest.mark.parametrize("rows", [601, 700, 1024, 1500])
 def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
-    """Whole or in parts, a step of many rows is computed at sizes that were proven."""
+    """A step of many rows has the bits of few rows.
+
+    It is computed at proven sizes, whole or in parts.
+    """
     x, weight = randn(rows, 256), randn(192, 256, seed=1)
     apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])
@@ -250,7 +274,7 @@ def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
 
 
 def test_unproven_parts_of_a_linear_layer_are_found(monkeypatch):
-    """A part of one row takes another kernel where the processor has AVX-512."""
+    """A part of one row has other bits, since it takes another kernel where the processor has AVX-512."""
     x, weight = randn(601, 2048), randn(192, 2048, seed=1)
     apply = linear.packed_product(weight)
     expected = torch.cat([apply(part) for part in x.split(7)])

@@ -1,4 +1,4 @@
-"""The decoder over the paged cache: prefill, chunks and decode give the reference's logits, and one another's bits."""
+"""The decoder over the paged cache: prefill, chunks and decode give the reference's logits, with equal bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sequences() -> list[np.ndarray]:
 
 
 class Steps:
-    """Three sequences over a cache whose blocks are handed out in shuffled order."""
+    """Three sequences over a cache; the sequences' blocks come in shuffled order."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.slots = Slots(4, 96, BLOCK)
@@ -74,7 +74,10 @@ class Steps:
 
     @torch.inference_mode()
     def run(self, extends: list[tuple[int, ...]]) -> list[Tensor]:
-        """The logits of every token of every sequence; step i computes ``extends[i][s]`` tokens of sequence s."""
+        """Return the logits of all tokens of all sequences.
+
+        Step i computes ``extends[i][s]`` tokens of sequence s.
+        """
         decoder, found = self.executor.decoder, list[list[Tensor]]([] for _ in LENGTHS)
         for step in extends:
             rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)
@@ -128,7 +131,7 @@ def test_bfloat16_bits_depend_on_neither_chunks_nor_threads(name, tmp_path):
 
 
 def test_the_comparison_of_bits_can_fail(tmp_path):
-    """Another decoder by one last bit of one weight: the bits tell."""
+    """Control: a decoder with one changed weight gives other bits."""
     save_checkpoint(MODELS["llama"], tmp_path)
     decoder = open_decoder(tmp_path, torch.bfloat16)
     before = Steps(decoder).run(WAYS["at once"])
@@ -143,7 +146,7 @@ def taken(attended: Attended, tokens: Tensor) -> Attended:
 
 
 def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path):
-    """Behind the last attention only what is asked for is computed."""
+    """Behind the last attention, a few chosen tokens have the same bits as among all tokens."""
     save_checkpoint(MODELS["qwen3"], tmp_path)
     steps = Steps(open_decoder(tmp_path))
     decoder, slots = steps.executor.decoder, np.arange(len(LENGTHS), dtype=np.int32)

@@ -95,11 +95,14 @@ def test_harmless_tensors_are_passed_over(tmp_path):
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 ROUNDING = 1e-3
-"""By which the head's product and the plain one, which add in other orders, stay below each other."""
+"""Bound on the difference between the head's product and the plain product, as these add in other orders."""
 
 
 def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") -> tuple[ModelSpec, Tensor]:
-    """The spec that a tied config and these tensors make, and the logits of a hidden state that is random."""
+    """Return the spec of a tied config with these tensors, and the head's logits less the table's.
+
+    The hidden state is random.
+    """
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True, "dtype": dtype}))
     model = load_model(Settings.load({"model": str(folder), "dtype": "float32"}), CPU)
@@ -108,8 +111,11 @@ def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") ->
         return model.spec, model.weights.head(x) - x @ model.weights.embedding.T
 
 
-def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path):
-    """One that differs in a single number too, in the last row; equal ones are one tensor."""
+def test_a_stored_head_is_used_even_if_the_config_ties_it(tmp_path):
+    """A head that differs in a single number, even in the last row, is used.
+
+    An equal head is the table itself.
+    """
     tensors = write(tmp_path, TIED)
     table = tensors[TABLE]
     spec, difference = head_of(tmp_path, tensors | {HEAD: table.clone()})
@@ -136,7 +142,7 @@ def test_a_head_stands_for_the_table_that_is_not_there(tmp_path):
 
 
 def test_heads_are_compared_in_the_dtype_that_is_computed_in(tmp_path):
-    """Where rounding makes them one, they are one."""
+    """Two heads that are equal after rounding to the computed dtype are one head."""
     tensors = write(tmp_path, TIED, torch.bfloat16)
     near = tensors[TABLE].float() * (1 + 2**-12)
     save_file(tensors | {HEAD: near}, tmp_path / "model.safetensors")
@@ -178,7 +184,7 @@ def stored_as(name: str, layer: LayerSpec) -> LayerSpec:
 
 
 def test_another_linear_format(tmp_path):
-    """A model whose layers are stored transposed gives the same logits, bit for bit; its head is stored as usual."""
+    """A model with layers stored transposed, and the head as usual, gives the same logits bit for bit."""
     tensors = write(tmp_path)
     plain = Decoder(SPEC, load_weights(SPEC, tmp_path, torch.float32, CPU), 256)
     spec = replace(SPEC, layers=tuple(stored_as("transposed", layer) for layer in SPEC.layers))
@@ -200,7 +206,7 @@ def test_layers_have_the_paths_of_their_specs(tmp_path):
 
 
 def shard(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Two files with an index; returns the index's map."""
+    """Write two files with an index, and return the index's map."""
     places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
@@ -227,7 +233,11 @@ def test_shards_and_their_index_must_agree(tmp_path):
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
-    """The way to a GPU, taken to the host: many pieces of a tensor, the last one shorter, and tensors below a piece."""
+    """The upload in pieces gives the whole tensor.
+
+    There are many pieces, a shorter last one, and tensors below a piece. It is the way to a GPU, used here with the
+    host as the target.
+    """
     write(tmp_path, dtype=stored)
     serial, parts = {}, {}
     with Upload(torch.device("cpu"), threads, piece_bytes=1000) as upload:
@@ -240,13 +250,16 @@ def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
     assert len(serial) > 10
 
 
-def test_a_failing_piece_is_told(tmp_path):
+def test_a_failing_piece_is_reported(tmp_path):
     with Upload(torch.device("cpu")) as upload, pytest.raises(ValueError, match="zip"):
         upload.copy(torch.ones(8 << 20), torch.ones(1))
 
 
 def test_the_files_are_not_read_into_memory_twice(tmp_path):
-    """A tensor of a file is a view of its pages, which is what makes the pieces the only copy."""
+    """A tensor of a file is a view of its pages.
+
+    So the uploaded pieces are the only copy.
+    """
     write(tmp_path)
     (file,) = {id(p.file): p.file for p in SafetensorsFiles(tmp_path, copy)._places.values()}.values()
     at = file.get_tensor("model.norm.weight").data_ptr()
@@ -313,7 +326,7 @@ def test_dummy_tensors_depend_on_name_and_seed_alone():
 
 
 def behaviour(decoder: Decoder) -> tuple[float, float, float]:
-    """Attention entropy as a share of the uniform one, the logits' spread, and the share of distinct choices."""
+    """Return attention's entropy (share of the uniform one), the logits' spread, and the share of distinct choices."""
     entropies, dense, spec = [], dense_attention(decoder), decoder.spec.layers[0].attention
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -332,7 +345,7 @@ def behaviour(decoder: Decoder) -> tuple[float, float, float]:
 
 
 def test_dummy_models_are_not_degenerate():
-    """Attention neither uniform nor on one token, logits spread about as a trained model's, choices that vary."""
+    """Dummy models have varied attention and choices, and logits with about the spread of a trained model."""
     for spec in (SPEC, TIED, read_spec(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})):
         decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, CPU, load_format="dummy"), 256)
         entropy, spread, distinct = behaviour(decoder)
@@ -342,7 +355,7 @@ def test_dummy_models_are_not_degenerate():
 
 
 def test_the_check_for_degeneracy_can_fail():
-    """The usual dummy weights, a tiny uniform noise, are what the check is there for."""
+    """Control: a model of tiny noise, the usual dummy weights, fails the check."""
 
     class Tiny:
         def fill(self, name: str, out: Tensor) -> None:
@@ -356,7 +369,7 @@ def test_the_check_for_degeneracy_can_fail():
 
 
 def test_each_layer_turns_by_its_own_rope():
-    """As Gemma's do: local layers have another base. Changing one layer's rope changes the logits."""
+    """Each layer rotates by its own rope, as Gemma's local layers have another base."""
     weights = load_weights(SPEC, Path(), torch.float32, CPU, load_format="dummy")
     layer = SPEC.layers[1]
     local = replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, theta=100.0)))

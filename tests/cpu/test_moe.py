@@ -1,4 +1,4 @@
-"""Routed experts on a CPU: both layouts of a checkpoint, and a token's bits whatever the others choose."""
+"""Routed experts on a CPU: both layouts of a checkpoint, and a token's bits whatever other tokens choose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=5, prompt_logprobs
 
 
 def stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """The same checkpoint in the layout of transformers 5."""
+    """Return the same checkpoint in the layout of transformers 5."""
     names = ("w1", "w3", "w2") if family == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if family == "Mixtral" else "mlp"
     layers = sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name})
@@ -96,7 +96,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_answer_alone_among_others_in_chunks_and_behind_a_prefix(checkpoint):
-    """A tail of one token after a full prefix hit too, which is computed in another batch than the cold prompt."""
+    """Answers are equal alone, among others, in chunks and behind a prefix.
+
+    A tail of one token after a full prefix hit runs in another batch than the cold prompt.
+    """
     alone = answers(checkpoint, [[prompt] for prompt in prompts()], enable_prefix_caching=False)
     assert answers(checkpoint, [prompts()], enable_prefix_caching=False) == alone
     chunked = answers(checkpoint, [prompts()], enable_prefix_caching=False, max_num_batched_tokens=24)
@@ -107,7 +110,10 @@ def test_one_answer_alone_among_others_in_chunks_and_behind_a_prefix(checkpoint)
 
 
 def test_a_combine_in_the_order_of_arrival_is_seen(checkpoint, monkeypatch):
-    """Experts added up in ascending number, not by slot: close, and with other bits."""
+    """Control: experts added up in a varying order have other bits.
+
+    The order depends on the number of tokens. The result is close.
+    """
 
     def by_number(rows: Tensor, weights: Tensor) -> Tensor:
         order = torch.arange(rows.shape[1]).roll(len(rows) % rows.shape[1])  # depends on how many tokens there are

@@ -1,4 +1,4 @@
-"""Ranks on several nodes, without Ray: what travels by connections has the bits of what travels through memory."""
+"""Ranks on several nodes, without Ray: data sent by connections keeps the bits of data sent through memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from preheat.backends.base import Link
 from preheat.backends.cpu import collective as exchanges
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import Nodes
+from preheat.backends.rendezvous import Nodes
 from preheat.errors import RankDied
 from preheat.model.files import BUNDLED_PATH
 from preheat.parallel import share
@@ -51,17 +51,17 @@ KEY = b"the key of one engine"
 
 
 def nothing() -> None:
-    """Nobody has died."""
+    """Report no death."""
 
 
 def on_nodes(world: int, run: Callable[[Nodes], object]) -> list:
-    """What ``run`` gives on each of ``world`` ranks, threads that have connections alone."""
+    """Return the results of ``run`` on ``world`` ranks: threads with nothing but connections."""
     doors = [Door("127.0.0.1", KEY) for _ in range(world)]
     site = Network(tuple(door.address for door in doors))
 
     def rank(number: int) -> object:
         torch.set_num_threads(1)
-        return run(site.meeting(number, doors[number], nothing))
+        return run(site.rendezvous(number, doors[number], nothing))
 
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(rank, range(world)))
@@ -71,17 +71,17 @@ def on_nodes(world: int, run: Callable[[Nodes], object]) -> list:
 
 
 def joined(run: Callable[[Link], Tensor], check: Callable[[], None] = nothing) -> Callable[[Nodes], Tensor]:
-    return lambda meeting: run(CpuSharing().join(meeting, check))
+    return lambda rendezvous: run(CpuSharing().join(rendezvous, check))
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits: NaNs with payloads, zeros with signs, numbers too small for their exponent."""
+    """Return any bits: NaNs with payloads, zeros with signs, numbers too small for their exponent."""
     bits = np.random.default_rng(seed).integers(0, 256, size * dtype.itemsize, np.uint8)
     return torch.from_numpy(bits).view(dtype)
 
 
 def everything(link: Link) -> Tensor:
-    """The bytes of many exchanges in a row."""
+    """Return the bytes of many exchanges in a row."""
     found = []
     for seed, dtype in enumerate((torch.uint8, torch.bfloat16, torch.float32, torch.int64)):
         for size in (1, 3, 257, (PLACE_BYTES + 5) // dtype.itemsize):
@@ -99,7 +99,7 @@ def test_connections_move_the_bits_that_memory_moves(tmp_path):
 
 
 def test_the_control_of_moved_bits():
-    """A conversion on the way, there and back, is seen: it makes other NaNs."""
+    """Control: a conversion on the way, there and back, makes other NaNs, and is seen."""
 
     class Converts(Wrapped):
         def gather(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_the_control_of_moved_bits():
     assert not torch.equal(plain, converted)
 
 
-def test_what_is_gathered_is_in_the_order_of_ranks_whoever_comes_first():
+def test_gathered_tensors_are_in_the_order_of_ranks():
     def late(link: Link) -> Tensor:
         time.sleep(0.05 * (2 - link.rank))
         return link.gather(torch.full((3,), link.rank))
@@ -123,35 +123,44 @@ def test_what_is_gathered_is_in_the_order_of_ranks_whoever_comes_first():
 
 @pytest.mark.parametrize(("wrap", "same"), [(lambda link: link, True), (RoundsOnTheWire, False)])
 def test_a_model_on_nodes_has_the_logits_of_one_rank(wrap, same, tmp_path):
-    """The control: partial sums rounded on the way are seen."""
+    """Two nodes give the logits of one rank.
+
+    The control rounds partial sums on the way.
+    """
     (alone,) = on_ranks(1, tmp_path / "one", lambda link: logits_on(link, BUNDLED_PATH))
     for logits in on_nodes(2, joined(lambda link: logits_on(wrap(link), BUNDLED_PATH))):
         assert torch.equal(logits, alone) is same
 
 
-def test_stages_on_nodes_hand_on_what_they_have():
+def test_stages_on_nodes_pass_on_their_tensors():
     settings, sent = Settings(pipeline_parallel_size=2, tensor_parallel_size=2), torch.randn(2, 300, 96)
 
-    def rank(meeting: Nodes) -> Tensor:
-        groups = Groups.join(settings, CpuSharing(), meeting, nothing)
+    def rank(rendezvous: Nodes) -> Tensor:
+        groups = Groups.join(settings, CpuSharing(), rendezvous, nothing)
         assert groups.pipe is not None and groups.collective is not None
-        got = sent + meeting.rank if groups.stage == 0 else torch.zeros_like(sent)
+        got = sent + rendezvous.rank if groups.stage == 0 else torch.zeros_like(sent)
         (groups.pipe.receive if groups.stage else groups.pipe.send)(*got)
         shared = groups.collective.gather(got)
-        return groups.pipe.logits(shared if meeting.rank == 2 else torch.zeros_like(shared))
+        return groups.pipe.logits(shared if rendezvous.rank == 2 else torch.zeros_like(shared))
 
     for logits in on_nodes(4, rank):
         assert torch.equal(logits, torch.stack([sent, sent + 1]))
 
 
 def test_a_process_group_begins_at_the_first_ranks_address():
-    """As NCCL's would; there are no GPUs on several nodes here."""
+    """A process group begins at the first rank's address, as NCCL's would.
 
-    def meet(meeting: Nodes) -> tuple[bytes, object]:
-        """The store, too: the first rank's serves the others as long as somebody has it."""
-        store = meeting.store()
-        store.set(str(meeting.rank), str(meeting.rank))
-        return store.get(str(1 - meeting.rank)), store
+    No test has GPUs on several nodes.
+    """
+
+    def meet(rendezvous: Nodes) -> tuple[bytes, object]:
+        """Return a value from the store, and the store.
+
+        The first rank's store serves only while it is referenced.
+        """
+        store = rendezvous.store()
+        store.set(str(rendezvous.rank), str(rendezvous.rank))
+        return store.get(str(1 - rendezvous.rank)), store
 
     assert [found for found, _ in on_nodes(2, meet)] == [b"1", b"0"]
 
@@ -167,7 +176,7 @@ def pair() -> tuple[Connection, Connection]:
 
 
 def test_messages_arrive_whole_and_in_order():
-    """More than connections hold, to two ranks, of which one is slow."""
+    """Messages arrive whole and in order, with more data than connections hold and one of two ranks slow."""
     pairs = [pair() for _ in range(2)]
     sent = [np.full(size, size) for size in (1, 10, 40_000, 300_000) * 3]
 
@@ -213,8 +222,11 @@ def test_a_peer_that_has_gone_ends_the_exchange(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["silent", "closed"])
-def test_who_waits_for_a_peer_is_told_why_it_is_dead(how):
-    """Both by what the leader finds out: of a connection that is only silent nothing else would tell."""
+def test_a_waiting_rank_learns_why_its_peer_died(how):
+    """A rank that waits for a silent or closed connection is told the leader's reason for the death.
+
+    A silent connection alone would never tell of it.
+    """
     other, ours = pair()
     reason: list[str] = []
 
@@ -231,7 +243,7 @@ def test_who_waits_for_a_peer_is_told_why_it_is_dead(how):
 
 
 class TwoNodes:
-    """The launcher of a rank that believes itself on another node: it has nothing but an address and a key."""
+    """Launcher of a rank on a simulated other node: the rank has only an address and a key."""
 
     nodes = ("here", "there")
 
@@ -253,7 +265,10 @@ def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 def test_an_engine_on_two_nodes(on_two_nodes):
-    """It has the digest and the answers of one rank; no memory is shared; and a rank that is killed ends it."""
+    """An engine on two nodes has the digest and answers of one rank.
+
+    It shares no memory, and ends with a killed rank.
+    """
     one = LLM(tp_invariant=True, **OPTIONS)
     assert record_of(on_two_nodes).proof.digest == record_of(one).proof.digest
     assert answers(on_two_nodes) == answers(one)

@@ -1,4 +1,4 @@
-"""The noise: the generator's published vectors, its key, and that nothing but the key enters."""
+"""The noise: the generator's published vectors, its key, and independence of everything but the key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_arrays(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]
     ],
 )
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """The known-answer vectors that Random123 publishes for Philox4x32-10."""
+    """The generator gives the known-answer vectors that Random123 publishes for Philox4x32-10."""
     assert on_arrays(counter, key) == expected
     assert philox_words(counter, key) == expected  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def test_any_subset_has_the_bits_of_the_whole_row(vocab: int) -> None:
 
 
 def test_a_key_that_holds_the_row_is_seen() -> None:
-    """Negative control: noise keyed by the place in the batch fails the comparison above."""
+    """Control: noise keyed by the place in the batch fails the comparison above."""
     seed, position, choice = a_key(7)
     whole = gumbel_rows(seed + np.arange(7, dtype=np.uint64), position, choice, 64)
     assert not np.array_equal(gumbel_rows(seed[3:4], position[3:4], choice[3:4], 64)[0], whole[3])
@@ -87,7 +87,10 @@ def test_every_part_of_the_key_matters() -> None:
 
 
 def test_logarithms_are_element_wise() -> None:
-    """Each of the 2**23 possible variates has the same bits at any offset, in any length: no vector tail differs."""
+    """Each of the 2**23 possible variates has the same bits everywhere.
+
+    It may be at any offset, in any length: no vector tail differs.
+    """
     bits = np.arange(2**23, dtype=np.uint32) << np.uint32(9)
     whole = module._gumbel(bits)
     for offset, length in ((1, 2**23 - 1), (5, 1021), (2**23 - 3, 3), (2**22 + 7, 131)):

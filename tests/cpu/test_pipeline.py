@@ -12,7 +12,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import ModelError, RankDied, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -29,7 +29,7 @@ def close(llm: LLM) -> None:
 
 
 def found(stages: int, size: int = 1, **more: object) -> tuple[str, object]:
-    """The digest and the answers of an engine."""
+    """Return the digest and the answers of an engine."""
     llm = LLM(pipeline_parallel_size=stages, tensor_parallel_size=size, **OPTIONS | more)
     try:
         return record_of(llm).proof.digest, answers(llm)
@@ -60,7 +60,10 @@ def test_a_stage_that_is_killed_ends_the_engine():
 
 @pytest.mark.parametrize("name", ["qwen3 moe", "llama tied"])
 def test_families_have_the_bits_of_one_engine(name, tmp_path):
-    """Experts; tied embeddings, which the first and the last stage have."""
+    """Stages keep the digest of one engine.
+
+    There are models with experts, and with tied embeddings on the first and last stage.
+    """
     save_checkpoint(MODELS[name], tmp_path)
     spec = read_spec(read_config(tmp_path))
     options = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "float32", **OPTIONS}
@@ -72,7 +75,7 @@ def test_families_have_the_bits_of_one_engine(name, tmp_path):
     assert len(set(digests)) == 1 and len(digests[0]) == 32
     parts = [stage_of(spec, number, 3) for number in range(3)]
     twice = spec.embedding.params if spec.tied else 0  # on the first stage and on the last
-    norms = 2 * spec.layers[0].input_norm.params  # what each stage but the last has of the next one
+    norms = 2 * spec.layers[0].input_norm.params  # each stage but the last holds norms of the next one
     assert sum(part.num_params for part in parts) == spec.num_params + twice + norms
     assert [len(part.layers) for part in parts] == [1, 1, 1]
 
@@ -83,8 +86,11 @@ class RoundsOnTheWire(Pipe):
 
 
 @pytest.mark.parametrize(("kind", "same"), [(Pipe, True), (RoundsOnTheWire, False)])
-def test_what_travels_keeps_its_bits(kind, same, tmp_path):
-    """The control: hidden states rounded on the way arrive as others."""
+def test_hidden_states_keep_their_bits_between_stages(kind, same, tmp_path):
+    """Data keeps its bits between stages.
+
+    The control rounds hidden states on the way.
+    """
     settings, sent = Settings(pipeline_parallel_size=2), torch.randn(2, 300, 96)
 
     def rank(number: int) -> Tensor:
@@ -102,11 +108,11 @@ def test_what_travels_keeps_its_bits(kind, same, tmp_path):
     assert torch.equal(given, got) is same
 
 
-def test_what_stages_do_not_do_is_refused_by_name(tmp_path):
+def test_options_that_exclude_stages_are_refused_by_name(tmp_path):
     refused = {"enable_lora": True, "kv_offloading_size": 1.0, "execution_mode": "compile"}
     for name, value in refused.items():
         with pytest.raises(SettingsError, match=f"{name}.* do not work together yet: .*leave pipeline_parallel_size"):
             Settings(pipeline_parallel_size=2, **{name: value})
     save_checkpoint(MODELS["llama"], tmp_path)
-    with pytest.raises(ModelError, match="has 3 layers, so --pipeline-parallel-size is 3 at most"):
+    with pytest.raises(ModelError, match="has 3 layers: lower --pipeline-parallel-size to 3"):
         stage_of(read_spec(read_config(tmp_path)), 0, 4)

@@ -1,4 +1,7 @@
-"""A rank that waits for others learns of a death at once, also where the death takes the group's files along."""
+"""A rank that waits for others learns of a death at once.
+
+That holds even if the group's files vanish with the death.
+"""
 
 import shutil
 import threading
@@ -6,8 +9,8 @@ import time
 
 import pytest
 
-from preheat.backends.meeting import OneNode
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import RankDied
 
 PATIENCE_SECONDS = 30

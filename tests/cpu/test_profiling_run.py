@@ -1,4 +1,4 @@
-"""The profiling run: what a step needs is measured on the real model before memory is divided."""
+"""The profiling run measures a step's memory on the real model before memory is divided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from preheat.warmup.record import Record
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 16, "boot_check": "off"}
 MIB = 2**20
 SLACK = MIB
-"""Each processor counts pages for itself and reports them in batches: what the kernel prints lags by some of them."""
+"""Tolerance in bytes: the kernel's count lags, since each processor counts pages for itself and reports in batches."""
 
 
 def boot(**options) -> tuple[Plan, Record]:
@@ -27,7 +27,7 @@ def boot(**options) -> tuple[Plan, Record]:
     return llm.loop.packer.plan, Record.from_json(llm.loop.listener.report())
 
 
-def test_the_peak_is_that_of_the_run_and_not_what_is_left():
+def test_the_peak_includes_memory_freed_during_the_run():
     def run() -> None:
         pages = mmap.mmap(-1, 64 * MIB)
         pages.write(b"x" * 64 * MIB)
@@ -60,8 +60,8 @@ def test_the_largest_bucket_runs_through_the_model_before_there_is_a_cache(polic
     assert "profiling_run" in record.memory
 
 
-def test_what_it_needs_is_not_given_to_the_cache(monkeypatch):
-    """The cache of a device that takes a share of what is free."""
+def test_the_measured_peak_is_left_out_of_the_cache(monkeypatch):
+    """A device that takes a share of its free memory leaves the measured peak out of the cache."""
     monkeypatch.setattr(CpuBackend, "free_memory", lambda self: 64 * MIB)
     monkeypatch.setattr(CpuBackend, "kv_cache_memory", lambda self: None)
     found = {}
@@ -73,7 +73,7 @@ def test_what_it_needs_is_not_given_to_the_cache(monkeypatch):
     assert found[24 * MIB] < found[0] * 0.7
 
 
-def test_a_step_that_does_not_fit_says_what_to_change(monkeypatch):
+def test_a_step_that_does_not_fit_names_the_option_to_change(monkeypatch):
     def fail(self, batch):
         raise MemoryError("no room")
 
@@ -82,7 +82,7 @@ def test_a_step_that_does_not_fit_says_what_to_change(monkeypatch):
         boot()
 
 
-def test_nothing_runs_where_nothing_depends_on_it(monkeypatch):
+def test_the_profiling_run_is_skipped_where_nothing_needs_it(monkeypatch):
     monkeypatch.setattr(fitting, "profile_run", None)
     _, record = boot(skip_warmup=True)
     assert "profiling_run" not in record.memory

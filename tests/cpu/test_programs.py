@@ -1,4 +1,7 @@
-"""Graph drivers: a program runs as a graph where there is one, else its body is called. CUDA's graph is a fake."""
+"""Graph drivers: a program runs as a graph if it has one.
+
+Otherwise its body is called. CUDA's graph is a fake.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def paper(monkeypatch):
     monkeypatch.setattr(PaperGraph, "made", [])
 
 
-def test_a_program_runs_as_a_graph_once_it_is_captured():
+def test_a_captured_program_runs_as_a_graph():
     ran: list[int] = []
     programs = CudaGraphs[int, int](lambda key: ran.append(key) or len(ran), pool="pool")
     assert programs.run(7) == 1
@@ -45,7 +48,7 @@ def test_a_program_runs_as_a_graph_once_it_is_captured():
     programs.capture(7)
     assert 7 in programs
     assert ran == [7, 7]  # recorded
-    assert programs.run(7) == 2  # what the body returned while it was captured
+    assert programs.run(7) == 2  # the body's result at capture
     assert programs.run(8) == 3
     assert ran == [7, 7, 8]
     assert programs.run(7, eager=True) == 4

@@ -1,5 +1,6 @@
-"""Prompts that are embeddings: rows of the table give bit for bit what their tokens give, on all paths; what a request
-sends is only ever read.
+"""Prompts that are embeddings: rows of the table give the bits of their tokens on all paths.
+
+The data of a request is only ever read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 
 def rows(llm: LLM, ids: list[int]) -> Tensor:
-    """The table's rows of the tokens ``ids``."""
+    """Return the table's rows of the tokens ``ids``."""
     return llm.loop.executor.decoder.weights.embedding[ids]
 
 
@@ -84,7 +85,7 @@ def by_tokens(llm) -> list[Any]:
     ids=str,
 )
 def test_rows_of_the_table_are_tokens(by_tokens, options):
-    """Together, in chunks, beside tokens, from the prefix cache, and when they are computed again."""
+    """Rows of the table give their tokens' results: together, in chunks, beside tokens, cached and recomputed."""
     llm = LLM(**OPTIONS | options)
     ids = prompts(llm)
     embeds = [{"prompt_embeds": rows(llm, each)} for each in ids]
@@ -98,7 +99,7 @@ def test_rows_of_the_table_are_tokens(by_tokens, options):
 
 
 def test_other_rows_give_other_tokens(llm, by_tokens):
-    """The comparison can fail."""
+    """Control: other rows give other tokens."""
     ids = prompts(llm)[3]
     (output,) = llm.generate({"prompt_embeds": rows(llm, ids).roll(1, 0)}, PARAMS[3], use_tqdm=False)
     assert seen([output])[0][1] != by_tokens[3][1]
@@ -106,8 +107,10 @@ def test_other_rows_give_other_tokens(llm, by_tokens):
 
 
 def test_blocks_are_known_by_type_and_bytes(llm):
-    """A bit of the last row of the first piece leaves no block of that piece in common, and those of the next one too;
-    one of the second piece leaves those of the first.
+    """Blocks are known by dtype and bytes.
+
+    A changed bit in the last row of the first piece changes all blocks of that piece and of the next. A changed bit in
+    the second piece keeps the blocks of the first.
     """
     table = rows(llm, prompts(llm)[4])
     llm.reset_prefix_cache()
@@ -126,7 +129,7 @@ def test_blocks_are_known_by_type_and_bytes(llm):
     reads = llm.frontend.prompt_embeds
     half = torch.ones(3, table.shape[1], dtype=torch.float16)
     hashes = {reads.decode(saved(each)).segments[0].image.hash for each in (half, half.bfloat16(), half.float())}
-    assert len(hashes) == 3  # each type's
+    assert len(hashes) == 3  # the hash of each dtype
     assert reads.decode(saved(half)).segments[0].image.hash in hashes
 
 
@@ -167,12 +170,12 @@ def with_nan() -> Tensor:
 HIDDEN = 96
 REFUSED = {
     "no base64": ("ä", "not base64"),
-    "no file": (base64.b64encode(b"hello" * 9).decode(), "no file of torch.save"),
-    "an old file": (saved(torch.ones(2, HIDDEN), _use_new_zipfile_serialization=False), "no file of torch.save"),
-    "a pickle": (base64.b64encode(pickle.dumps(Evil())).decode(), "no file of torch.save"),
+    "no file": (base64.b64encode(b"hello" * 9).decode(), "not a file of torch.save"),
+    "an old file": (saved(torch.ones(2, HIDDEN), _use_new_zipfile_serialization=False), "not a file of torch.save"),
+    "a pickle": (base64.b64encode(pickle.dumps(Evil())).decode(), "not a file of torch.save"),
     "a call": (zipped(pickle.dumps(Evil(), 2)), "nothing of a file is called"),
     "a newer pickle": (zipped(pickle.dumps(Evil(), 4)), "something other than one plain tensor"),
-    "compressed": (zipped(pickle.dumps(1, 2), zipfile.ZIP_DEFLATED), "none of which are compressed"),
+    "compressed": (zipped(pickle.dumps(1, 2), zipfile.ZIP_DEFLATED), "none are compressed"),
     "several": (saved([torch.ones(2, HIDDEN)] * 2), "something other than one plain tensor"),
     "a parameter": (saved(torch.nn.Parameter(torch.ones(2, HIDDEN))), "would call torch._utils _rebuild_parameter"),
     "whole numbers": (saved(torch.ones(2, HIDDEN, dtype=torch.int64)), "numbers are of torch.long"),
@@ -180,7 +183,7 @@ REFUSED = {
     "turned": (saved(torch.ones(HIDDEN, 2).T), "not in order: call contiguous"),
     "one row": (saved(torch.ones(HIDDEN)), r"shape \[96\]; the model takes \[tokens, 96\]"),
     "another model": (saved(torch.ones(2, HIDDEN + 1)), r"shape \[2, 97\]"),
-    "nothing": (saved(torch.ones(0, HIDDEN)), r"shape \[0, 96\] is not one of numbers"),
+    "nothing": (saved(torch.ones(0, HIDDEN)), r"shape \[0, 96\] must be numbers above 0"),
     "not a number": (saved(with_nan()), "not finite"),
     "infinite": (saved(torch.full((2, HIDDEN), torch.inf).half()), "not finite"),
     "infinite when rounded": (saved(torch.full((2, HIDDEN), 3.4e38)), "not finite"),
@@ -190,7 +193,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_tensor_is_refused(name):
+def test_wrong_tensors_are_refused(name):
     text, message = REFUSED[name]
     with pytest.raises(InvalidRequest, match=message) as refused:
         PromptEmbeds(HIDDEN, lambda: 256).decode(text)
@@ -199,7 +202,10 @@ def test_what_is_no_tensor_is_refused(name):
 
 
 def test_broken_files_are_refused():
-    """Any byte of the description changed, any length cut: read as a tensor or refused, never anything else."""
+    """A broken file is read as a tensor or refused.
+
+    Any byte of its description is changed, or it is cut at any length.
+    """
     whole = bytearray(base64.b64decode(saved(torch.ones(2, 3))))
     for place in range(len(whole)):
         for other in (0, 0xFF, whole[place] ^ 1):
@@ -214,14 +220,14 @@ def test_broken_files_are_refused():
 
 
 ASKED = {
-    "prompt_logprobs": (SamplingParams(prompt_logprobs=1), "prompt_embeds have no tokens whose log-probabilities"),
+    "prompt_logprobs": (SamplingParams(prompt_logprobs=1), "prompt_embeds have no token ids"),
     "repetition_penalty": (SamplingParams(repetition_penalty=1.1), "set it to 1"),
-    "truncate_prompt_tokens": (SamplingParams(truncate_prompt_tokens=3, max_tokens=1), "would cut"),
+    "truncate_prompt_tokens": (SamplingParams(truncate_prompt_tokens=3, max_tokens=1), "cannot cut"),
 }
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_needs_tokens_is_refused(llm, name):
+def test_parameters_that_need_tokens_are_refused(llm, name):
     params, message = ASKED[name]
     with pytest.raises(InvalidRequest, match=message) as refused:
         llm.generate({"prompt_embeds": rows(llm, [1, 2, 3, 4])}, params, use_tqdm=False)
@@ -243,7 +249,7 @@ def test_what_needs_tokens_is_refused(llm, name):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_does_not_go_together_is_refused(options):
+def test_options_that_exclude_prompt_embeds_are_refused(options):
     with pytest.raises(SettingsError, match="enable_prompt_embeds"):
         LLM(**OPTIONS | options)
 
@@ -268,7 +274,7 @@ def test_searches_begin_with_embeddings(llm):
 
 
 def test_adapters_grammars_and_blocks_from_the_host(tmp_path):
-    """What else a request may ask for is that of its tokens; so are blocks that come back."""
+    """Adapters, grammars and blocks that come back from the host work as for the prompt's tokens."""
     write_adapter(tmp_path / "one", 1)
     llm = LLM(**OPTIONS | {"num_gpu_blocks_override": 18}, enable_lora=True, kv_offloading_size=1)
     adapter, ids = LoRARequest("one", 1, str(tmp_path / "one")), prompts(llm)[5][:150]
@@ -286,7 +292,7 @@ def test_adapters_grammars_and_blocks_from_the_host(tmp_path):
     assert llm.loop.scheduler.stats().external_hits > 0
 
 
-# --- the proofs, and what is planted for them ---
+# --- the proofs and their planted faults ---
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +307,7 @@ def check(loop) -> BootCheck:
 
 
 def begun_again(patch) -> None:
-    """A chunk that begins within a piece has its first rows."""
+    """Plant a chunk that begins within a piece with the piece's first rows."""
     right = EncoderCache.attach
 
     def attach(self, schedule, slots):
@@ -314,13 +320,13 @@ def begun_again(patch) -> None:
 
 
 def rounded(patch) -> None:
-    """Rows that lose a bit on the way."""
+    """Plant rows that lose a bit on the way."""
     right = PromptEmbeds.of_tensor
     patch.setattr(PromptEmbeds, "of_tensor", lambda self, tensor: right(self, tensor.float() * (1 + 2**-7)))
 
 
 def no_bytes(patch) -> None:
-    """Block hashes that do not know which rows they are."""
+    """Plant block hashes without the rows."""
     patch.setattr(prefix, "_images", lambda *_: b"")
 
 
@@ -360,11 +366,11 @@ PLANTED = {
 }
 
 
-def test_every_path_of_verify_is_one():
+def test_all_paths_of_verify_agree():
     assert paths() == dict.fromkeys(PLANTED, True)
 
 
 @pytest.mark.parametrize("path", [path for path, plant in PLANTED.items() if plant])
-def test_what_is_planted_is_found_by_its_path(path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert not paths()[path]

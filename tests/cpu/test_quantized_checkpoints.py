@@ -1,4 +1,7 @@
-"""Every format of quantized checkpoints, written by others' rules, says what transformers says of what it means."""
+"""Every format of quantized checkpoints, written by other libraries' rules, gives transformers' logits.
+
+transformers runs the dequantized weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, sch
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 from tests.pure.test_quantization_spec import ct, spec_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that write the checkpoints
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
 
 TOKEN, GROUP = inputs_of("token"), {"group_size": 32}
 KINDS: dict[str, Kind] = {
@@ -53,13 +56,13 @@ MOE = ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediat
 
 
 def made(folder: Path, kind: Kind, model: Any = MODEL, config: dict[str, Any] | None = None) -> list[str]:
-    """A quantized checkpoint, and in "plain" what it stands for."""
+    """Write a quantized checkpoint, and its dequantized weights in "plain"."""
     save_checkpoint(model, folder / "plain")
     return quantized.quantize_checkpoint(folder / "plain", kind, folder / "quantized", config)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_what_the_checkpoint_stands_for(name: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_reference(name: str, tmp_path: Path) -> None:
     kind, tokens, modules = KINDS[name], random_tokens(40), made(tmp_path, KINDS[name])
     assert len(modules) == 2 * 7
     right = quantized.reference_logits(tmp_path / "plain", tokens, kind, modules)
@@ -72,7 +75,7 @@ def test_logits_are_those_of_what_the_checkpoint_stands_for(name: str, tmp_path:
         assert error.median() <= 2e-3
         assert error.max() <= 3e-2
         unrounded = logits_of(open_decoder(tmp_path / "plain"), tokens)
-        assert error_at_each_position(unrounded, right).median() > 1e-2  # what rounding does is not what is let pass
+        assert error_at_each_position(unrounded, right).median() > 1e-2  # the tolerance is below the effect of rounding
 
 
 @pytest.mark.parametrize("name", ["gptq, desc_act", "compressed-tensors, weights only", "awq"])
@@ -93,7 +96,7 @@ def test_experts_of_every_format(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8, block", "fp8, static", "compressed-tensors, channel"])
-def test_experts_in_float8_are_close_to_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_float8_experts_are_close_to_their_unquantized_model(name: str, tmp_path: Path) -> None:
     made(tmp_path, KINDS[name], MOE)
     tokens = random_tokens(40)
     models = [open_decoder(tmp_path / folder) for folder in ("quantized", "plain")]
@@ -121,7 +124,7 @@ NAMES = [
 
 
 @given(st.lists(st.sampled_from(NAMES), max_size=3), st.sampled_from(NAMES))
-def test_names_mean_what_the_library_takes_them_for(ignored: list[str], target: str) -> None:
+def test_patterns_of_names_match_as_in_the_library(ignored: list[str], target: str) -> None:
     linear = torch.nn.Linear(1, 1)
     others = ["re:.*(q|k|v|gate|up)_proj", "lm_head"]
     config = ct(ignore=[*ignored, *others], targets=[target])
@@ -139,8 +142,11 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_file_beside_the_config_says_it(name: str, tmp_path: Path) -> None:
-    """As AutoGPTQ and AutoAWQ write it, without the name of the method; what the config says itself comes first."""
+def test_a_quantization_file_beside_the_config_is_read(name: str, tmp_path: Path) -> None:
+    """A file beside the config, as AutoGPTQ and AutoAWQ write it, sets the method.
+
+    The config comes first. The file does not name the method.
+    """
     kind = BESIDE[name]
     made(tmp_path, kind)
     by_config = logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40))
@@ -167,7 +173,10 @@ SYMMETRIC = {
 
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_the_zero_point_of_a_symmetric_file_is_the_half(name: str, tmp_path: Path) -> None:
-    """Whichever of its two versions the file says that it is, or if it does not say."""
+    """A symmetric file's zero point is the half of its range.
+
+    That holds for each version of files, and for files without a version.
+    """
     made(tmp_path, SYMMETRIC[name])
     one, other = (logits_of(open_decoder(tmp_path / folder), random_tokens(40)) for folder in ("quantized", "plain"))
     assert torch.equal(one, other)
@@ -180,7 +189,10 @@ def test_symmetric_experts(tmp_path: Path) -> None:
 
 
 def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> None:
-    """One other number is enough; where the file says that it is not symmetric, every number is what it says."""
+    """A symmetric file with one other zero point is refused by name.
+
+    An asymmetric file is read as it is.
+    """
     zeros, kind = "model.layers.1.mlp.up_proj.qzeros", symmetric(4, 7, sym=True)
     made(tmp_path, kind)
     changed(tmp_path, zeros, lambda words: words.index_fill(1, torch.tensor([0]), 0x77777779))
@@ -195,7 +207,10 @@ def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["fp8", "gptq"])
 def test_rows_that_are_loaded_in_another_order(name: str, tmp_path: Path) -> None:
-    """Of Phi-4-mini, a part of whose heads turns; its parts are stored fused."""
+    """Fused parts of Phi-4-mini are loaded in another order of rows.
+
+    The model rotates a part of each head.
+    """
     kind, tokens = KINDS[name], random_tokens(40)
     modules = made(tmp_path, kind, MODELS["phi4 mini"])
     assert {module.rpartition(".")[2] for module in modules} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
@@ -213,11 +228,11 @@ def changed(folder: Path, name: str, change: Any) -> None:
 def test_an_index_that_cannot_be_is_named(tmp_path: Path) -> None:
     made(tmp_path, gptq(desc_act=True))
     changed(tmp_path, "model.layers.0.self_attn.k_proj.g_idx", lambda index: index.flip(0))
-    with pytest.raises(ModelError, match=r"0\.self_attn\.k_proj\.g_idx: it differs"):
+    with pytest.raises(ModelError, match=r"0\.self_attn\.k_proj\.g_idx must equal"):
         open_decoder(tmp_path / "quantized")
     made(tmp_path, gptq())
     changed(tmp_path, "model.layers.1.mlp.up_proj.g_idx", lambda index: index.flip(0))
-    with pytest.raises(ModelError, match=r"up_proj\.g_idx: it is not in order, though desc_act is false"):
+    with pytest.raises(ModelError, match=r"up_proj\.g_idx is not in order, though desc_act is false"):
         open_decoder(tmp_path / "quantized")
 
 

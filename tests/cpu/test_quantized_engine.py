@@ -1,4 +1,4 @@
-"""The engine with quantized weights: one answer on every path, a scale of the batch found, formats told apart."""
+"""The engine with quantized weights: one answer on every path, a planted fault found, formats told apart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ MOE = {
 
 
 def verified(folder: Path) -> tuple[bool, list[PathResult]]:
-    """A dense layer and one of experts, with random weights."""
+    """Return the verdict and results of ``verify``.
+
+    The model has a dense layer and a layer of experts, with random weights.
+    """
     (folder / "config.json").write_text(json.dumps(MOE))
     model = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "quantization": "fp8"}
 
@@ -58,8 +61,8 @@ def test_a_scale_of_the_batch_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert {result.path for result in results if result.first} >= {"shuffled arrivals", "chunks, few blocks"}
 
 
-def test_what_tells_formats_and_scales_apart(tmp_path: Path) -> None:
-    """Of one checkpoint: its formats, and a digest that a single other scale changes."""
+def test_the_key_tells_formats_and_scales_apart(tmp_path: Path) -> None:
+    """One checkpoint's formats are told, and a single changed scale changes its digest."""
     from safetensors.torch import load_file, save_file
 
     def told(model: str, **options: str) -> object:

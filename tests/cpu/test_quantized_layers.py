@@ -1,4 +1,4 @@
-"""Quantized layers on a CPU: the contract's bits, float64 of the dequantized map, and a row alone as in company."""
+"""Quantized layers on a CPU: the contract's bits, float64 of the dequantized map, and any row as alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHOLE = [
 
 
 def random_weight(scheme: Scheme, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> QuantizedWeight:
-    """Codes and scales of all sizes."""
+    """Return codes and scales of all sizes."""
     random = torch.Generator().manual_seed(seed)
     weight = empty_weight(scheme, *shape, dtype=dtype, device=torch.device("cpu"))
     weight.scales.uniform_(0.5, 2, generator=random).mul_(shape[-1] ** -0.5 / 100)
@@ -63,7 +63,7 @@ def random_weight(scheme: Scheme, *shape: int, dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_codes_are_the_nearest_to_a_quotient(dtype: torch.dtype) -> None:
-    """By a search through all of e4m3fn, in float64."""
+    """A search through all of e4m3fn, in float64, finds no code nearer to the quotient."""
     x = (noise(20, 160) * noise(20, 160, seed=1).exp()).to(dtype)
     x[3], x[4] = 0, x[4] * 1e-9
     codes, scales = quantize_rows(x, "token")
@@ -88,7 +88,10 @@ def test_a_quotient_is_no_product_with_a_reciprocal() -> None:
 
 @pytest.mark.parametrize("scheme", W8A8, ids=lambda scheme: scheme.name)
 def test_a_layer_is_the_contract_said_again(scheme: Scheme) -> None:
-    """One number after the other, in numpy; 300 inputs are two parts of 128 and one of 44."""
+    """A layer equals the contract, written again in numpy one number after the other.
+
+    300 inputs are two parts of 128 and one of 44.
+    """
     weight, x, bias = random_weight(scheme, 7, 300), noise(3, 300, seed=2), noise(7, seed=3)
     codes, scales = quantize_rows(x, scheme.activations or "token", weight.static)
     a, w = codes.double().numpy(), weight.codes.double().numpy()
@@ -110,7 +113,7 @@ def test_a_layer_is_the_contract_said_again(scheme: Scheme) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [*W8A8, *WHOLE], ids=lambda scheme: scheme.name)
 def test_accuracy_of_the_dequantized_map(scheme: Scheme, dtype: torch.dtype) -> None:
-    """Beside float64 of the weights, and of the activations, that codes and scales stand for."""
+    """A layer is near float64 of the dequantized weights and activations."""
     weight = random_weight(scheme, 40, 384, dtype=dtype)
     x = noise(9, 384, seed=4).to(dtype)
     meant = x.double()
@@ -125,7 +128,7 @@ def test_accuracy_of_the_dequantized_map(scheme: Scheme, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [*W8A8, *WHOLE], ids=lambda scheme: scheme.name)
-def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -> None:
+def test_a_rows_bits_do_not_depend_on_other_rows(scheme: Scheme, dtype: torch.dtype) -> None:
     linear = layers.linear(CPU, random_weight(scheme, 96, 256, dtype=dtype), activation="silu_and_mul")
     x = noise(200, 256, seed=5).to(dtype) * noise(200, 1, seed=6).exp().to(dtype)
     whole = linear(x)
@@ -136,7 +139,7 @@ def test_a_row_has_its_bits_in_any_company(scheme: Scheme, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("scheme", [FP8, W8A8[4]], ids=lambda scheme: scheme.name)
-def test_a_token_visits_its_experts_in_any_company(scheme: Scheme) -> None:
+def test_a_tokens_experts_do_not_depend_on_other_tokens(scheme: Scheme) -> None:
     routing = Routing(2, True, False)
     experts = layers.experts(
         CPU, random_weight(scheme, 5, 2 * 144, 160), random_weight(scheme, 5, 160, 144, seed=1), routing
@@ -150,7 +153,7 @@ def test_a_token_visits_its_experts_in_any_company(scheme: Scheme) -> None:
 
 
 def of_the_batch(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What a dynamic scale per tensor is: the largest of all rows."""
+    """Plant a dynamic scale per tensor: the largest scale of all rows."""
 
     def scales(x: Tensor, kind: ActivationScales, static: Tensor | None = None) -> Tensor:
         found = right(x, kind, static)
@@ -173,7 +176,7 @@ def test_a_weight_that_is_quantized_while_loading() -> None:
 
 
 def test_sums_of_128_products_are_exact_in_float64() -> None:
-    """Of the largest, the smallest and opposite numbers, in any order."""
+    """Sums of 128 products are exact in float64: the largest, the smallest and opposite numbers, in any order."""
     random = torch.Generator().manual_seed(0)
     codes = torch.tensor([448.0, -448, 2**-9, -(2**-9), 416, 15 * 2**-9])
     x = codes[torch.randint(6, (8, 128), generator=random)].to(E4M3)

@@ -1,4 +1,7 @@
-"""Quantized layers that ranks share: the same bits on one, two and four, and what would break that is seen."""
+"""Quantized layers that ranks share.
+
+One, two and four ranks give the same bits, and planted faults are seen.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, qua
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 from tests.cpu.test_tensor_parallel import OPTIONS, TOKENS, Wrapped, answers, on_ranks, record_of, same
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that write the checkpoints
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
 
 SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 256}
 MODEL = ("Llama", SIZES)
@@ -63,7 +66,7 @@ def logits_on(collective: Collective, model: Path, asked: str | None = None) -> 
 
 
 def on_sizes(model: Path, folder: Path, asked: str | None = None, wrap: Any = lambda c: c) -> list[Tensor]:
-    """The logits on 1, 2 and 4 ranks, each of which has the same ones."""
+    """Return the logits on 1, 2 and 4 ranks, and assert that all ranks of a size agree."""
     found = []
     for world in (1, 2, 4):
         ranks = on_ranks(world, folder / str(world), lambda c: logits_on(wrap(c), model, asked))
@@ -74,7 +77,10 @@ def on_sizes(model: Path, folder: Path, asked: str | None = None, wrap: Any = la
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bits_do_not_depend_on_the_number_of_ranks(name: str, tmp_path: Path) -> None:
-    """And they say what the layers say where nothing is shared, but for the order of sums; codes may round apart."""
+    """Bits are equal on all sizes, and near the unshared layers.
+
+    The order of sums and the rounding of codes may differ.
+    """
     model = made(tmp_path, name)
     found = on_sizes(model, tmp_path / "ranks")
     assert same(found)
@@ -89,7 +95,7 @@ def test_weights_that_are_rounded_while_loading(tmp_path: Path) -> None:
 
 
 class OwnMaxima(Wrapped):
-    """A rank's scales are those of the inputs that it has."""
+    """Plant a rank with scales of only its own inputs."""
 
     def gather(self, x: Tensor) -> Tensor:
         found = super().gather(x)
@@ -112,7 +118,7 @@ def test_a_tree_that_follows_the_number_of_ranks_is_seen(
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 
-def test_groups_that_cross_the_border_of_a_leaf_are_named(tmp_path: Path) -> None:
+def test_groups_that_cross_the_border_of_a_k_split_are_named(tmp_path: Path) -> None:
     save_checkpoint(("Llama", {**SIZES, "intermediate_size": 160}), tmp_path / "plain")
     quantize_checkpoint(tmp_path / "plain", awq(), tmp_path / "quantized")
     spec = read_spec(read_config(tmp_path / "quantized"))

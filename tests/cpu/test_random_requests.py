@@ -1,8 +1,7 @@
-"""Two thousand requests over everything that a request may ask for: nothing is cold, nothing is missed.
+"""Two thousand requests with all fields of a request: nothing is cold, nothing is missed.
 
-In eager mode; compiled programs are chosen by the same plan, so that fewer requests reach each of them.
-
-The model is small and its weights random: what is tested is which programs run, not what they say.
+The mode is eager. Compiled programs are chosen by the same plan, so fewer requests reach each of them. The model is
+small with random weights: the test looks at the programs that run, not at their results.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SMALL = {
     "load_format": "dummy",
 }
 
-# How each field of SamplingParams is drawn when a request sets it; every field is here (tested).
+# Draw of each field of SamplingParams for a request that sets it; every field is here (tested).
 DRAWS = {
     "n": lambda r: r.randint(1, 3),
     "temperature": lambda r: r.choice([0.0, 0.3, 1.0, 1.9]),
@@ -75,7 +74,7 @@ def test_every_field_is_drawn():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A configuration without weights."""
+    """Write a configuration without weights."""
     folder = tmp_path_factory.mktemp("model")
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": VOCAB}
@@ -87,12 +86,15 @@ def model(tmp_path_factory):
 
 
 def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
-    """Each field of ``names`` is set or left alone; the same draw decides for a whole wave how rich it may be."""
+    """Return parameters with each field of ``names`` set or left alone at random.
+
+    ``names`` bounds the fields of a whole wave.
+    """
     values = {name: DRAWS[name](chance) for name in names if chance.random() < 0.4}
     values.setdefault("max_tokens", 5)
-    if "stop" in values:  # which needs text
+    if "stop" in values:  # it needs text
         values.pop("detokenize", None)
-    if "structured_outputs" in values:  # together they may leave no token, which ends a request with an error
+    if "structured_outputs" in values:  # together they may leave no token: an error
         values.pop("allowed_token_ids", None)
     if "temperature" not in names:
         values["temperature"] = 0.0
@@ -100,7 +102,7 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
 
 
 def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
-    """Waves of requests that arrive between steps, some of which are cancelled; how they ended."""
+    """Run waves of requests that arrive between steps, cancel some, and return the counts of their ends."""
     chance, frontend, loop = random.Random(seed), llm.frontend, llm.loop
     ended: Counter[str] = Counter()
     states, sent, patient = [], 0, True
@@ -126,7 +128,7 @@ def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
 
 
 def hits(llm: LLM) -> dict[str, int]:
-    """Of every item that a step can run."""
+    """Return the hits of every item that a step can run."""
     record = Record.from_json(llm.loop.listener.report())
     items = {item.name for item in llm.loop.packer.plan.items if item.kind in ("prompt", "decode", "mixed", "sampler")}
     zero = {item.name for item in llm.loop.packer.plan.items if item.shape.get("rows") == 0}

@@ -1,4 +1,7 @@
-"""Ranks that are actors of Ray: on one node and on two the bits are those of one process, and a dead actor ends all."""
+"""Ranks that are actors of Ray.
+
+On one node and on two, bits equal one process's, and a dead actor ends all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install prehe
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray's own
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 128 << 20, "max_num_seqs": 4, "max_model_len": 256,
@@ -31,7 +34,7 @@ ON_RAY = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two nodes, on this machine, with two CPUs and one."""
+    """Start two nodes on this machine, with two CPUs and one."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     nodes.add_node(num_cpus=1)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
@@ -42,7 +45,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def _crowded(cluster: None) -> Iterator[None]:
-    """This node has room for one rank alone."""
+    """Leave room for only one rank on this node."""
     here = ray.get_runtime_context().get_node_id()
     other = placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": here}])
     assert other.wait(10)
@@ -62,7 +65,7 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def actors() -> list[int]:
-    """The processes of ranks, whose title Ray sets."""
+    """Return the processes of ranks, known by the title that Ray sets."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -84,7 +87,7 @@ def has_the_bits(shared: LLM, alone: LLM) -> bool:
 
 
 def test_actors_give_the_bits_of_one_process(cluster: None, alone: LLM) -> None:
-    """On one node, as both fit there."""
+    """Two actors on one node give the bits of one process."""
     shared = LLM(**ON_RAY)
     try:
         (actor,) = actors()
@@ -105,7 +108,7 @@ def answers_until(llm: LLM, end: float) -> None:
 
 
 @pytest.mark.usefixtures("_crowded")
-def test_actors_on_two_nodes_have_them_too_and_a_dead_one_ends_all(alone: LLM) -> None:
+def test_actors_on_two_nodes_give_the_same_bits_and_a_dead_actor_ends_all(alone: LLM) -> None:
     llm = LLM(**ON_RAY)
     (actor,) = actors()
     assert not shares_memory(actor) and llm.loop.executor.ranks.on_a_node == 1

@@ -33,7 +33,10 @@ def ids(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
 
 
 def served(llm: LLM, prompts: list[list[int]], answers: list[int]) -> list[tuple[list[int], list[float]]]:
-    """The tokens of each request, and what the engine says of all but the first; drawn and greedy ones in turn."""
+    """Return each request's tokens, and the engine's logprobs of them.
+
+    The first token has no logprob. Greedy and drawn requests take turns.
+    """
     params = [
         SamplingParams(
             max_tokens=answer, temperature=place % 2, seed=place, logprobs=0, prompt_logprobs=0, ignore_eos=True
@@ -53,7 +56,7 @@ def said(output: RequestOutput) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logprobs_are_the_engines(dtype: str) -> None:
-    """Of prompts and answers of several requests in mixed batches, over one and several KV splits."""
+    """Logprobs equal the engine's for prompts and answers in mixed batches, over one and several KV splits."""
     prompts = [ids(300, 1, 1000), ids(3, 2, 1000), ids(60, 3, 1000), ids(300, 1, 1000)[:280]]
     found = served(LLM(device="cpu", dtype=dtype, max_num_batched_tokens=128), prompts, [4, 9, 2, 6])
     model = reference.load(dtype=dtype)
@@ -69,7 +72,7 @@ def test_logprobs_are_the_engines(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
-    """Bits in float32, and gradients against those that autograd finds in transformers."""
+    """Each family has the engine's bits in float32, and the gradients of autograd in transformers."""
     save_checkpoint(MODELS[name], tmp_path)
     prompts = [ids(90, 1), ids(37, 2), ids(9, 3)]
     found = served(LLM(str(tmp_path), dtype="float32", **SMALL), prompts, [6, 3, 8])
@@ -85,7 +88,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 
 def gradients(folder: Path, sequences: list[list[int]]) -> dict[str, Tensor]:
-    """Those of the sum of all log-probabilities, by the names in the checkpoint."""
+    """Return gradients of the sum of all log-probabilities, by the names in the checkpoint."""
     import transformers
 
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
@@ -97,15 +100,16 @@ def gradients(folder: Path, sequences: list[list[int]]) -> dict[str, Tensor]:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(parameter.grad)
-    theirs.save_pretrained(folder / "gradients")  # which gives them the checkpoint's names
+    theirs.save_pretrained(folder / "gradients")  # names the gradients as in the checkpoint
     from safetensors.torch import load_file
 
     return load_file(folder / "gradients" / "model.safetensors")
 
 
 def test_a_step_of_training_is_served(tmp_path: Path) -> None:
-    """It changes the log-probabilities; what is saved is served with those of the trained model, whose master weights
-    are fp32.
+    """A step of training changes the log-probabilities, and the saved model is served with the trained ones.
+
+    The master weights are fp32.
     """
     model = reference.load(dtype="bfloat16").float()
     tokens = ids(50, 4, 1000)
@@ -143,7 +147,7 @@ original = DifferentiableOperations.layer
     [(DifferentiableOperations, "layer", plain_layer), (WholeSequences, "attend", plain_attend)],
 )
 def test_other_orders_of_addition_are_seen(where, name, plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: torch's own linear layers and attention, which is what a trainer would call."""
+    """Control: torch's own linear layers and attention, a trainer's usual calls, have other bits."""
     tokens = ids(300, 5, 1000)
     model = {dtype: reference.load(dtype=dtype) for dtype in ("float32", "bfloat16")}
     right = {dtype: each.logprobs(tokens) for dtype, each in model.items()}
@@ -153,7 +157,7 @@ def test_other_orders_of_addition_are_seen(where, name, plain, monkeypatch: pyte
     torch.testing.assert_close(other["float32"], right["float32"], rtol=1e-4, atol=1e-4)
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_unsupported_options_of_the_reference_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="runs on a CPU, not on cuda"):
         reference.load(device="cuda")
     with pytest.raises(SettingsError, match="max_model_len 10000000 is not within"):

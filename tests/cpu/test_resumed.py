@@ -1,4 +1,4 @@
-"""A preempted and recomputed sequence has the bits of one that was never preempted, query norm and rope included."""
+"""A preempted and recomputed sequence has its bits without preemption, query norm and rope included."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {
 
 
 def differing(folder) -> int:
-    """How many of the requests have other logits where they are preempted than alone."""
+    """Return how many requests have other logits when preempted than alone."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     common = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "skip_warmup": True,

@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference over all parameters, and its edges: ties, NaN, nothing possible."""
+"""The sampler against a plain float64 reference over all parameters, and its edges: ties, NaN, no possible token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one(logits: list[float], **params: object) -> int:
 
 
 def survivors_of(row: Row, duplicates: bool) -> list[int]:
-    """The survivors that the engine's filters leave, ascending."""
+    """Return the survivors that the engine's filters leave, ascending."""
     random = sampling_input(fill([row]), np.arange(1)).random
     assert random is not None
     logits = np.array([edited(row)], np.float32)
@@ -44,7 +44,10 @@ def survivors_of(row: Row, duplicates: bool) -> list[int]:
 
 @st.composite
 def a_row(draw: st.DrawFn, vocab: int) -> Row:
-    """Logits on a coarse grid, so that there are many true ties; parameters over all of their ranges."""
+    """Draw logits on a coarse grid, and parameters over their ranges.
+
+    A coarse grid has many true ties.
+    """
     token = st.integers(0, vocab - 1)
     grid = st.integers(-24, 24).map(lambda x: x / 4)
     tokens = st.lists(token, max_size=12)
@@ -93,7 +96,10 @@ def test_equals_the_reference(data: st.DataObject, vocab: int, window: int, dupl
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 @pytest.mark.parametrize("params", [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.02, "top_p": 0.99}])
 def test_equals_the_reference_over_a_large_vocabulary(params: dict[str, float], temperature: float) -> None:
-    """Where windows widen, noise is drawn sparsely or whole, and the vocabulary is no multiple of 4."""
+    """The sampler equals the reference where windows widen, noise is sparse or whole, and the vocabulary is odd.
+
+    The vocabulary is no multiple of 4.
+    """
     rng = np.random.default_rng(3)
     rows = [
         Row(
@@ -108,8 +114,11 @@ def test_equals_the_reference_over_a_large_vocabulary(params: dict[str, float], 
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
-def test_top_p_is_of_what_min_p_leaves(top_p: float) -> None:
-    """Also where min_p leaves more tokens than are sorted at first, so that the total is summed apart."""
+def test_top_p_is_a_share_of_the_tokens_that_min_p_leaves(top_p: float) -> None:
+    """top_p is a share of the tokens that min_p leaves.
+
+    They may be more tokens than are sorted at first. The total is then summed apart.
+    """
     row = Row(np.arange(0, -30, -0.01, dtype=np.float32), SamplingParams(top_p=top_p, min_p=float(np.exp(-2.005))))
     right = answer(row)
     assert right.clear
@@ -138,7 +147,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 def test_top_k_among_equals() -> None:
-    """Exactly k survive, the lowest ids of the equal ones; with duplicates every token equal to the k-th."""
+    """Exactly k tokens survive, the lowest ids of the equal ones.
+
+    With duplicates, all tokens equal to the k-th survive.
+    """
 
     def reached(duplicates: bool) -> set[int]:
         logits = np.array([1, 2, 2, 2, 5, 2, 0], np.float32)
@@ -165,7 +177,7 @@ def test_top_p_counts_the_mass_before_a_token() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
 class TestBadLogits:
-    """What a broken model may produce crashes nothing and has one defined answer."""
+    """Logits of a broken model crash nothing and have one defined answer."""
 
     def test_nan_is_impossible(self, temperature: float, filters: dict[str, float]) -> None:
         nan, low = float("nan"), float("-inf")
@@ -202,14 +214,17 @@ def test_extreme_penalties_do_not_crash() -> None:
 
 
 def test_min_tokens_ends() -> None:
-    """A stop id may be drawn from the position that ``min_tokens`` names; one out of range harms nothing."""
+    """A stop id may be drawn from position ``min_tokens`` on.
+
+    A stop id out of range harms nothing.
+    """
     params = SamplingParams(temperature=0, min_tokens=2)
     logits = np.array([0, 1, 9], np.float32)
     rows = [Row(logits, params, [0], output, stop_ids=[2, 999, -1]) for output in ([], [1], [1, 1])]
     assert sample(rows) == [1, 1, 2]
 
 
-def test_refuses_what_it_cannot_read() -> None:
+def test_wrong_logits_are_refused() -> None:
     batch = sampling_input(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(1))
     for logits in (torch.zeros(1, 3, dtype=torch.bfloat16), torch.zeros(2, 3)):
         with pytest.raises(ValueError, match="float32 logits of 1 rows"):

@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 def exact(row: Row) -> np.ndarray:
-    """The probabilities, float64 [vocab], of the row's next token."""
+    """Return the probabilities, float64 [vocab], of the row's next token."""
     weight, probabilities = weights(row, edited(row)), np.zeros(len(row.logits))
     for token in answer(row).survivors:
         probabilities[token] = weight[token]
@@ -56,7 +56,10 @@ def exact(row: Row) -> np.ndarray:
 
 
 def sigmas(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """How far chi-square is above its mean; infinite if something impossible was drawn."""
+    """Return how far chi-square is above its mean.
+
+    It is infinite if an impossible token was drawn.
+    """
     possible = probabilities > 0
     if counts[~possible].any():
         return math.inf
@@ -72,7 +75,7 @@ def a_row(kind: str) -> Row:
 
 
 def draw(row: Row, key: str) -> np.ndarray:
-    """Counts [vocab] of ``DRAWS`` draws that differ in one part of the key: seed, position or choice."""
+    """Return counts [vocab] of ``DRAWS`` draws that differ in one part of the key: seed, position or choice."""
     batch = sampling_input(fill([row]), np.zeros(1, np.int64))
     assert batch.random is not None
     random = batch.random.take(np.zeros(DRAWS, np.int64))
@@ -95,7 +98,7 @@ def test_positions_and_choices(key: str) -> None:
 
 
 def test_logit_changes_are_sampled_too() -> None:
-    """The same through penalties, bias and ban as the sampler itself applies them, on requests of 2,000 seeds."""
+    """The distribution holds through penalties, bias and ban as the sampler applies them, over 2,000 seeds."""
     row = a_row("everything")
     rows = [replace(row, seed=seed) for seed in range(2000)]
     batch = sampling_input(fill(rows), np.arange(len(rows)))
@@ -105,7 +108,7 @@ def test_logit_changes_are_sampled_too() -> None:
 
 
 def test_a_wrong_distribution_is_seen() -> None:
-    """Negative control: a temperature off by a tenth, and noise that repeats."""
+    """Control: a temperature off by a tenth, and noise that repeats."""
     row = a_row("plain")
     warmer = replace(row, params=SamplingParams(temperature=1.1))
     assert sigmas(draw(row, "seed"), exact(warmer)) > 5
@@ -114,5 +117,5 @@ def test_a_wrong_distribution_is_seen() -> None:
 
 
 def test_row_type_carries_the_whole_key() -> None:
-    """The draws above replace one part of the key at a time; there is no other part."""
+    """The key has no part but the seed, position and choice that the draws above replace."""
     assert {"seed", "position", "choice"} <= set(SamplingMetadata.__dataclass_fields__)

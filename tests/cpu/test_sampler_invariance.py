@@ -1,4 +1,7 @@
-"""A row's token depends on nothing but that row: not on its batch, its level, the threads, or what ran before."""
+"""A row's token depends only on the row.
+
+It depends neither on the batch, the level, the threads, nor earlier runs.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def sample(rows: list[Row]) -> list[int]:
 
 
 def differing(rows: list[Row], draw: Draw) -> int:
-    """How many rows get another token alone, in a shuffled batch or in a part of it than in the whole batch."""
+    """Return how many rows of the batch get another token.
+
+    Each row is drawn alone, in a shuffled batch and in a part of it.
+    """
     whole = draw(rows)
     order = np.random.default_rng(8).permutation(len(rows))
     shuffled = dict(zip(order.tolist(), draw([rows[i] for i in order]), strict=True))
@@ -91,8 +97,8 @@ def test_threads_change_nothing() -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_noise_keyed_by_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a sampler whose noise knows the row's place fails the test above."""
+def test_noise_keyed_by_row_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a sampler whose noise knows the row's place fails the test above."""
     take = SamplingMetadata.take
 
     def by_place(self: SamplingMetadata, index: np.ndarray | slice) -> SamplingMetadata:
@@ -105,7 +111,7 @@ def test_noise_keyed_by_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_filter_that_looks_at_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a temperature that depends, ever so little, on the number of rows."""
+    """Control: a temperature that depends, ever so little, on the number of rows."""
     deficits = module.deficits
 
     def of_batch(logits: np.ndarray, peak: np.ndarray, temperature: np.ndarray) -> np.ndarray:
@@ -117,7 +123,10 @@ def test_a_filter_that_looks_at_the_batch_is_seen(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("place", range(len(KINDS)))
 def test_the_level_changes_nothing(place: int) -> None:
-    """Each kind of row, in a step of its own level and in steps that a companion lifts to every higher one."""
+    """A row has the same token at every level of its step.
+
+    Another row lifts the step to a higher level.
+    """
     row = mixed_rows(1)[place]
     lifts = {Level.GREEDY: {"temperature": 0.0}, Level.FILTERED: {"top_k": 3}, Level.FULL: {"presence_penalty": 1.0}}
     own, (token,) = sampling_input(fill([row]), np.arange(1)).level, sample([row])
@@ -148,7 +157,10 @@ def test_global_generators_are_left_alone() -> None:
 
 @pytest.mark.parametrize("function", [np.log, np.exp])
 def test_numpy_logarithm_and_exponential_are_element_wise(function: Callable[..., np.ndarray]) -> None:
-    """The two rounding functions in use give a number the same bits at every offset and length of an array."""
+    """The rounding functions in use are element-wise.
+
+    A number has the same bits at every offset and length of an array.
+    """
     values = np.abs(np.random.default_rng(4).standard_normal(20_011) * 6).astype(np.float32)
     values = -values if function is np.exp else values
     whole = function(values)

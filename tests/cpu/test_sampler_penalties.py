@@ -18,7 +18,7 @@ OTHER = SamplingParams(temperature=0.0, frequency_penalty=2.0)
 
 
 def logits_of(request: Request, position: int) -> torch.Tensor:
-    """Any logits that depend on the request and the position alone."""
+    """Return logits that depend only on the request and the position."""
     values = np.random.default_rng([request.id, position]).standard_normal((1, VOCAB))
     return torch.from_numpy(values.astype(np.float32))
 
@@ -28,7 +28,7 @@ def a_request(number: int, params: SamplingParams) -> Request:
 
 
 def step(slots: Slots, sampler: HostSampler, chosen: list[int]) -> None:
-    """One decode step of the sequences in ``chosen``, as the engine does it."""
+    """Run one decode step of the sequences in ``chosen``, as the engine does it."""
     logits = [logits_of(request, int(slots.device_len[s])) for s in chosen if (request := slots.request[s])]
     tokens = sampler.sample(torch.cat(logits), sampling_input(slots, np.array(chosen)))
     slots.tokens[chosen, slots.device_len[chosen]] = tokens.numpy()
@@ -40,7 +40,7 @@ def known(slots: Slots, slot: int) -> np.ndarray:
 
 
 def straight() -> list[int]:
-    """Request 5 from start to end, alone."""
+    """Return the tokens of request 5 from start to end, alone."""
     slots, sampler = Slots(1, 64, 16), HostSampler(1, VOCAB)
     slots.take(a_request(5, PARAMS), np.array(a_request(5, PARAMS).prompt))
     for _ in range(40):
@@ -49,7 +49,10 @@ def straight() -> list[int]:
 
 
 def preempted() -> list[int]:
-    """Request 5 with company; preempted, its slot taken over, resumed in another slot and then in its first one."""
+    """Return the tokens of request 5 beside others, preempted and resumed.
+
+    Its slot is taken over. It resumes in another slot, and then in its first one.
+    """
     slots, sampler = Slots(3, 64, 16), HostSampler(3, VOCAB)
     five, other, third = a_request(5, PARAMS), a_request(6, OTHER), a_request(7, PARAMS)
     assert slots.take(five, np.array(five.prompt)) == 0
@@ -78,7 +81,7 @@ def test_preemption_changes_no_token() -> None:
 
 
 def test_counts_that_are_not_rebuilt_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a slot that keeps its former owner's counts gives other tokens."""
+    """Control: a slot that keeps its former owner's counts gives other tokens."""
     right = straight()
     monkeypatch.setattr(TokenCounts, "reset", lambda self, slot, prompt, output: None)
     assert preempted() != right
@@ -114,7 +117,11 @@ def test_add_counts_repeats() -> None:
 
 
 def test_penalties_by_hand() -> None:
-    """Repetition on prompt and output by sign; frequency by count and presence once, on the output alone."""
+    """Penalties equal numbers computed by hand.
+
+    Repetition goes by sign, over prompt and output. Frequency goes by count and presence counts once, over only the
+    output.
+    """
     params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     slots, sampler = Slots(1, 16, 16), HostSampler(1, 5)
     slots.take(Request(1, [0, 1], params, 0, 9), np.array([0, 1, 1, 2, 2]))
@@ -125,7 +132,7 @@ def test_penalties_by_hand() -> None:
 
 
 def test_memory_is_untouched_until_needed() -> None:
-    """A host's counts for 256 slots of a large vocabulary must not cost their whole size at start."""
+    """A host's counts for 256 slots of a large vocabulary do not take their whole size at start."""
     with open("/proc/self/statm") as statm:
         before = int(statm.read().split()[1])
     counts = TokenCounts(256, 128_256)

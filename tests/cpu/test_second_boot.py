@@ -1,4 +1,7 @@
-"""Two boots of the real engine: the second finds what the first left, and the budget of graphs is kept on a CPU too."""
+"""Two boots of the real engine: the second finds the first's records.
+
+A CPU keeps the budget of graphs too.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def test_a_second_boot_reuses_and_another_one_does_not(tmp_path):
     assert len(list(tmp_path.glob("*/record.json"))) == 2
 
 
-def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
+def test_the_stages_of_a_boot_are_measured_and_logged(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         llm = boot(tmp_path)
     steps = record(llm).steps

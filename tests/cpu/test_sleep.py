@@ -1,4 +1,7 @@
-"""Sleep gives memory back to the system, and what wakes up has the bits of before, or takes no requests."""
+"""Sleep gives memory back to the system.
+
+A woken engine has its bits of before, or takes no requests.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def test_level_1_gives_back_the_cache(engine):
     pool.check(pool.refs * 0)
 
 
-def test_level_2_gives_back_the_weights_and_needs_new_ones(engine, changed, fresh):
+def test_level_2_frees_the_weights_and_needs_new_weights(engine, changed, fresh):
     weights = list(tensors_of(engine.loop.executor.decoder.weights))
     size = sum(each.numel() * each.element_size() for each in weights)
     engine.loop.executor.cache.data.fill_(0)
@@ -75,7 +78,10 @@ def test_level_2_gives_back_the_weights_and_needs_new_ones(engine, changed, fres
 
 
 def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch):
-    """What a layer counts is lost with them; else it stays, and adapters stay in their slots."""
+    """A sleep that loses weights resets the layers' counters.
+
+    Any other sleep keeps them.
+    """
     counter = torch.ones(3)
     monkeypatch.setattr(Layer, "state", lambda self: (counter,))
     engine.sleep(1)
@@ -88,7 +94,7 @@ def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch
     engine.wake_up()
 
 
-def test_what_runs_is_kept_through_a_sleep(engine):
+def test_running_requests_survive_a_sleep(engine):
     expected = tokens(engine)
     for level in (0, 1):
         state = engine._prepare(0, PROMPT, GREEDY, False, 0)
@@ -103,7 +109,10 @@ def test_what_runs_is_kept_through_a_sleep(engine):
 
 
 def test_adapters_are_put_back(tmp_path):
-    """The check that ends a sleep has adapters of its own, which take the places of those that are served."""
+    """Served adapters are put back after a sleep.
+
+    The check that ends a sleep puts its own adapters into the slots.
+    """
     engine = LLM(**SMALL, enable_sleep_mode=True, enable_lora=True, max_lora_rank=4)
     adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", 1)))
 
@@ -124,7 +133,7 @@ def test_adapters_are_put_back(tmp_path):
 
 
 def test_bits_that_changed_are_found(engine, monkeypatch):
-    """A weight that is lost in the sleep: the engine does not become ready."""
+    """Control: a weight that is lost in the sleep keeps the engine from becoming ready."""
     digest, right = engine.state.digest, Dropped.restore
 
     def lossy(self: Dropped) -> None:
@@ -142,7 +151,7 @@ def test_bits_that_changed_are_found(engine, monkeypatch):
     assert engine.state.digest == digest and tokens(engine)
 
 
-def test_what_is_refused(engine):
+def test_wrong_sleeps_and_wake_ups_are_refused(engine):
     for wrong in (lambda: engine.sleep(3), engine.wake_up):
         with pytest.raises(InvalidRequest, match=r"level must be|does not sleep"):
             wrong()

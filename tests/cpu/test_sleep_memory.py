@@ -13,7 +13,10 @@ UNIT = 1 << 21
 
 
 class FakeDriver:
-    """Addresses that are never used twice, and ``room`` units of memory. While ``busy`` nothing may be unmapped."""
+    """Driver of addresses that are never used twice, and ``room`` units of memory.
+
+    While ``busy`` no range may be unmapped.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.next, self.mapped, self.reserved = room, UNIT, {}, {}
@@ -73,7 +76,10 @@ def test_a_tag_sleeps_alone_and_wakes_where_it_was(memory):
 
 
 def test_a_segment_is_given_up_once_the_device_is_idle(memory):
-    """torch gives a segment up when its last tensor is gone, whatever was launched before."""
+    """A segment is freed only after all earlier launches have ended.
+
+    torch gives it up with its last tensor.
+    """
     address = take(memory, "a", UNIT)
     memory._driver.busy = True
     memory._release(address, UNIT, 0, None)

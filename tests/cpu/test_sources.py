@@ -1,4 +1,7 @@
-"""Each origin of cold events that exists here is provoked for real; of the others, how we listen is tested."""
+"""Each origin of cold events on this machine is provoked for real.
+
+The hooks of the others are tested.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self.all = ColdSources(CpuBackend())
-        self.taken = self.all.sources[name].taken
+        self.new_events = self.all.sources[name].new_events
 
 
 def compile_something() -> None:
-    """Dynamo traces a function that it has not seen, and hands it to no compiler, so that none is needed."""
+    """Trace a new function with Dynamo and hand it to no compiler, so that none is needed."""
     made: dict[str, Any] = {}
     exec(compile("def double(x):\n    return x * 2", "made.py", "exec"), made)
     torch.compile(made["double"], backend="eager", dynamic=False)(torch.ones(3))
 
 
-def test_every_origin_says_on_every_platform_how_it_is_watched():
+def test_every_platform_watches_every_origin():
     on_cpu = CpuBackend().cold_sources()
     for on in (on_cpu, COLD_SOURCES):
         assert set(on) == set(ORIGINS)
@@ -49,7 +52,7 @@ def test_every_origin_says_on_every_platform_how_it_is_watched():
             assert watch.text
             assert (watch.make is None) == (watch.how == "none")
     watched = [name for name in ORIGINS if on_cpu[name].how != "none"]
-    assert list(ColdSources(CpuBackend()).sources) == watched == ["dynamo", "import"]
+    assert list(ColdSources(CpuBackend()).sources) == watched == ["dynamo", "llvm", "import"]
 
 
 def test_the_page_shows_the_table():
@@ -62,17 +65,17 @@ def test_the_page_shows_the_table():
     assert shown == rows
 
 
-def test_a_compiled_frame_is_told_once_with_its_place():
+def test_a_compiled_frame_is_reported_once_with_its_location():
     compile_something()  # before ready: does not count
     source = Named("dynamo")
-    assert source.taken() == ()
+    assert source.new_events() == ()
     compile_something()
-    (said,) = source.taken()
+    (said,) = source.new_events()
     assert re.fullmatch(r"double \(made\.py:1\) was compiled, \d+/\d+", said)
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
-def test_a_recompilation_is_told_and_a_second_call_is_not():
+def test_a_recompilation_is_reported_and_a_second_call_is_not():
     def add(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
@@ -80,9 +83,9 @@ def test_a_recompilation_is_told_and_a_second_call_is_not():
     compiled(torch.ones(5))
     source = Named("dynamo")
     compiled(torch.ones(5))
-    assert source.taken() == ()
+    assert source.new_events() == ()
     compiled(torch.ones(6))
-    assert len(source.taken()) == 1
+    assert len(source.new_events()) == 1
 
 
 def test_counters_that_someone_cleared_still_tell():
@@ -90,25 +93,25 @@ def test_counters_that_someone_cleared_still_tell():
     source = Named("dynamo")
     torch._dynamo.utils.counters.clear()
     compile_something()
-    assert len(source.taken()) == 1
+    assert len(source.new_events()) == 1
 
 
-def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
+def test_watching_imports_no_compiler_and_reports_a_first_compilation():
     code = (
         "import sys, torch; from preheat.backends.cpu.backend import CpuBackend\n"
         "from preheat.warmup.cold_sources import ColdSources\n"
         "found = ColdSources(CpuBackend())\n"
-        "assert not found.taken()\n"
+        "assert not found.new_events()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
-        "told = [name for name, _ in found.taken()]\n"
+        "told = [name for name, _ in found.new_events()]\n"
         "assert told == ['dynamo'], told"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkeypatch):
+def test_only_imports_of_a_step_are_reported(tmp_path, monkeypatch):
     for name in ("late_inner", "late_other", "late_mine"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "late_outer").mkdir()
@@ -127,22 +130,22 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
     import late_mine  # noqa: F401
 
-    assert source.taken() == ()
+    assert source.new_events() == ()
     step["run"](needs)
-    assert source.taken() == ["late_outer.part was imported"]  # and not what that one imports in its turn
+    assert source.new_events() == ["late_outer.part was imported"]  # and not its own imports
     step["run"](needs)
-    assert source.taken() == ()
+    assert source.new_events() == ()
     step["run"](needs_more)
-    assert source.taken() == ["late_other was imported"]
+    assert source.new_events() == ["late_other was imported"]
 
 
-def test_a_step_is_what_the_loop_calls():
+def test_the_loop_calls_functions_of_a_step():
     called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.process_results)
     assert [function.__module__.startswith(cold.STEP) for function in called] == [True] * 4
 
 
 class Recorder:
-    """Stands where CUDAGraph does: a class whose method has no hook."""
+    """Class in place of CUDAGraph, with a method without a hook."""
 
     def capture_begin(self, pool: Any = None) -> Any:
         return pool
@@ -157,15 +160,15 @@ def test_calls_of_a_method_are_counted_and_still_made():
     end = count_calls(Mine, "capture_begin", tally, "captured")
     assert Mine().capture_begin(pool=7) == 7
     assert Mine().capture_begin(8) == 8
-    assert source.taken() == ["captured", "captured"]
-    assert source.taken() == ()
+    assert source.new_events() == ["captured", "captured"]
+    assert source.new_events() == ()
     Recorder().capture_begin()
-    assert source.taken() == ()
+    assert source.new_events() == ()
     end_again = count_calls(Mine, "capture_begin", Tally(), "captured")
     end()
     assert Mine().capture_begin(9) == 9
     end_again()
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
 def test_hooks_are_removed_with_their_owner():
@@ -185,31 +188,31 @@ def test_a_hook_keeps_the_count_when_words_run_out():
     source = Counted("x", tally.read, tally.last)
     for number in range(cold.MAX_DETAILS + 5):
         tally.add(str(number))
-    assert len(source.taken()) == cold.MAX_DETAILS
+    assert len(source.new_events()) == cold.MAX_DETAILS
     assert tally.count == cold.MAX_DETAILS + 5
-    assert source.taken() == ()
+    assert source.new_events() == ()
 
 
-def test_what_is_dear_to_read_is_read_seldom_and_nothing_is_lost():
+def test_costly_counters_are_read_every_nth_step_without_loss():
     tally, reads = Tally(), []
     source = Counted("x", lambda: reads.append(1) or tally.read(), tally.last, every=4)
     said = []
     for step in range(12):
         if step in (1, 2, 9):
             tally.add(str(step))
-        said.append(list(source.taken()))
+        said.append(list(source.new_events()))
     assert [step for step, words in enumerate(said) if words] == [3, 11]
     assert said[3] + said[11] == ["1", "2", "9"]
     assert len(reads) == 1 + 12 // 4
 
 
-def test_what_is_forgotten_is_not_told_later_either():
+def test_forgotten_events_are_not_reported_later():
     tally = Tally()
     source = Counted("x", tally.read, tally.last, every=4)
     tally.add("before")
     source.forget()
     tally.add("after")
-    assert [list(source.taken()) for _ in range(4)] == [[], [], [], ["after"]]
+    assert [list(source.new_events()) for _ in range(4)] == [[], [], [], ["after"]]
 
 
 def triton_event(knobs: Any, **how: Any) -> None:
@@ -233,7 +236,7 @@ def test_the_triton_hook_leaves_others_in_place():
     triton_event(knobs, cache_hit=True)
     loads[0](None, None, "add_kernel", {}, "hash")
     assert heard == [False, True]
-    assert source.taken() == [
+    assert source.new_events() == [
         "add_kernel was compiled",
         "add_kernel was read from the cache",
         "add_kernel was loaded",
@@ -244,7 +247,10 @@ def test_the_triton_hook_leaves_others_in_place():
 
 
 def test_triton_itself_calls_the_hook(tmp_path, monkeypatch):
-    """Compiling for a GPU needs none."""
+    """Triton calls the hook when it compiles for a GPU.
+
+    That needs no GPU.
+    """
     triton = pytest.importorskip("triton", reason="no Triton for this machine")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

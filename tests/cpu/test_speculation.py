@@ -1,4 +1,4 @@
-"""Speculation on a whole engine: whatever drafts, tokens and logprobs are those without it, bit for bit."""
+"""Speculation on a whole engine: any drafting keeps the tokens and logprobs without it, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 10, "defrag_threshold": 0}
 
 @pytest.fixture(autouse=True)
 def trials(monkeypatch) -> None:
-    """Where drafts of models so small do not pay, by the times of a busy machine, ``auto`` tries some all the same."""
+    """Let ``auto`` try some drafts.
+
+    On a busy machine, drafts of so small models may not pay.
+    """
     monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)
     monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
-    """Two configurations without weights, of one vocabulary: the target and a smaller one."""
+    """Write configurations without weights: the target, and smaller drafters of its vocabulary."""
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     found = {}
     head = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2, "tie_word_embeddings": False}
@@ -66,7 +69,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 def asked(seed: int, count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that repeat themselves, some with common beginnings, and all that a request can ask of the sampler."""
+    """Return repetitive prompts, some with common beginnings, and all parameters of the sampler."""
     chance = random.Random(seed)
     common = [chance.randrange(VOCAB) for _ in range(20)]
     prompts, params = [], []
@@ -95,7 +98,10 @@ def said(llm: LLM, prompts, params) -> list[tuple[list[int], object]]:
 
 
 class RightAtRandom:
-    """Knows every answer, and tells it with a probability of ``right`` a token; else any token."""
+    """Drafter that knows every answer.
+
+    Each draft is right with probability ``right``, else random.
+    """
 
     writes_cache = False
 
@@ -117,7 +123,7 @@ class RightAtRandom:
         return found
 
     def ended(self, slots: Slots, stopped) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 def speculating(models, method: str, tokens: int | str, **more) -> LLM:
@@ -132,7 +138,7 @@ def speculating(models, method: str, tokens: int | str, **more) -> LLM:
 
 @pytest.fixture(scope="module")
 def plain(models):
-    """Questions and answers without speculation, by seed."""
+    """Return questions and answers without speculation, by seed."""
     llm = LLM(models["target"], **SMALL)
     return [(*(question := asked(seed)), said(llm, *question)) for seed in range(2)]
 
@@ -150,8 +156,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tokens", "tight"), CASES)
-def test_answers_are_those_without(models, plain, method, tokens, tight):
-    """All at once, and again with what the prefix cache has; with few blocks some are preempted and blocks move."""
+def test_answers_equal_answers_without_drafts(models, plain, method, tokens, tight):
+    """Answers equal plain ones: all at once, with the prefix cache, and with preemption and moving blocks."""
     llm = speculating(models, method, tokens, **(FEW_BLOCKS if tight else {}), enable_prefix_caching=tokens != 1)
     for prompts, params, answers in plain:
         assert said(llm, prompts, params) == answers
@@ -165,7 +171,7 @@ def test_answers_are_those_without(models, plain, method, tokens, tight):
 
 @pytest.mark.parametrize("tight", [False, True], ids=["", "few blocks"])
 def test_any_drafts_give_the_same_answers(models, plain, tight):
-    """Right at random, always or never, and of any number."""
+    """Drafts of any number, right at random, always or never, give the same answers."""
     llm = speculating(models, "ngram", 7, **(FEW_BLOCKS if tight else {}))
     for tokens, right in zip(range(1, 8), (0.7, 0.0, 0.7, 1.0, 0.7, 0.9, 0.7), strict=True):
         prompts, params, answers = plain[tokens % 2]
@@ -174,7 +180,7 @@ def test_any_drafts_give_the_same_answers(models, plain, tight):
 
 
 def accept_by_a_coin(patch):
-    """A draft is kept by a coin, as a ratio test does, whatever was drawn."""
+    """Plant a draft that is kept by a coin, as in a ratio test, whatever token was drawn."""
     right, chance = results.process_results, np.random.default_rng(0)
 
     def process(running, prefix, schedule, result, **more):
@@ -189,7 +195,10 @@ def accept_by_a_coin(patch):
 
 
 def noise_by_place(patch):
-    """The noise of a token drawn after a draft is that of its place in the row: it depends on what was drafted."""
+    """Plant noise behind a draft by the token's place in its row.
+
+    So the noise depends on the number of drafts.
+    """
     right = logit_stages._metadata
 
     def metadata(slots, chosen, rows, position):
@@ -202,7 +211,7 @@ def noise_by_place(patch):
 
 
 def drafts_not_penalised(patch):
-    """A row's drafts do not count in the penalties of its later positions."""
+    """Plant drafts that do not count in the penalties of later positions of their row."""
     right = logit_stages._penalties
 
     def penalties(slots, chosen, rows, position):
@@ -223,7 +232,10 @@ def test_control_drafts_that_change_a_token_are_seen(models, plain, plant, monke
 
 
 def test_control_noise_by_rank_would_change_the_draw_with_the_last_bit():
-    """Two tokens whose order a last bit decides: by token id the draw stays, by rank in the order it does not."""
+    """Control: where a last bit orders two tokens, noise by rank changes the draw.
+
+    Noise by token id keeps it.
+    """
     logits, rows = torch.zeros(1, 64), 400
     logits[0, 20:] = -50.0
     nudged = logits.clone()
@@ -247,8 +259,11 @@ def test_control_noise_by_rank_would_change_the_draw_with_the_last_bit():
     assert changed(by_rank=True) > rows // 2
 
 
-def test_a_draft_with_the_targets_noise_is_kept_and_one_with_its_own_is_not(models, plain, monkeypatch):
-    """The target as its own draft says all that it says itself, at every temperature. Neither changes an answer."""
+def test_a_draft_needs_the_targets_noise_to_be_kept(models, plain, monkeypatch):
+    """A draft with the target's noise is kept, a draft with its own noise often not.
+
+    Neither changes an answer. The target as its own draft gives its own answers at every temperature.
+    """
 
     def share() -> float:
         llm = speculating(models, "target", 3)
@@ -298,7 +313,7 @@ DRAFTED = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3
 
 
 def moved(patch):
-    """Drafts computed one position too far."""
+    """Plant drafts computed one position too far."""
     right = Packer._write_tokens
 
     def write(self, words, layout, schedule, rows):

@@ -1,4 +1,4 @@
-"""Who asks to be told of every step: the log of compilations and of fallbacks, and the trace."""
+"""Listeners of every step: the log of compilations and of fallbacks, and the trace."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    """Dynamo forgets what earlier tests compiled."""
+    """Let Dynamo forget the compiled code of earlier tests."""
     torch._dynamo.reset()
 
 
 def steps(llm: LLM) -> int:
-    """The steps that one request takes."""
+    """Return the number of steps of one request."""
     before = llm.loop.scheduler.stats().steps
     llm.generate("def f():", PARAMS, use_tqdm=False)
     return llm.loop.scheduler.stats().steps - before
@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("option", "name", "event"), CASES)
-def test_steps_in_which_something_happened(option, name, event, caplog, monkeypatch):
+def test_steps_with_a_logged_event_are_named(option, name, event, caplog, monkeypatch):
     llm = LLM(**SMALL, **{option: True})
     with caplog.at_level(logging.INFO):
         steps(llm)
@@ -104,7 +104,7 @@ def test_the_report_passes_through():
 @pytest.mark.parametrize(("mode", "warned"), [("eager", True), ("compile", False)])
 def test_a_mode_that_cannot_fall_back_says_so(mode, warned, caplog):
     LLM(**SMALL, execution_mode=mode, log_step_cpu_fallbacks=True)
-    assert bool([text for text in caplog.messages if "fall back from" in text]) is warned
+    assert bool([text for text in caplog.messages if "no operation can fall back" in text]) is warned
 
 
 def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

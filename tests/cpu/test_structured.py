@@ -1,4 +1,4 @@
-"""Structured outputs through the engine: texts are what was asked for, and no other row notices."""
+"""Structured outputs through the engine: texts fit their grammars, and no other row notices."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def grammars(llm) -> Grammars:
     return llm.loop.grammars
 
 
-def test_answers_are_what_their_schema_asks_for(llm):
-    """All 200, of each keyword and drawn, at temperature 1.5; `python -m tools.schema_corpus 50` takes more answers."""
+def test_answers_fit_their_schemas(llm):
+    """Answers at temperature 1.5 fit their schemas: all 200, of each keyword and drawn.
+
+    `python -m tools.schema_corpus 50` takes more answers.
+    """
     assert len(corpus()) == 200
     assert problems(llm, corpus()) == {}
 
@@ -49,7 +52,7 @@ def test_the_validation_can_fail():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(llm, name):
+def test_unsupported_keywords_are_refused_by_name(llm, name):
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: ") as error:
         texts(llm, [held(json=REFUSED[name])])
     assert error.value.param == "structured_outputs.json" and error.value.status == 400
@@ -86,7 +89,10 @@ def test_every_form(llm):
 
 
 def test_structural_tags(llm):
-    """Free text, and JSON behind each begin. The random model never writes one by itself, so it is given a bias."""
+    """Structural tags hold JSON behind each begin, with free text around it.
+
+    A bias makes the model write tags.
+    """
     tag = {"begin": "<f=", "schema": closed({"a": {"enum": [1, 2]}}), "end": ">"}
     asked = {"structural_tag": {"structures": [tag], "triggers": ["<f"]}}
     tokenizer = llm.frontend.tokenizer
@@ -101,7 +107,7 @@ def test_structural_tags(llm):
 
 
 def test_white_space_is_bounded(llm):
-    """A model that likes nothing better writes no more of it than allowed."""
+    """A model that prefers white space writes no more of it than allowed."""
     tokenizer = llm.frontend.tokenizer
     spaces = [t for t in range(tokenizer.vocab_size) if tokenizer.token_text(t) and not tokenizer.token_text(t).strip()]
     params = SamplingParams(
@@ -113,8 +119,9 @@ def test_white_space_is_bounded(llm):
 
 
 def test_ends(llm):
-    """Where the text may end any stop id may come, but not before min_tokens, and not with ignore_eos while it can go
-    on; one that cannot go on ends in any case.
+    """Where the text may end, any stop id may come, but not before min_tokens.
+
+    With ignore_eos, a text that can go on does not end; a text that cannot go on always ends.
     """
     count = {"temperature": 0, "max_tokens": 40}
     long = held(regex="[ab]{1,30}").structured_outputs
@@ -138,11 +145,11 @@ def test_ends(llm):
 PLAIN = [SamplingParams(temperature=1.0, seed=n, max_tokens=12 + n, ignore_eos=True) for n in range(4)]
 MASKED = [held(seed=n, json=SERVED[name]) for n, name in enumerate(("nested", "enum", "allOf", "minLength"))]
 MIXED = [one for pair in zip(PLAIN, MASKED, strict=True) for one in pair]
-"""Rows with and without grammars, which end at different times."""
+"""Rows with and without grammars that end at different times."""
 
 
 def answers(llm, params: list[SamplingParams], first: int = 0) -> list[list[int]]:
-    """Token ids; the prompts differ from ``first`` on."""
+    """Return token ids; the prompts differ from ``first`` on."""
     prompts = [f"x{n}" for n in range(first, first + len(params))]
     return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -152,7 +159,7 @@ def test_the_same_tokens_alone_and_among_others(llm):
 
 
 def test_a_mask_in_the_wrong_row_is_noticed(llm, monkeypatch):
-    """The control: the masks of a step are those of its rows in another order."""
+    """Control: a step's masks in the order of other rows give other answers."""
     right = Guidance.fill
 
     def turned(self, masks, rows):
@@ -166,7 +173,10 @@ def test_a_mask_in_the_wrong_row_is_noticed(llm, monkeypatch):
 
 
 def test_a_token_that_the_grammar_refuses_ends_its_request_alone(llm, monkeypatch):
-    """Here the third token of one request: it fails, and the others have the texts that they have without it."""
+    """A request fails alone if its grammar refuses a token, here the third.
+
+    The others keep their texts.
+    """
     params = [held(seed=n, regex="[ab]{4,9}") for n in range(3)]
     usual = texts(llm, params)
     right = State.accept
@@ -191,7 +201,10 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone(llm, monkeypatc
 
 
 def test_a_lost_state_ends_the_request(llm, monkeypatch):
-    """Never a text that nothing holds to its grammar."""
+    """A request without its state ends.
+
+    It never goes on without its grammar.
+    """
     right = Sequence.__init__
     monkeypatch.setattr(Sequence, "__init__", lambda self, request, grammar=None, adapter=None: right(self, request))
     with pytest.raises(PreheatError, match="the state of its grammar was lost"):
@@ -245,7 +258,10 @@ def test_the_servers_wishes_hold_for_all(llm, grammars, monkeypatch):
 
 
 def test_masks_behind_drafts(grammars):
-    """A mask a position: behind each draft that the grammar takes, the mask of the state there; the state stays."""
+    """A row of drafts has a mask for each position.
+
+    It is the mask of the state behind each accepted draft. The state itself stays.
+    """
     backend = grammars.backend
     grammar = backend.compile(held(regex="ab[cd]{1,3}e").structured_outputs)
     request = Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])
@@ -269,7 +285,10 @@ def test_masks_behind_drafts(grammars):
 
 
 def test_long_chains_of_references(llm):
-    """The library recurses along them: they are compiled, or refused, and the process lives."""
+    """Long chains of references are compiled or refused, and the process lives.
+
+    The library recurses along them.
+    """
     chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(4_000)}
     held_by = {"$defs": chain | {"d4000": {"const": 1}}, "$ref": "#/$defs/d0"}
     state = llm.loop.grammars.grammar(held(json=held_by).structured_outputs).result().state(
@@ -288,7 +307,10 @@ def _token(llm, text: str) -> int:
 
 
 def test_a_panic_of_the_library_fails_the_request_alone(llm, grammars, monkeypatch):
-    """It is no Exception, and the loop must live."""
+    """A panic of the library fails only its request, and the loop lives.
+
+    The panic is no Exception.
+    """
 
     class Panic(BaseException):
         pass
@@ -305,7 +327,7 @@ def test_a_panic_of_the_library_fails_the_request_alone(llm, grammars, monkeypat
 
 
 def test_a_tokenizer_that_the_library_cannot_read(tmp_path):
-    """The boot goes on without structured outputs."""
+    """With a tokenizer that the library cannot read, the boot goes on without structured outputs."""
     write_model(tmp_path)
     sentencepiece().save(str(tmp_path / "tokenizer.json"))
     grammars = open_grammars(Settings(model=str(tmp_path)), lambda _: tmp_path, 320)

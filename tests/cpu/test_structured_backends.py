@@ -1,4 +1,4 @@
-"""Both libraries of grammars: the same requests have texts that fit, whichever of them serves."""
+"""Both libraries of grammars give fitting texts for the same requests."""
 
 from __future__ import annotations
 
@@ -77,8 +77,11 @@ def test_every_form_with_both(llm):
         assert len({text for text, _ in answers}) > 1 or name in ("compact", "tag: older"), name
 
 
-def test_what_its_free_text_triggers_is_held(llm):
-    """The random model begins no tag by itself, so it is given a bias."""
+def test_a_tag_triggered_by_free_text_is_held(llm):
+    """A tag that free text triggers is held to its grammar.
+
+    A bias makes the random model begin the tag.
+    """
     first = llm.frontend.tokenizer.encode("<n", add_special_tokens=False)
     form = tag(type="triggered_tags", triggers=["<n"], tags=[TAG])
     params = [held(1.0, seed, max_tokens=90, **form) for seed in range(6)]
@@ -119,7 +122,7 @@ MORE = {
 }  # fmt: skip
 
 
-def test_what_is_said_in_other_words(other):
+def test_rewritten_schemas_hold_too(other):
     for seed in range(20):
         assert problems(other, MORE, seed=seed * len(MORE)) == {}
 
@@ -134,7 +137,7 @@ ALSO = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *ALSO])
-def test_xgrammar_refuses_by_name_what_it_would_not_keep_to(other, name):
+def test_xgrammar_refuses_unsupported_keywords_by_name(other, name):
     with pytest.raises(InvalidRequest, match=PART) as error:
         texts(other, [held(json=(REFUSED | ALSO)[name])])
     assert error.value.status == 400
@@ -145,7 +148,7 @@ def test_the_keyword_is_said_with_its_place(other):
     with pytest.raises(InvalidRequest, match=r'"not" is not supported \(at \$\.properties\.a\.items\.not\)'):
         texts(other, [held(json=inner)])
     for asked, why in (
-        ({"json": {}, "whitespace_pattern": "x"}, r"whitespace_pattern: it must be about spaces"),
+        ({"json": {}, "whitespace_pattern": "x"}, r"whitespace_pattern: it must match only spaces"),
         ({"regex": "a$b"}, r"regex: .*an anchor .* at position 1"),
         ({"regex": "(?=a)b"}, r"regex: .*look-around.* at position 0"),
         ({"grammar": "???"}, r"structured_outputs\.grammar: it cannot be compiled"),
@@ -154,8 +157,8 @@ def test_the_keyword_is_said_with_its_place(other):
             texts(other, [held(**asked)])
 
 
-def test_validation_would_notice_what_is_ignored(other, monkeypatch):
-    """The control: a keyword that we leave out is not kept to."""
+def test_validation_would_notice_an_ignored_keyword(other, monkeypatch):
+    """Control: a keyword that the library ignores is not kept to."""
     monkeypatch.setattr("preheat.grammar.document.UNSUPPORTED", frozenset())
     schema = {"type": "array", "items": {"const": 2}, "contains": {"const": 1}, "minItems": 1, "maxItems": 2}
     ((text, reason),) = texts(other, [held(json=schema)])
@@ -163,7 +166,10 @@ def test_validation_would_notice_what_is_ignored(other, monkeypatch):
 
 
 def test_masks_behind_drafts(llm):
-    """A mask a position, behind each draft that the grammar takes; the state stays where it is."""
+    """A row of drafts has a mask for each position behind an accepted draft.
+
+    The state stays.
+    """
     backend = llm.loop.grammars.backend
     grammar = backend.compile(held(regex="ab[cd]{1,3}e").structured_outputs)
     request = Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])
@@ -183,7 +189,7 @@ def test_masks_behind_drafts(llm):
 
 
 def test_special_tokens_are_no_text(other):
-    """Not even where any text may be: their names would be characters otherwise."""
+    """Special tokens are no text, even where any text may be: their names are no characters."""
     backend, special = other.loop.grammars.backend, [0, 1, 2]
     state = backend.compile(held(**tag(type="any_text")).structured_outputs).state(
         Request(1, [0], held(regex="x"), 0, 9, stop_ids=[1])
@@ -200,7 +206,7 @@ def test_one_that_is_not_installed_is_said_at_boot(tmp_path, monkeypatch):
         random_llm(tmp_path, structured_outputs_config={"backend": "xgrammar"})
 
 
-def test_it_is_told_apart_and_chosen_at_boot(tmp_path):
+def test_the_library_is_chosen_at_boot_and_named_in_the_key(tmp_path):
     one, two = (Settings(structured_outputs_config={"backend": name}) for name in ("auto", "xgrammar"))
     assert library_version(one).startswith("llguidance 1.") and library_version(two).startswith("xgrammar 0.")
     write_model(tmp_path)

@@ -1,4 +1,4 @@
-"""What both libraries allow, byte by byte: exactly what was asked for, in every notation, or the request is refused."""
+"""Both libraries allow, byte by byte, exactly the requested texts in every notation, or refuse the request."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def backend(request) -> Library:
 
 @pytest.fixture(scope="module")
 def bytes_of(backend) -> dict[int, int]:
-    """The token of each byte."""
+    """Return the token of each byte."""
     texts = {token: backend.text([token]) for token in range(backend.vocab_size) if not backend.is_special(token)}
     return {text[0]: token for token, text in texts.items() if len(text) == 1}
 
 
 def takes(backend: Library, bytes_of: dict[int, int], grammar: Grammar, text: str) -> bool:
-    """Whether the masks allow ``text`` to its last byte, and the end there."""
+    """Return whether the masks allow ``text`` to its last byte, and the end there."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
     state = grammar.state(Request(1, [0], params, 0, 9, stop_ids=[END]))
     mask = np.zeros((1, backend.words), np.int32)
@@ -145,7 +145,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_they_allow_what_was_asked_for_and_nothing_else(backend, bytes_of, name):
+def test_grammars_allow_exactly_the_texts_asked_for(backend, bytes_of, name):
     asked, fit, unfit = FORMS[name]
     grammar = backend.compile(StructuredOutputsParams(**asked))
     assert [text for text in fit if not takes(backend, bytes_of, grammar, text)] == []
@@ -155,7 +155,7 @@ def test_they_allow_what_was_asked_for_and_nothing_else(backend, bytes_of, name)
 @pytest.mark.parametrize(
     "pattern", [r"\s", r"\S", r"\w", r"\W", r"\d", r"\D", ".", "[^a]", r"[^\w]", r"[\s\d]", r"[^\n]"]
 )
-def test_classes_are_those_of_python(backend, bytes_of, pattern):
+def test_character_classes_match_as_in_python(backend, bytes_of, pattern):
     grammar = backend.compile(StructuredOutputsParams(regex=pattern))
     texts = ["a", "Z", "_", "0", "\u0663", " ", "\t", "\n", "\r", "\v", "\u00a0", "\u2028", "é", "-", "😀", "文"]
     assert [takes(backend, bytes_of, grammar, text) for text in texts] == [
@@ -213,14 +213,14 @@ ENDLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_no_finite_text_satisfies_is_refused(backend, name):
+def test_grammars_without_a_finite_text_are_refused(backend, name):
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.\w+: ") as error:
         backend.compile(StructuredOutputsParams(**ENDLESS[name]))
     assert error.value.status == 400
 
 
 def test_a_way_that_does_not_end_is_not_taken(backend, bytes_of):
-    """The rest of the schema is served."""
+    """A way without an end is not taken, and the rest of the schema is served."""
     schema = {
         "anyOf": [
             LOOP | {"properties": {"x": {"$ref": "#/anyOf/0"}}},
@@ -233,7 +233,7 @@ def test_a_way_that_does_not_end_is_not_taken(backend, bytes_of):
 
 
 def test_a_grammar_that_fails_on_its_way_is_refused_before_it_is_used(backend):
-    """Each is tried when it is compiled."""
+    """Each grammar is tried when it is compiled, so a failing one is refused before its use."""
     grammars = Grammars(backend, {}, StructuredOutputsConfig(), 5.0)
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.regex: "):
         grammars.grammar(StructuredOutputsParams(regex="(a?){1000}a{1000}")).result()

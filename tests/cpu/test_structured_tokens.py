@@ -1,4 +1,4 @@
-"""How many tokens structured answers take: a model at a high temperature spends none to speak of on white space."""
+"""Structured answers of a model at a high temperature spend next to no tokens on white space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.schemas import SERVED
 
 MOST = 200
 SCHEMAS = {name: schema for name, schema in SERVED.items() if "number" not in name}
-"""Without numbers, which may have any number of digits."""
+"""Schemas without numbers, since a number may have any number of digits."""
 
 
 @pytest.fixture(scope="module")

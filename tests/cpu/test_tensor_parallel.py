@@ -1,7 +1,7 @@
 """Tensor parallelism on a CPU: one, two and four ranks give the same bits.
 
-The contract is proved with ranks that are threads of this process, which exchange what processes would; the engine with
-ranks that are processes.
+For the contract, ranks are threads of this process with the exchanges of processes. The engine has ranks that are
+processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from preheat.backends.base import Collective, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.errors import RankDied, SettingsError
 from preheat.model import shard as shards
 from preheat.model import sources
@@ -50,7 +50,7 @@ TOKENS = 24
 
 
 def on_ranks(world: int, folder: Path, run: Callable[[Collective], Tensor]) -> list[Tensor]:
-    """What ``run`` gives on each of ``world`` ranks, threads that meet in a new folder."""
+    """Return the results of ``run`` on ``world`` ranks: threads that meet in a new folder."""
     folder.mkdir(parents=True)
 
     def rank(number: int) -> Tensor:
@@ -69,7 +69,7 @@ def logits_on(collective: Collective, model: Path, dtype: torch.dtype = torch.fl
 
 
 def on_sizes(model: Path, folder: Path, dtype: torch.dtype = torch.float32, wrap: Callable = lambda c: c) -> list:
-    """The logits on 1, 2 and 4 ranks, each of which has the same ones."""
+    """Return the logits on 1, 2 and 4 ranks, and assert that all ranks of a size agree."""
     found = []
     for world in (1, 2, 4):
         all_ranks = on_ranks(world, folder / str(world), lambda c: logits_on(wrap(c), model, dtype))
@@ -84,8 +84,10 @@ def same(found: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_the_number_of_ranks(name, tmp_path):
-    """Biases, experts with and without a shared one, slopes, one part for queries, keys and values in another order;
-    key/value heads that several ranks have; a vocabulary that four do not divide.
+    """One, two and four ranks give the same bits for models of all shapes.
+
+    The models have biases, experts with and without a shared one, ALiBi slopes, fused queries, keys and values in
+    another order, key/value heads that several ranks hold, and a vocabulary that four does not divide.
     """
     reference = save_checkpoint(MODELS[name], tmp_path / "model")
     found = on_sizes(tmp_path / "model", tmp_path)
@@ -99,7 +101,7 @@ def test_bits_in_bfloat16(tmp_path):
 
 
 class Wrapped:
-    """A collective that does something else with what it gathers."""
+    """Collective that passes calls on, as a base for planted faults."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective, self.rank, self.world = collective, collective.rank, collective.world
@@ -114,7 +116,7 @@ class RoundsOnTheWire(Wrapped):
 
 
 class OrderOfArrival(Wrapped):
-    """A rank sees first what it has itself."""
+    """Plant a rank that gets its own part first."""
 
     def gather(self, x: Tensor) -> Tensor:
         found = super().gather(x)
@@ -123,7 +125,10 @@ class OrderOfArrival(Wrapped):
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3 moe"])
 def test_controls(name, tmp_path, monkeypatch):
-    """Rounding what travels, a tree that follows the number of ranks, sums in the order of arrival: each is seen."""
+    """Control: three faults of ranks are seen.
+
+    They are rounding on the way, a tree of the number of ranks, and sums in the order of arrival.
+    """
     save_checkpoint(MODELS[name], tmp_path / "model")
     model = tmp_path / "model"
     plain = on_sizes(model, tmp_path / "plain", wrap=Wrapped)
@@ -135,7 +140,7 @@ def test_controls(name, tmp_path, monkeypatch):
     assert not same(on_sizes(model, tmp_path / "follows"))
 
 
-def test_a_rank_reads_what_it_keeps(tmp_path, monkeypatch):
+def test_a_rank_reads_only_the_rows_that_it_keeps(tmp_path, monkeypatch):
     save_checkpoint(MODELS["qwen3 moe"], tmp_path / "model")
     read = threading.local()
 
@@ -157,7 +162,7 @@ def test_a_rank_reads_what_it_keeps(tmp_path, monkeypatch):
     assert all(row[1] < 0.55 * spec.num_params for row in found)  # of a model that is half embeddings
 
 
-def test_dummy_weights_are_those_of_the_whole(tmp_path):
+def test_dummy_weights_of_ranks_are_parts_of_the_whole(tmp_path):
     save_checkpoint(MODELS["phi3"], tmp_path / "model")
     spec = read_spec(read_config(tmp_path / "model"))
 
@@ -179,7 +184,7 @@ def test_dummy_weights_are_those_of_the_whole(tmp_path):
         {"execution_mode": "compile"},
     ],
 )
-def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
+def test_options_that_exclude_ranks_are_refused_by_name(options):
     name = next(iter(options))
     for ranks in ({"tp_invariant": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(SettingsError, match=f"{name}.* do not work together yet.*tensor_parallel_size"):
@@ -190,9 +195,9 @@ def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
     ("lacks", "options"),
     [(("tensor_parallel",), {}), (("tensor_parallel", "w8a8"), {"quantization": "fp8"})],
 )
-def test_what_a_device_lacks_is_refused_before_weights_are_read(lacks, options, monkeypatch):
+def test_traits_that_a_device_lacks_are_refused_before_weights_are_read(lacks, options, monkeypatch):
     monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
-    with pytest.raises(SettingsError, match="cannot be had on cpu: nobody has built it: leave tensor_parallel_size"):
+    with pytest.raises(SettingsError, match="cannot be used on cpu: nobody has built it: leave tensor_parallel_size"):
         LLM(tp_invariant=True, **OPTIONS, **options)
 
 
@@ -205,7 +210,7 @@ def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
     assert [taken[0], taken[1].weight.device, taken[1].bias, taken[2]] == ["value", device, None, "context"]
 
 
-def test_ranks_have_the_same_threads_whatever_their_number():
+def test_threads_of_a_rank_do_not_depend_on_the_number_of_ranks():
     found = {
         for_ranks(Settings(tensor_parallel_size=size, tp_invariant=True), CpuBackend.facts).num_threads
         for size in (1, 2, 4)
@@ -221,14 +226,17 @@ def test_a_tree_of_neighbours():
         tree_sum(parts[:3])
 
 
-def test_what_is_gathered_is_larger_than_a_place(tmp_path):
+def test_a_gather_may_exceed_its_shared_memory_slot(tmp_path):
     size = PLACE_BYTES // 2 + 3  # in four bytes each, two places and a bit
     got = on_ranks(2, tmp_path / "ranks", lambda c: c.gather(torch.arange(size) + c.rank))
     assert torch.equal(got[0], torch.stack([torch.arange(size), torch.arange(size) + 1])) and torch.equal(*got)
 
 
 def test_messages_arrive_whole_and_in_order(tmp_path):
-    """Far more than the ring holds, to two ranks, of which one is slow."""
+    """Messages arrive whole and in order.
+
+    There is far more data than the ring holds, and one of two ranks is slow.
+    """
     sent = [np.full(size, size) for size in (1, 10, channel.SLOT_BYTES, 3 * channel.SLOT_BYTES) * 6]
 
     def read(rank: int) -> bool:
@@ -248,7 +256,7 @@ def test_messages_arrive_whole_and_in_order(tmp_path):
 
 
 def test_a_wait_ends_with_the_engine(tmp_path):
-    """Here the leader's, for a rank that reads nothing."""
+    """The leader's wait for a rank that reads nothing ends with the engine."""
 
     def check() -> None:
         raise RankDied("rank 1 is gone")
@@ -269,7 +277,7 @@ PROMPTS = ["def add(a, b):", "class Stack:", "import os"]
 
 
 def answers(llm: LLM) -> list[object]:
-    """Greedy and drawn tokens, logprobs of the output and of the prompt, penalties."""
+    """Return results with greedy and drawn tokens, logprobs of output and prompt, and penalties."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=1),
         SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=6, presence_penalty=0.5),
@@ -292,7 +300,10 @@ def two() -> Iterator[LLM]:
 
 
 def test_logprobs_are_of_the_logits_that_were_drawn_from():
-    """The logits of a prompt, which are computed behind the draw in the same step, take the same memory in float32."""
+    """Logprobs are of the drawn token's logits, although prompt logits reuse the memory in float32.
+
+    The logits of a prompt are computed behind the draw in the same step.
+    """
     llm = LLM(tp_invariant=True, **OPTIONS | {"dtype": "float32", "skip_warmup": True, "boot_check": "off"})
     greedy = [SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=n) for n in (1, None, None)]
     for result in llm.generate(PROMPTS, greedy, use_tqdm=False):
@@ -304,7 +315,7 @@ def test_an_engine_of_two_ranks_has_the_answers_of_one(two):
     one = LLM(tp_invariant=True, **OPTIONS)
     first, second = record_of(one), record_of(two)
     assert first.proof.digest == second.proof.digest and len(first.proof.digest) == 32
-    assert first.proof.parts["sums"] == second.proof.parts["sums"] == "4 leaves in a tree"
+    assert first.proof.parts["sums"] == second.proof.parts["sums"] == "4 K splits in a tree"
     assert [first.proof.parts["ranks"], second.proof.parts["ranks"]] == [1, 2]
     assert second.invariant and not second.unproved()
     assert answers(one) == answers(two)
@@ -327,12 +338,15 @@ def test_ranks_that_differ_are_noticed(two):
     executor, plan = two.loop.executor, two.loop.packer.plan
     executor.agree(plan)
     executor._seen.add(torch.zeros(1))
-    with pytest.raises(Exception, match=r"do not agree, so no request is taken: logits: .* on rank 1"):
+    with pytest.raises(Exception, match=r"do not agree, so the engine takes no requests: logits: .* on rank 1"):
         executor.agree(plan)
 
 
 def test_a_rank_that_stops_ends_the_engine_with_the_reason(two):
-    """A process that is stopped looks alive to the system: its heartbeat tells. It is the last test of this engine."""
+    """A stopped rank, alive to the system, ends the engine by its missing heartbeat.
+
+    It is the last test of this engine.
+    """
     ranks, began = two.loop.executor.ranks, time.monotonic()
     os.kill(ranks.processes[0].pid, signal.SIGSTOP)
     with pytest.raises(RankDied, match="Rank 1 has sent no heartbeat for 4 s"):

@@ -1,4 +1,4 @@
-"""Budgets of reasoning in an engine: the same tokens alone, in company, preempted, drafted, and gone on with."""
+"""Budgets of reasoning in an engine: the same tokens alone, beside others, preempted, drafted, and gone on with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def asked(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that open the reasoning, and budgets: of none, few and more tokens, without, and before a grammar."""
+    """Return prompts that open the reasoning, with and without budgets.
+
+    Budgets are of zero, few and more tokens, and one of them comes before a grammar.
+    """
     end = llm.frontend.tokenizer.token_id("</think>")
     after = StructuredOutputsParams(regex="[ab]{4,8}", after_token_id=end)
     more: list[dict[str, Any]] = [
@@ -104,7 +107,7 @@ def test_the_same_tokens_in_every_way(folder: Path, asked: Any, alone: Any, more
 
 
 def test_the_same_tokens_can_be_missed(llm: LLM, asked: Any, alone: Any) -> None:
-    """The control: one token more in each budget, and the answers are others."""
+    """Control: one token more in each budget gives other answers."""
     prompts, params = asked
     budgets = [each.thinking_token_budget for each in params]
     wider = [each.clone() for each in params]
@@ -116,7 +119,10 @@ def test_the_same_tokens_can_be_missed(llm: LLM, asked: Any, alone: Any) -> None
 
 @pytest.mark.parametrize("budget", [0, 5, 12])
 def test_a_text_goes_on_from_any_of_its_tokens(llm: LLM, asked: Any, budget: int) -> None:
-    """The law of ``min_tokens`` for texts that move: from k on with what is left of the prompt's budget."""
+    """A text goes on from any of its tokens with the rest of its budget.
+
+    It is the law of ``min_tokens`` for moved texts.
+    """
     (prompt, *_), _ = asked
     params = sampled(0, thinking_token_budget=budget)
     (whole,) = said(llm, [prompt], [params])
@@ -131,21 +137,21 @@ def test_where_there_is_no_reasoning_nothing_changes(llm: LLM) -> None:
     for prompt in ([50, 60, start, 61, end], [50, 60]):
         free, bound = said(llm, [prompt] * 2, [sampled(4), sampled(4, thinking_token_budget=0)])
         assert free == bound and free[0] != start
-    # an answer that begins it itself
+    # an answer that begins the reasoning itself
     bias = {start: 100.0}
     thinks = sampled(4, thinking_token_budget=2, logit_bias=bias, max_tokens=6)
     assert said(llm, [[50, 60]], [thinks])[0][:4] == [start, start, start, end]
 
 
 def test_a_text_that_is_held_from_its_first_token_has_no_reasoning(llm: LLM) -> None:
-    """Whatever the prompt looks like."""
+    """A text held from its first token has no reasoning, whatever the prompt looks like."""
     start = llm.frontend.tokenizer.token_id("<think>")
     held = {"structured_outputs": StructuredOutputsParams(regex="[ab]{6,8}"), "ignore_eos": False}
     free, bound = said(llm, [[50, start]] * 2, [sampled(4, **held), sampled(4, **held, thinking_token_budget=2)])
     assert free == bound and len(free) >= 6
 
 
-def test_what_a_budget_needs(folder: Path) -> None:
+def test_a_budget_without_its_options_is_refused(folder: Path) -> None:
     for more, message in (
         ({"reasoning_parser": None}, "--reasoning-parser"),
         ({"reasoning_parser": "granite"}, "no single token does"),

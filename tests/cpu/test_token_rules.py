@@ -1,4 +1,7 @@
-"""``allowed_token_ids``, ``bad_words``, and the token behind which a grammar begins; prompts in vLLM's forms."""
+"""``allowed_token_ids``, ``bad_words``, and a grammar that begins behind a token.
+
+Prompts come in vLLM's forms.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,14 @@ def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_notice(llm: LLM, fr
     assert [found[0], found[2]] == [free[0], free[2]] and not set(free[1]) <= {300, 301, 302}
     assert drawn(llm, some, prompts=PROMPTS[1:2]) == [found[1]]  # the same alone
     everything = with_(allowed_token_ids=[*range(llm.frontend.tokenizer.vocab_size)])
-    assert drawn(llm, everything, everything, everything) == free  # the control: what all is allowed changes nothing
+    assert drawn(llm, everything, everything, everything) == free  # the control: allowing all tokens changes nothing
 
 
 def test_bad_words_do_not_occur(llm: LLM, free: list[list[int]]) -> None:
-    """Neither one token nor several; without the word the same tokens up to its end, and then others."""
+    """Bad words of one or several tokens do not occur.
+
+    The tokens are the same up to the word's end.
+    """
     tokenizer = llm.frontend.tokenizer
     for length in (1, 2):
         pieces = (free[0][at : at + length] for at in range(3, 20))
@@ -63,7 +69,7 @@ def test_bad_words_do_not_occur(llm: LLM, free: list[list[int]]) -> None:
         assert found[1:] == free[1:]
 
 
-def test_what_cannot_be_is_refused(llm: LLM) -> None:
+def test_impossible_token_rules_are_refused(llm: LLM) -> None:
     for wrong in ({"allowed_token_ids": [10**6]}, {"bad_words": ["x"] * 2000}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):
             llm.generate(["x"], with_(**wrong), use_tqdm=False)
@@ -73,7 +79,10 @@ def test_what_cannot_be_is_refused(llm: LLM) -> None:
 
 
 def test_a_grammar_begins_behind_a_token(llm: LLM, free: list[list[int]]) -> None:
-    """Free up to the token that comes fifth, JSON behind it."""
+    """Text is free up to its fifth token.
+
+    This token begins the grammar, with JSON behind it.
+    """
     mark = free[0][4]
     assert mark not in free[0][:4]
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -91,7 +100,7 @@ def test_a_grammar_begins_behind_a_token(llm: LLM, free: list[list[int]]) -> Non
 
 
 def test_masks_of_drafts(llm: LLM) -> None:
-    """Behind each draft the mask is that of the state behind it, rules and the token before the grammar included."""
+    """Behind each draft the mask is of the state there, with rules and the token before the grammar."""
     backend = llm.loop.grammars.backend
     params = SamplingParams(allowed_token_ids=[5, 6, 7], bad_words=["x"])
     state = Grammar(backend, None).state(Request(1, [1], params, 0, 8, bad_words=[[5, 6], [7]]))
@@ -110,7 +119,7 @@ def test_masks_of_drafts(llm: LLM) -> None:
 
 
 def masks_of(state: State, drafts: list[int]) -> np.ndarray:
-    """The masks before and behind ``drafts``, int32 [1 + drafts, words]."""
+    """Return the masks before and behind ``drafts``, int32 [1 + drafts, words]."""
     backend = state._backend
     masks = np.zeros((1 + len(drafts), backend.words), np.int32)
     backend.fill(masks, state.fill_free(masks, drafts))
@@ -119,7 +128,7 @@ def masks_of(state: State, drafts: list[int]) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest, llm: LLM) -> Library:
-    """Each library of grammars, over the tokens of the bundled model."""
+    """Return each library of grammars, over the tokens of the bundled model."""
     own = llm.loop.grammars.backend
     if type(own) is LIBRARIES[request.param]:
         return own
@@ -128,7 +137,11 @@ def library(request: pytest.FixtureRequest, llm: LLM) -> Library:
 
 
 def test_where_the_first_token_begins_no_reasoning_the_grammar_holds_it(llm: LLM, library: Library) -> None:
-    """A start token, white space before it, and all the rest: masks of drafts are those of one token after another."""
+    """The grammar holds a first token that begins no reasoning.
+
+    Masks of drafts equal one token after another. The first token is the start token, white space before it, or
+    anything else.
+    """
     (start, end, call), stop = (300, 301, 302), 0
     space, a, b = (llm.frontend.tokenizer.encode(text, False)[0] for text in "\nab")
     bound = StructuredOutputsParams(regex="\n*a+b", after_token_id=end, start_token_id=start, call_token_ids=(call,))
@@ -153,11 +166,11 @@ def test_where_the_first_token_begins_no_reasoning_the_grammar_holds_it(llm: LLM
     assert not within.accept(start)
     free = allowed(masks_of(within, [])[0], library.vocab_size)
     assert not free[stop] and free.sum() == library.vocab_size - 1  # a text that is not there yet does not end
-    assert within.accept(call) and within.phase is Phase.ENDED  # of this grammar a call is no text
+    assert within.accept(call) and within.phase is Phase.ENDED  # for this grammar a call is no text
 
 
 def test_strict_tools_are_held_to_their_schemas(llm: LLM) -> None:
-    """The model's own calls: free text around them, and nothing but the schema in them."""
+    """Calls in the model's own form have free text around them, and only the schema in them."""
     tokenizer = llm.frontend.tokenizer
     schema = {
         "type": "object",
@@ -195,7 +208,10 @@ def test_prompt_forms(llm: LLM) -> None:
 
 
 def test_a_grammar_waits_for_the_header_that_names_it(llm: LLM, library: Library) -> None:
-    """Masks of drafts are those of one token after another, and the grammar begins behind the right header only."""
+    """A grammar begins only behind the right header.
+
+    Masks of drafts equal one token after another.
+    """
     (mark, end), stop = (300, 301), 0
     said = {text: llm.frontend.tokenizer.encode(text, False) for text in ("final", "finally", " final", "so", "a", "b")}
     (a,), (b,) = said["a"], said["b"]

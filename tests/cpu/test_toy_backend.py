@@ -1,4 +1,7 @@
-"""A platform is one class: a toy backend boots the bundled model and finds the tokens that the CPU backend finds."""
+"""A platform is one class.
+
+A toy backend boots the bundled model and finds the tokens of the CPU backend.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ PROMPTS = ["def add(a, b):", "import os\nimport sys\n\n\ndef main() -> None:\n  
 
 
 def answers(engine: LLM) -> list[RequestOutput]:
-    """Of several rows, prompts in chunks, and penalties and logprobs."""
+    """Return answers of several rows, prompts in chunks, penalties and logprobs."""
     found = engine.generate([*PROMPTS, PROMPTS[0]], [GREEDY, GREEDY, GREEDY, SEEDED], use_tqdm=False)
     engine.loop.scheduler.check()
     return found
@@ -36,7 +39,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines boot on the toy backend."""
+    """Boot engines on the toy backend."""
     monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=ToyBackend()))
 
 
@@ -60,7 +63,7 @@ def test_it_finds_the_tokens_of_the_cpu(expected: list[RequestOutput]) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_the_comparison_can_fail(expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend whose block tables are those of another step: all sequences read the pad block."""
+    """Control: block tables of another step, so that all sequences read the pad block."""
     write = ToyAttention.write
 
     def blank(self: ToyAttention, turn: int, tables: Any) -> None:
@@ -79,6 +82,6 @@ def test_it_warms_up_as_any_platform_does() -> None:
     assert engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
 
 
-def test_it_is_short() -> None:
+def test_the_toy_backend_stays_below_175_lines() -> None:
     assert len(Path(tests.cpu.toy_backend.__file__).read_text().splitlines()) < 175
     assert ToyBackend().device == torch.device("cpu")

@@ -1,4 +1,7 @@
-"""A server's record says which bucket sizes its traffic would have liked; a boot takes them, and answers the same."""
+"""A server's record proposes bucket sizes for its traffic.
+
+A boot takes them, and answers the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's cache on disk, in which a library that some process has loaded is never replaced."""
+"""Triton's cache on disk never replaces a library that a process has loaded."""
 
 import os
 
@@ -16,7 +16,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def written_twice(manager, name):
-    """Whether the file is still the one that was written first."""
+    """Write a file twice, and return whether the first one stays."""
     first = os.stat(manager.put(b"one", name)).st_ino
     with open(manager.get_file(name), "rb"):  # as if a process had it, so that its inode is not given away
         second = os.stat(manager.put(b"two", name)).st_ino
@@ -26,7 +26,7 @@ def written_twice(manager, name):
 
 
 def test_a_library_stays_and_other_files_do_not(folder):
-    assert launch.OVERLAP or launch.INTERPRETED  # importing it is what installs the cache
+    assert launch.OVERLAP or launch.INTERPRETED  # importing it installs the cache
     manager = get_cache_manager("00")
     assert type(manager) is KeptLibraries
     assert written_twice(manager, "__triton_launcher.cpython-312-x86_64-linux-gnu.so")
@@ -35,5 +35,5 @@ def test_a_library_stays_and_other_files_do_not(folder):
 
 
 def test_triton_itself_replaces_it(folder):
-    """The control: why this cache is there."""
+    """Control: Triton's own cache replaces the library."""
     assert not written_twice(FileCacheManager("00"), "__triton_launcher.so")

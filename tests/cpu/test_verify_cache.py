@@ -1,4 +1,4 @@
-"""``preheat verify``'s paths for what is kept in blocks and for the frontend, and what is planted for each."""
+"""``preheat verify``'s paths for blocks and for the frontend, and the planted fault of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {"max_num_seqs": 8, "block_size": 32, "skip_warmup": True, "boot_check
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    """One with few blocks, and one as asked."""
+    """Return an engine with few blocks, and one as asked."""
     settings, size = Settings.load(OPTIONS | {"dtype": "float32"}), Size(4, 1, OUTPUTS, 300)
     engine = Engine(boot_engine, settings)
     return Engine(boot_engine, tight(settings, make_prompts(size, engine.vocab_size, 600))), engine
@@ -54,7 +54,7 @@ def test_all_is_well_and_was_really_taken(engines):
 
 
 def without_last_token(patch):
-    """The hash of a block leaves out its last token."""
+    """Plant a block hash without the block's last token."""
     right = prefix.chained
     patch.setattr(prefix, "chained", lambda *args: right(*args[:-1], args[-1] - 1))
 
@@ -65,18 +65,18 @@ def ends_later(patch, more):
 
 
 def one_token_early(patch):
-    """A block is found before its last token is computed."""
+    """Plant a block that is found before its last token is computed."""
     ends_later(patch, 1)
 
 
 def some_pairs(patch):
-    """A swap moves its first 16 pairs alone."""
+    """Plant a swap that moves only its first 16 pairs."""
     right = executor.pad_pairs
     patch.setattr(executor, "pad_pairs", lambda pairs, size: right(pairs[:16], size))
 
 
 def short_seeds(patch):
-    """The frontend knows 32 bits of a seed."""
+    """Plant a frontend that knows 32 bits of a seed."""
     right = InputProcessor.fan_out
     patch.setattr(
         InputProcessor, "fan_out",
@@ -93,13 +93,16 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("path", PLANTED)
-def test_what_is_planted_is_found_by_its_path(engines, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path(engines, path, monkeypatch):
     PLANTED[path](monkeypatch)
     assert WAYS[path](*engines).first is not None
 
 
 def test_a_block_that_is_never_published_is_missed(engines, monkeypatch):
-    """Bits are right all the same: the rule of how much is found sees it."""
+    """A block that is never published keeps the bits right.
+
+    It breaks the rule of how much is found.
+    """
     ends_later(monkeypatch, -1)
     result = nearly_equal(engines[1], [])
     assert result is not None
@@ -113,7 +116,7 @@ def another_choice(patch):
 
 
 def parameters_stay(patch):
-    """In a slot, where its next owner has the default."""
+    """Plant parameters that stay in a slot whose next owner has the default."""
 
     def describe(self, slots, request):
         for name, field in FIELDS.items():
@@ -134,14 +137,14 @@ def bans_end_early(patch):
 
 
 @pytest.mark.parametrize("plant", [short_seeds, another_choice, parameters_stay, one_short, bans_end_early])
-def test_what_is_not_the_contract_is_found_through_the_frontend(engines, plant, monkeypatch):
+def test_broken_contracts_are_found_through_the_frontend(engines, plant, monkeypatch):
     plant(monkeypatch)
     result = served(engines[1], OUTPUTS)
     assert result.first is not None
     assert result.identical < result.prompts
 
 
-def test_what_decodes_otherwise_than_it_reads_is_found(engines, monkeypatch):
+def test_a_difference_between_decoding_and_reading_is_found(engines, monkeypatch):
     engine = engines[1]
     prompts = make_prompts(Size(4, 1, OUTPUTS, 300), engine.vocab_size, 600)
     first = engine.run(prompts)

@@ -1,4 +1,4 @@
-"""``preheat verify``'s paths in which answers are interrupted, and what is planted for each."""
+"""``preheat verify``'s paths with interrupted answers, and the planted fault of each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_engine_with_enough_blocks_interrupts_nothing(engine, monkeypatch):
 
 
 def first_token_is_prompt(patch):
-    """Penalties count the first token of an answer as one of the prompt when it is resumed."""
+    """Plant penalties that count a resumed answer's first token as a prompt token."""
     right = TokenCounts.reset
     patch.setattr(
         TokenCounts, "reset",
@@ -57,7 +57,7 @@ def first_token_is_prompt(patch):
 
 
 def grammar_begins_again(patch):
-    """With the sequence that is preempted."""
+    """Plant a grammar that begins again when its sequence is preempted."""
     begin, right, begun = State.__init__, Sequence.preempted, {}
 
     def kept(self, backend, matcher, request):
@@ -77,7 +77,7 @@ def grammar_begins_again(patch):
     ("plant", "path"),
     [(first_token_is_prompt, "penalties, interrupted"), (grammar_begins_again, "grammars, interrupted")],
 )
-def test_what_is_planted_is_found_by_its_path_alone(engine, plant, path, monkeypatch):
+def test_each_planted_fault_is_found_by_its_path_alone(engine, plant, path, monkeypatch):
     plant(monkeypatch)
     found = results(engine)
     assert [name for name, result in found.items() if result.first] == [path]

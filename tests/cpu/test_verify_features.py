@@ -1,4 +1,4 @@
-"""``preheat verify``'s paths for penalties, salts, min_tokens and prompt logprobs, and what is planted for each."""
+"""``preheat verify``'s paths for penalties, salts, min_tokens and prompt logprobs, and the planted fault of each."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def test_all_is_well_and_was_really_taken():
 
 
 def last_tokens_only(patch):
-    """A penalty that sees only the last 1,024 tokens of the prompt."""
+    """Plant a penalty that sees only the last 1,024 tokens of the prompt."""
     right = TokenCounts.reset
     patch.setattr(TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt[-1024:], out))
 
 
 def no_salt(patch):
-    """One prefix cache for all salts."""
+    """Plant one prefix cache for all salts."""
     right = prefix.chain_root
     patch.setattr(prefix, "chain_root", lambda request: right(Request(0, [], request.params, 0, 1)))
 
 
 def no_bans(patch):
-    """Stop ids that are drawn before min_tokens."""
+    """Plant stop ids that are drawn before min_tokens."""
     patch.setattr(logit_stages.MinTokens, "edits", lambda *_: ())
 
 
 def chunks_lose_one(patch):
-    """A chunk that forgets the token after the last of the chunk before."""
+    """Plant a chunk that forgets the token after the last of the chunk before."""
     right = Packer._prompt_parts
 
     def parts(self, schedule, ends):
@@ -84,7 +84,7 @@ def chunks_lose_one(patch):
 
 
 def ban_by_rows(patch):
-    """A mask that lacks every other token if there is more than one mask in the step."""
+    """Plant a mask that lacks every other token if there is more than one mask in the step."""
     right = Guidance.fill
 
     def fill(self, masks, rows):
@@ -98,13 +98,13 @@ def ban_by_rows(patch):
 
 
 def resumed_without_output(patch):
-    """Penalties that forget, when a preempted sequence is resumed, what it had said."""
+    """Plant penalties that forget a preempted sequence's output when it resumes."""
     right = TokenCounts.reset
     patch.setattr(TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt, out[:0]))
 
 
 def another_rows_logprobs(patch):
-    """Reports that are those of the row before where a step has many."""
+    """Plant reports of the row before, if a step has many reports."""
     right = CpuSampler.read
 
     def read(self, turn, rows, reporting, alternatives):
@@ -114,7 +114,7 @@ def another_rows_logprobs(patch):
 
 
 def far_back(patch):
-    """Rows that decode see more of what they merge from three KV splits on."""
+    """Plant a larger merged result in decoding rows with at least three KV splits."""
     right = DecodeAttention._merge
 
     def merge(self, *parts):
@@ -123,14 +123,14 @@ def far_back(patch):
     patch.setattr(DecodeAttention, "_merge", merge)
 
 
-def told_of_others(patch):
-    """Given tokens that are those of another row of the step."""
-    right = SamplingInput.told_of
-    patch.setattr(SamplingInput, "told_of", lambda self, rows: right(self, rows)[::-1])
+def logprob_ids_of_others(patch):
+    """Plant the given tokens of another row of the step."""
+    right = SamplingInput.logprob_ids_of
+    patch.setattr(SamplingInput, "logprob_ids_of", lambda self, rows: right(self, rows)[::-1])
 
 
 PLANTED = {
-    "logprobs of given tokens": told_of_others,
+    "logprobs of given tokens": logprob_ids_of_others,
     "beam search": another_rows_logprobs,
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same
@@ -144,8 +144,8 @@ PLANTED = {
 }
 
 
-def test_what_is_planted_is_found_by_its_path(monkeypatch):
-    """All at once: none of them reaches the path of another."""
+def test_each_planted_fault_is_found_by_its_path(monkeypatch):
+    """Each planted fault is found by its path, all at once: none reaches the path of another."""
     for plant in PLANTED.values():
         plant(monkeypatch)
     found = {path: result for path, result in results().items() if result.first is not None}

@@ -1,4 +1,4 @@
-"""The check of sliding windows, at boot and in ``preheat verify``, sees one that is not as long as it should be."""
+"""The check of sliding windows, at boot and in ``preheat verify``, sees a window of a wrong length."""
 
 from __future__ import annotations
 

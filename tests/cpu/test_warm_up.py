@@ -55,7 +55,10 @@ def test_nothing_is_cold_afterwards(llm):
 
 
 def test_a_bucket_runs_one_layer_of_each_kind_at_first(monkeypatch):
-    """And whole steps are left to the checks: warm-up runs none."""
+    """A bucket runs one layer of each kind.
+
+    Whole steps are left to the checks.
+    """
     forward, layers = Executor._forward, []
 
     def count(self: Executor, bucket, which, tap=None):
@@ -103,7 +106,7 @@ def test_raise_without_warm_up_is_refused():
 
 def test_nothing_stays_behind():
     chance = torch.get_rng_state(), np.random.get_state()[1].copy()
-    llm = warm(boot_check="off")  # whose real blocks are looked at in test_boot_check
+    llm = warm(boot_check="off")  # test_boot_check looks at its real blocks
     scheduler, executor = llm.loop.scheduler, llm.loop.executor
     scheduler.check()
     assert scheduler.idle
@@ -122,7 +125,7 @@ def test_nothing_stays_behind():
     assert (np.random.get_state()[1] == chance[1]).all()
 
 
-def test_tokens_are_those_of_an_engine_that_was_not_warmed(llm):
+def test_warm_up_changes_no_token(llm):
     cold = warm(skip_warmup=True, on_cold="off")
     params = [GREEDY, EVERYTHING, SamplingParams(seed=3, max_tokens=9)]
     texts = [[r.outputs[0].token_ids for r in each.generate(["import os"] * 3, params)] for each in (llm, cold)]
@@ -148,7 +151,7 @@ def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
     assert "(decode, 4) failed" in caplog.text
 
 
-def test_the_log_tells_what_the_seed_tells(caplog):
+def test_the_log_has_the_lines_of_vllm_for_gaudi(caplog):
     with caplog.at_level(logging.INFO):
         llm = warm(
             bucketing_policy="split",
@@ -176,7 +179,7 @@ def test_the_log_tells_what_the_seed_tells(caplog):
 
 
 def test_the_story_of_three_sequences():
-    """Prompt (4, 512), then decode (4, 512); (2, 512) when two remain; (4, 640) past 512 tokens."""
+    """Three sequences run prompt (4, 512), decode (4, 512), then (2, 512) when two remain; (4, 640) past 512 tokens."""
     ranges = {
         "prompt_bs": (1, 32, 4),
         "prompt_seq": (128, 128, 1024),

@@ -1,5 +1,6 @@
-"""New weights from a trainer in another process, by gloo: as a fresh boot with them; whatever goes wrong, the old
-weights stay and the engine answers.
+"""New weights from a trainer in another process, by gloo.
+
+The engine is like a fresh boot with them. After any fault the old weights stay and the engine answers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def free_port() -> int:
 
 
 def train(pipe: Connection, port: int, folder: str) -> None:
-    """A trainer that does what it is told: join; send, of the checkpoint in ``folder``, the tensors of these names, or
-    changed ones; die.
+    """Run a trainer on commands: join, send tensors, change tensors, die.
+
+    It sends the tensors of the given names from the checkpoint in ``folder``.
     """
     torch.set_num_threads(1)
     tensors = load_file(f"{folder}/model.safetensors")
@@ -57,7 +59,7 @@ def train(pipe: Connection, port: int, folder: str) -> None:
 
 
 class Trainer:
-    """A trainer process, whose checkpoint is in ``folder``."""
+    """Trainer process with its checkpoint in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -70,7 +72,7 @@ class Trainer:
         self._pipe.send(what)
 
     def join(self, llm: LLM, timeout: float = 30) -> None:
-        """The process has started before the engine's ``timeout`` begins."""
+        """Join; the process has started before the engine's ``timeout`` begins."""
         assert self._pipe.recv() == "running"
         self.tell("join")
         llm.init_weight_transfer_engine(self.info(timeout=timeout))
@@ -108,7 +110,11 @@ def llm() -> LLM:
 
 
 def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fresh):
-    """Whole; then in two parts, of which neither counts before the last; in any order."""
+    """An engine with a trainer's weights is like a fresh one.
+
+    The weights are sent whole, in two parts, and in any order. Neither of two parts counts before the last one has
+    come.
+    """
     boot, said = llm.state.digest, tokens(llm)
     trainer.join(llm)
     names = sorted(trainer.tensors)
@@ -131,8 +137,8 @@ def test_an_engine_with_weights_of_a_trainer_is_as_a_fresh_one(llm, trainer, fre
     llm.loop.scheduler.check()
 
 
-def test_tensors_whose_bits_are_others_are_seen(llm, trainer, fresh):
-    """The comparison can fail: one tensor less is another digest."""
+def test_tensors_with_other_bits_are_seen(llm, trainer, fresh):
+    """Control: one tensor less gives another digest."""
     trainer.join(llm)
     trainer.send(llm, [name for name in trainer.tensors if name != NORM])
     assert llm.state.digest != fresh[0].digest
@@ -157,8 +163,11 @@ SENT_WRONG: dict[str, tuple[Callable[[Trainer], dict[str, Any]], float, type[Pre
 }
 
 
-def test_what_does_not_fit_changes_nothing(llm, trainer, fresh):
-    """It is received as it was announced, so that trainer and engine go on together."""
+def test_tensors_that_do_not_fit_change_nothing(llm, trainer, fresh):
+    """Wrong tensors change nothing.
+
+    They are received as announced, so that trainer and engine go on together.
+    """
     trainer.join(llm)
     before, said = llm.state, tokens(llm)
     for announced, value, kind, message in SENT_WRONG.values():
@@ -176,11 +185,11 @@ def test_a_trainer_that_stops(llm, trainer):
     names = sorted(trainer.tensors)
     trainer.tell(("send", names[:3]))
     began = time.monotonic()
-    with pytest.raises(InvalidRequest, match=rf"old weights stay: .*after 3 tensors, at {names[3]}: no data for 3 s"):
+    with pytest.raises(InvalidRequest, match=rf"old weights stay, .*after 3 tensors, at {names[3]}: no data for 3 s"):
         llm.update_weights(trainer.announced(names))
     assert 3 <= time.monotonic() - began < 20
     assert llm.state == before and tokens(llm) == said
-    with pytest.raises(InvalidRequest, match="no group with a trainer: /init_weight_transfer_engine first"):
+    with pytest.raises(InvalidRequest, match="no group with a trainer: call /init_weight_transfer_engine first"):
         llm.update_weights(trainer.announced(names))
 
 
@@ -190,7 +199,7 @@ def test_a_trainer_that_dies(llm, trainer, changed, fresh):
     names = sorted(trainer.tensors)
     trainer.tell(("send", names[:3]))
     trainer.tell("die")
-    with pytest.raises(InvalidRequest, match=r"the old weights stay: .* not all have arrived"):
+    with pytest.raises(InvalidRequest, match=r"the old weights stay, as not all of .* tensors have arrived"):
         llm.update_weights(trainer.announced(names))
     assert llm.state == before and tokens(llm) == said
     again = Trainer(changed)
@@ -211,7 +220,10 @@ def test_no_trainer_is_there(llm):
 
 
 def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
-    """Requests are answered before the trainer sends the last one; another transfer waits for its turn."""
+    """Requests are answered before the trainer sends its last tensor.
+
+    Another transfer waits for its turn.
+    """
     trainer.join(llm)
     names, outcomes = sorted(trainer.tensors), list[Any]()
     trainer.tell(("send", names[:-1]))
@@ -221,7 +233,7 @@ def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
     llm.frontend.command("update_weights", outcomes.append, announced=announced(*info.values()))
     said = tokens(llm)
     assert said != fresh[1] and not outcomes
-    with pytest.raises(InvalidRequest, match="update_weights waits for the trainer"):
+    with pytest.raises(InvalidRequest, match="update_weights is waiting for the trainer"):
         llm.start_weight_update()
     trainer.tell(("send", names[-1:]))
     while not outcomes:
@@ -245,7 +257,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_announced(plain, name):
+def test_wrong_announcements_are_refused(plain, name):
     body, message = WRONG[name]
     with pytest.raises(InvalidRequest, match=message):
         plain.update_weights(body)
@@ -261,7 +273,7 @@ def plain() -> LLM:
     [({"rank_offset": 0}, "rank_offset must be 1 to 1"), ({"rank_offset": 2}, "rank_offset must be 1 to 1"),
      ({"master_port": 0}, "master_port must be"), ({"timeout": 0}, "timeout must be")],
 )  # fmt: skip
-def test_what_is_no_place_in_a_group(plain, changed, message):
+def test_a_wrong_rank_offset_is_refused(plain, changed, message):
     info = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2} | changed
     with pytest.raises(InvalidRequest, match=message):
         plain.init_weight_transfer_engine(info)
@@ -269,7 +281,9 @@ def test_what_is_no_place_in_a_group(plain, changed, message):
 
 def test_too_much_leaves_the_group(llm, trainer):
     trainer.join(llm)
-    with pytest.raises(InvalidRequest, match=r"announces 4,000,000,000,000 bytes, .*: the group is left"):
+    with pytest.raises(
+        InvalidRequest, match=r"announces 4,000,000,000,000 bytes, .*: the engine leaves the trainer's group"
+    ):
         llm.update_weights(lengths({"shapes": [[10**12]]}))
     with pytest.raises(InvalidRequest, match="no group with a trainer"):
         llm.update_weights(lengths({"shapes": [[1]]}))
@@ -279,13 +293,13 @@ def test_settings():
     with pytest.raises(SettingsError, match="weight_transfer_config: Invalid enum value 'ipc'"):
         Settings(weight_transfer_config={"backend": "ipc"})
     llm = LLM(**SMALL)
-    with pytest.raises(InvalidRequest, match="without --weight-transfer-config"):
+    with pytest.raises(InvalidRequest, match="started with --weight-transfer-config"):
         llm.init_weight_transfer_engine({"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2})
-    with pytest.raises(InvalidRequest, match="without --weight-transfer-config"):
+    with pytest.raises(InvalidRequest, match="started with --weight-transfer-config"):
         llm.start_weight_update()
     with pytest.raises(InvalidRequest, match="start_weight_update first"):
         LLM(**SMALL, **GLOO).finish_weight_update()
     nccl = LLM(**SMALL, weight_transfer_config={"backend": "nccl"})
-    with pytest.raises(InvalidRequest, match="nccl is not for this device: write gloo"):
+    with pytest.raises(InvalidRequest, match="nccl does not support this device: write gloo"):
         nccl.init_weight_transfer_engine({"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2})
     assert TransferGroup("x", 1, 1, 2).timeout == 300

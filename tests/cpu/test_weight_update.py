@@ -1,4 +1,7 @@
-"""New weights in place: every part of every family, all or nothing, and the digest of a fresh boot."""
+"""New weights in place, with the digest of a fresh boot.
+
+Every part of every family is updated: all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints of one model."""
+    """Write two checkpoints of one model."""
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     for seed, folder in enumerate(folders):
         save_checkpoint(MODELS["llama"], folder, seed=seed)
@@ -101,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_changes_nothing(what, pair):
+def test_a_refused_update_changes_nothing(what, pair):
     change, message = REFUSED[what]
     model = load(pair[0])
     before = numbers(model)
@@ -111,7 +114,7 @@ def test_what_is_refused_changes_nothing(what, pair):
 
 
 def test_a_head_that_nothing_would_read_is_refused(tmp_path):
-    """A tied model takes one that repeats the table, in the same update or after it."""
+    """A tied model refuses a head, unless it repeats the table in the same update or after it."""
     save_checkpoint(MODELS["llama tied"], tmp_path)
     model, head = load(tmp_path), "lm_head.weight"
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
@@ -127,7 +130,7 @@ def test_a_head_that_nothing_would_read_is_refused(tmp_path):
 
 def test_a_quantized_layer_needs_all_its_tensors(pair):
     model = load(pair[0], quantization="fp8")
-    with pytest.raises(ModelError, match=r"layers.1.self_attn.k_proj.weight: they are one layer with .*q_proj"):
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.k_proj.weight cannot be updated alone: give .*q_proj"):
         update(model, given(model, {PARTLY: load_file(pair[1] / "model.safetensors")[PARTLY]}))
 
 
@@ -138,7 +141,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def restored(llm: LLM) -> Iterator[LLM]:
-    """With the weights of the boot, and again afterwards."""
+    """Return the engine with the weights of the boot, and restore them afterwards."""
     yield llm
     llm.update_weights(BUNDLED_PATH)
 
@@ -158,17 +161,21 @@ def test_an_engine_with_new_weights_is_as_a_fresh_one(llm, changed, fresh):
     llm.loop.scheduler.check()
 
 
-def test_weights_whose_logits_are_not_finite_are_taken_back(llm, changed):
+def test_weights_with_logits_that_are_not_finite_are_taken_back(llm, changed):
     before, said = llm.state, tokens(llm)
     huge = {"model.norm.weight": torch.full_like(load_file(changed / "model.safetensors")["model.norm.weight"], 3e38)}
-    with pytest.raises(InvalidRequest, match=r"the old weights stay: .* are not finite"):
+    with pytest.raises(InvalidRequest, match=r"the old weights stay, .* are not finite"):
         llm.update_weights(huge.items())
     assert llm.state == before and tokens(llm) == said
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["", "planted: keys are not changed"])
-def test_what_runs_goes_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
-    """Its keys and values are computed again; a cache that kept its keys would answer from the old ones."""
+def test_running_requests_go_on_with_the_new_weights(stale, restored, changed, fresh, monkeypatch):
+    """A running request goes on with the new weights.
+
+    Its keys and values are computed again. The control plants a cache that keeps its keys, and so would answer from the
+    old weights.
+    """
     if stale:
         monkeypatch.setattr(PrefixCache, "rekey", lambda *_: None)
         monkeypatch.setattr("preheat.schedule.blocks.BlockPool.forget_contents", lambda _: None)
@@ -217,6 +224,6 @@ def test_a_device_that_knows_its_weights_refuses(llm, changed, monkeypatch):
         llm.loop.executor.backend, "facts", replace(CpuBackend.facts, lacks={("updates",): "weights are baked in"})
     )
     before = llm.state
-    with pytest.raises(InvalidRequest, match="cannot be had on cpu: weights are baked in"):
+    with pytest.raises(InvalidRequest, match="cannot be used on cpu: weights are baked in"):
         llm.update_weights(changed)
     assert llm.state == before

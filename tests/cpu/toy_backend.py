@@ -1,4 +1,7 @@
-"""The least that a new platform has to write: a backend in plain torch that attends token by token. Right, and slow."""
+"""The least code of a new platform: a backend in plain torch that attends token by token.
+
+It is right, and slow.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from preheat.warmup.cold_sources import ORIGINS
 
 
 def nothing(*args: Any, **more: Any) -> None:
-    """There is nothing to do: a step has ended when its call returns."""
+    """Do nothing: a step has ended when its call returns."""
 
 
 class ToyAttention:
-    """Each token looks up the blocks of its sequence."""
+    """Attention where each token looks up the blocks of its sequence."""
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self.layers, self.tables = layers, dict[int, np.ndarray]()
@@ -40,7 +43,7 @@ class ToyAttention:
         return base.AttentionWork([], -1, -1)
 
     def write(self, turn: int, tables: base.BlockTables) -> None:
-        self.tables[turn] = np.pad(tables.block_table, ((0, 1), (0, 0)))  # the last row is that of padding
+        self.tables[turn] = np.pad(tables.block_table, ((0, 1), (0, 0)))  # the last row is padding's
 
     def send(self, turn: int, work: base.AttentionWork, inputs: StepInputs) -> None:
         self.table = torch.from_numpy(self.tables[turn])
@@ -109,7 +112,7 @@ class ToyProduct(list[Tensor]):
 
 @dataclass
 class ToyGraphs(Generic[K, R]):
-    """There are none."""
+    """No graphs."""
 
     body: Callable[[K], R]
     capture = forget = nothing
@@ -122,9 +125,9 @@ class ToyGraphs(Generic[K, R]):
 
 
 class ToyBackend:
-    """Float32 on the host."""
+    """Backend of float32 on the host."""
 
-    prepare = synchronize = compiling = settle = nothing
+    prepare = synchronize = compiling = select_kernels = nothing
     sharing = None
     adapters = None
     facts = base.Facts(
@@ -137,9 +140,8 @@ class ToyBackend:
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
     supports = staticmethod(lambda value: values.Ok())
-
-    def sleep_memory(self) -> None:
-        pass
+    activation_dtype = staticmethod(lambda dtype: dtype)
+    sleep_memory = functions = lambda *_: None
 
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
         return nullcontext(lambda source, out: np.copyto(out.numpy(), source.float().numpy()))

@@ -1,7 +1,7 @@
-"""What runs on several GPUs, each part in processes of its own: one process is in one group of ranks.
+"""Programs for several GPUs; each process joins one group of ranks.
 
-``python -m tests.cuda.ranks collective`` (or ``engine``, see the end) prints each stage that it reaches, and where
-every process stands if it takes too long.
+``python -m tests.cuda.ranks collective`` (or ``engine``, see the end) prints each stage that it reaches, and the stack
+of every process if it takes too long.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def children() -> list[int]:
 
 
 def watch(seconds: float) -> None:
-    """After so long, print where this process and its children stand, and end them."""
+    """After ``seconds``, print the stacks of this process and its children, and end them."""
     faulthandler.enable()
 
     def late() -> None:
         time.sleep(seconds)
         stage(f"no end after {seconds:g} s")
         for pid in children():
-            os.kill(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER: it says where it stands
+            os.kill(pid, signal.SIGABRT)  # with PYTHONFAULTHANDLER the child prints its stack
         time.sleep(2)
         faulthandler.dump_traceback()
         os._exit(3)
@@ -60,13 +60,16 @@ def thrice(layer: Callable[[Tensor], Tensor], x: Tensor, into: list[Tensor]) -> 
 
 
 def exchange(rank: int, world: int, folder: str) -> None:
-    """One process: gather, leaves and their sum, eager and captured. Fails with an AssertionError."""
+    """Check one rank: gather, K splits and their sum, eager and captured.
+
+    Raises AssertionError on a difference.
+    """
     import torch
 
     from preheat.backends.base import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
-    from preheat.backends.meeting import OneNode
+    from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
     from tests import layers
 
@@ -104,7 +107,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
         stage(f"rank {rank}: captured")
         assert (whole.float() - (x.float() @ weight.float().T + bias.float())).abs().max() < 2
     stage(f"rank {rank}: all equal")
-    os._exit(0)  # without the destructors of NCCL, which wait for each other
+    os._exit(0)  # without the destructors of NCCL, because each waits for the others
 
 
 def collective(world: int) -> None:
@@ -120,7 +123,7 @@ def collective(world: int) -> None:
 
 
 def adapters_of(model: str, folder: Path) -> list[Path]:
-    """Two adapters of ``model``, of all modules."""
+    """Write two adapters of ``model``, of all modules."""
     from benchmarks.common.adapter import write_adapter
     from preheat.lora.adapter import adapted_modules, expert_modules
     from preheat.model.families import read_spec
@@ -135,8 +138,9 @@ def adapters_of(model: str, folder: Path) -> list[Path]:
 def engine(
     model: str, world: int, eager: bool, adapters: str | None = None, quantization: str | None = None
 ) -> dict[str, Any]:
-    """The digest of an engine on ``world`` GPUs, its answers, and how fast it decodes. ``adapters``: requests have
-    some; ``divided``: first matrices are divided in all layers.
+    """Return the digest of an engine on ``world`` GPUs, its answers, and its decoding speed.
+
+    ``adapters``: two of the requests have adapters; ``divided``: first matrices are divided in all layers.
     """
     from preheat import LLM, LoRARequest, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Paged attention on the device: right against float64, and one set of bits for every way to compute a token."""
+"""Paged attention on the device: close to float64, and one set of bits for every path of a token."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def paged():
-    """Imported here, because without a GPU Triton must learn of its interpreter before it is imported."""
+    """Import the tests' pages late: without a GPU, Triton's interpreter must be chosen before Triton's import."""
     from tests.kernels import paged
 
     return paged
@@ -51,12 +51,12 @@ def test_single_queries(whole, paged):
         assert torch.equal(made.decode(work, config=config), expected)
     order = torch.randperm(len(work)).tolist()
     assert torch.equal(made.decode([work[i] for i in order[:5]]), expected[order[:5]])
-    for _ in range(50):  # who finishes last is another one each time
+    for _ in range(50):  # another program finishes last each time
         assert torch.equal(made.decode(work * 8), expected.repeat(8, 1))
 
 
 def test_bits_of_a_cache_that_was_widened_before(whole, paged):
-    """Scales apart, eight bits change nothing but what is stored."""
+    """With scales of one, a cache of eight bits gives the bits of its widened numbers."""
     made, _ = whole
     if made.shape.stored is None:
         pytest.skip("a cache of the model's dtype")
@@ -70,14 +70,14 @@ def test_bits_of_a_cache_that_was_widened_before(whole, paged):
 
 @pytest.mark.parametrize("width", [2, 4, 5, 8, 20])
 def test_rows_with_drafts(whole, width):
-    """Rows of up to so many queries that follow each other, on both sides of the edges of splits."""
+    """Rows of up to ``width`` consecutive queries, on both sides of the edges of splits."""
     made, outputs = whole
     firsts = [0, 1, 62, 255, 510, 511, 512, 766, 1023, 1024 - width, 1300 - width]
     work = [(4, p, width) for p in firsts] + [(i, n - 1, 1) for i, n in enumerate(LENGTHS)]
     expected = torch.cat([outputs[i][p : p + n] for i, p, n in work])
     assert torch.equal(made.verify(work, width), expected)
     assert torch.equal(made.verify(work[8:], width, room=2), expected[8 * width :])  # a tile walks its context alone
-    for _ in range(20):  # who finishes last is another one each time
+    for _ in range(20):  # another program finishes last each time
         assert torch.equal(made.verify(work * 4, width), expected.repeat(4, 1))
 
 
@@ -123,7 +123,7 @@ def test_a_value_that_is_stored_as_it_is_reaches_others(paged):
 
 
 def test_another_split_gives_other_bits(whole):
-    """What shows that the tests above could fail."""
+    """Negative control: the tests above can fail."""
     made, outputs = whole
     window = made.shape.window
     if window and window <= 128:

@@ -23,7 +23,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def paged():
-    """Imported here, because without a GPU Triton must learn of its interpreter before it is imported."""
+    """Import the tests' pages late: without a GPU, Triton's interpreter must be chosen before Triton's import."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     from tests.kernels import paged
@@ -33,7 +33,7 @@ def paged():
 
 @pytest.fixture(scope="module", params=zip(SHAPES, [128, 64, 256] * 3, strict=True), ids=str)
 def made(request, paged):
-    """A cache whose unused slots are NaN."""
+    """A cache with NaN in its unused slots."""
     shape, block = request.param
     seed = int(torch.randint(1 << 30, ()))
     pages = paged.Pages(paged.Bucket(*shape), LENGTHS, block, seed, device="cuda", by_block=block == 64)
@@ -44,7 +44,7 @@ def made(request, paged):
 
 
 def everywhere(paged, made, work):
-    """By the kernel for every GPU."""
+    """Return the result of the kernel for every GPU."""
     return made.prefill(work, config=paged.prefill_config(made.shape.dim, made.shape.dtype))
 
 
@@ -68,7 +68,7 @@ def test_chunks(paged, made):
 
 @pytest.mark.parametrize("factor", [0.0, 1e-3, 30.0, 1e4])
 def test_scores_of_all_sizes(paged, made, factor):
-    """From all weights equal to one key that takes all, at which sums fade to nothing and back."""
+    """From equal weights of all keys to one key with all the weight, where sums fade to nothing and back."""
     heads = made.shape.heads
     before = made.qkv
     made.qkv = [torch.cat([x[:, :heads] * factor, x[:, heads:]], 1) for x in before]
@@ -79,7 +79,7 @@ def test_scores_of_all_sizes(paged, made, factor):
 
 
 def copied(paged, made):
-    """The same sequences in a cache of their own."""
+    """Return the same sequences in another cache."""
     other = paged.Pages(made.shape, LENGTHS, made.cache.shape[3], device="cuda")
     other.qkv = [qkv.clone() for qkv in made.qkv]
     other.fill(torch.nan)
@@ -96,7 +96,7 @@ def test_a_value_that_is_not_finite_reaches_only_what_sees_it(paged, made, at):
 
 
 def test_another_split_gives_other_bits(made):
-    """What shows that the tests above could fail."""
+    """Negative control: the tests above can fail."""
     if made.shape.window and made.shape.window <= 128:
         pytest.skip("a window this short may lie in one split")
     assert not torch.equal(made.prefill(WHOLE, split=128), made.prefill(WHOLE))

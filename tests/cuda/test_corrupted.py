@@ -1,4 +1,4 @@
-"""Requests whose numbers overflow, on a device: they end with an error, and nobody else's bits change."""
+"""Requests with overflowing numbers on a device: they end with an error and change no other row's bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENGINES = {
 
 @pytest.fixture(scope="module")
 def loud(tmp_path_factory):
-    """An adapter of finite numbers of which attention's values overflow."""
+    """An adapter of finite numbers that makes attention's values overflow."""
     folder = write_adapter(tmp_path_factory.mktemp("adapters") / "loud", 0)
     file = folder / "adapter_model.safetensors"
     save_file({name: tensor * 1e20 for name, tensor in load_file(file).items()}, file)
@@ -62,7 +62,7 @@ def test_others_have_their_bits(loud, engine):
 
 
 def test_a_token_that_overflows_leaves_what_is_before_it_alone():
-    """A prompt that goes on otherwise finds its first block in the prefix cache."""
+    """A later prompt with the same first block finds the block in the prefix cache."""
     llm = LLM(**OPTIONS, dtype="bfloat16", enforce_eager=True)  # a graph would read the old table
     decoder = llm.loop.executor.decoder
     embedding = decoder.weights.embedding.clone()  # the output head stays as it is
@@ -77,6 +77,6 @@ def test_a_token_that_overflows_leaves_what_is_before_it_alone():
     prompt = [token + 1 for token in LONG[:100]]
     right = tokens(prompt, "alone")
     with pytest.raises(NotFinite, match="the model"):
-        tokens([*prompt[:70], 0, *prompt], "shared")  # its first chunk is published before it is found out
+        tokens([*prompt[:70], 0, *prompt], "shared")  # its first chunk is published before the overflow is found
     assert tokens(prompt, "shared") == right
     assert llm.loop.scheduler.stats().prefix_hits == 64

@@ -1,4 +1,4 @@
-"""The sampler of the CUDA backend on a GPU: the host's tokens, their distribution, and nothing but the row matters."""
+"""The sampler of the CUDA backend on a GPU: the host's tokens, their distribution, and independence of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = [*KINDS, *({"temperature": 0.8, "top_p": p} for p in (0.1, 0.5)), {"t
 
 
 def rows_of(kinds: list[dict[str, object]], vocab: int = LARGE, spread: float = 2.5, seed: int = 7) -> list[Row]:
-    """One row of each kind, with logits that bfloat16 holds."""
+    """Return one row of each kind, with logits exact in bfloat16."""
     rng = np.random.default_rng(seed)
     return [
         Row(
@@ -64,7 +64,7 @@ def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0.3, 1.3, 5.0])
 def test_equals_the_host(spread: float, dtype: torch.dtype, duplicates: bool) -> None:
-    """Over a real vocabulary, from flat to peaked."""
+    """Equal over a real vocabulary, from flat to peaked."""
     rows = rows_of(SETTINGS, spread=spread)
     assert sample_on(rows, "cuda", duplicates=duplicates, dtype=dtype) == sample_on_host(rows, duplicates)
 
@@ -72,7 +72,7 @@ def test_equals_the_host(spread: float, dtype: torch.dtype, duplicates: bool) ->
 @pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 20.0])
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
 def test_scores_what_it_must(spread: float, temperature: float) -> None:
-    """The tokens of a race in which every token is scored: bounds leave out none that wins."""
+    """The tokens equal a race with a score for every token: bounds never leave out a winner."""
     settings = [{"temperature": temperature}, {"temperature": temperature, "min_p": 0.02}]
     some = rows_of(settings, spread=spread)
     rows = [replace(row, seed=seed) for seed in range(64) for row in some]
@@ -112,7 +112,7 @@ def test_a_wrong_distribution_is_seen() -> None:
 
 
 def differing(rows: list[Row]) -> int:
-    """AttentionConfig many rows get another token elsewhere in the step, alone, at level full or cut in another way."""
+    """Return how many rows get another token elsewhere in the step, alone, at level full or cut in another way."""
     whole = sample_on(rows, "cuda")
     order = np.random.default_rng(8).permutation(len(rows))
     turned = dict(zip(order.tolist(), sample_on([rows[i] for i in order], "cuda", dtype=torch.bfloat16), strict=True))
@@ -134,7 +134,7 @@ def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("level", list(Level))
 def test_a_graph_draws_the_same(level: Level) -> None:
-    """Captured with one step's settings, replayed with another's, of fewer rows."""
+    """Capture with one step's settings, replay with the settings of another step with fewer rows."""
     kinds = [{"temperature": 0.0}] if level is Level.GREEDY else SETTINGS[1:8] if level is Level.FILTERED else SETTINGS
     rows = rows_of(kinds * 2, vocab=20_001)
     sampler, _ = prepared(rows, "cuda")
@@ -154,7 +154,7 @@ def test_a_graph_draws_the_same(level: Level) -> None:
 
 
 def test_penalties_over_steps() -> None:
-    """Forty steps whose tokens the host never sees count on the device as they do on the host."""
+    """The device counts the tokens of forty steps like the host, though the host never sees the tokens."""
     params = SamplingParams(temperature=0.9, presence_penalty=0.4, frequency_penalty=0.9, repetition_penalty=1.4)
     row = Row(np.random.default_rng(0).standard_normal(50).astype(np.float32), params, [1, 2, 2], [], seed=11)
     right = replace(row, output=[])
@@ -178,7 +178,7 @@ def test_penalties_over_steps() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs(dtype: torch.dtype) -> None:
-    """Against the host, with ties in plenty, and equal bits alone and in company."""
+    """Equal to the host's, with many ties, and equal bits alone and with other rows in the batch."""
     logits = (torch.randn(9, LARGE, generator=torch.Generator().manual_seed(0)) * 2.5).to(dtype)
     logits[3] = -torch.inf
     logits[4, :9000] = 3.0

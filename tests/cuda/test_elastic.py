@@ -44,7 +44,7 @@ def answers(llm: LLM, prompts: list[list[int]] = PROMPTS[:2]) -> list[Any]:
 
 
 def weights(llm: LLM, seed: int) -> dict[str, Tensor]:
-    """The tensors, on the host, of an engine with dummy weights of ``seed``."""
+    """Return the tensors, on the host, of an engine with dummy weights of ``seed``."""
     found = {}
     for name, shape in expected_tensors(llm.loop.executor.decoder.spec).items():
         tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -55,7 +55,7 @@ def weights(llm: LLM, seed: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def fresh(model: str) -> tuple[str | None, list[Any]]:
-    """Digest and answers of an engine that has only ever had the weights of seed 1."""
+    """Return digest and answers of an engine that had only the weights of seed 1."""
     llm = LLM(model, **OPTIONS, seed=1)
     return llm.state.digest, answers(llm)
 
@@ -63,7 +63,7 @@ def fresh(model: str) -> tuple[str | None, list[Any]]:
 def test_an_update_makes_a_fresh_engine(llm: LLM, fresh: tuple[str | None, list[Any]]) -> None:
     digest, said = llm.state.digest, answers(llm)
     assert digest and digest != fresh[0] and said != fresh[1]
-    for _ in range(2):  # what the first one took is there for the second
+    for _ in range(2):  # the second round runs on memory taken in the first
         llm.update_weights(weights(llm, 1).items())
         assert llm.state.digest == fresh[0] and answers(llm) == fresh[1]
         llm.update_weights(weights(llm, 0).items())
@@ -75,7 +75,7 @@ def test_an_old_prefix_would_be_noticed(
 ) -> None:
     monkeypatch.setattr(PrefixCache, "rekey", lambda *_: None)
     monkeypatch.setattr("preheat.schedule.blocks.BlockPool.forget_contents", lambda _: None)
-    answers(llm)  # cached
+    answers(llm)  # fills the prefix cache
     llm.update_weights(weights(llm, 1).items())
     assert answers(llm) != fresh[1]
     monkeypatch.undo()
@@ -84,7 +84,7 @@ def test_an_old_prefix_would_be_noticed(
 
 @pytest.fixture(scope="module")
 def small(model: str) -> LLM:
-    """Its cache has room for one prompt and a half."""
+    """An engine with cache for one prompt and a half."""
     few = {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.1}
     return LLM(model, **(OPTIONS | few), seed=0)
 
@@ -115,7 +115,7 @@ def test_blocks_of_others_are_noticed(small: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_of_a_trainer_are_those_of_a_fresh_boot(model: str, fresh: tuple[str | None, list[Any]]) -> None:
-    """By gloo, from a thread; NCCL needs a GPU for the trainer, too."""
+    """Transfer by gloo, from a thread; NCCL would need a GPU for the trainer, too."""
     llm = LLM(model, **OPTIONS, seed=0, weight_transfer_config={"backend": "gloo"})
     pairs, port = list(weights(llm, 1).items()), free_port()
 

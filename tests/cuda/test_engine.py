@@ -64,33 +64,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def warm(model: str) -> LLM:
-    """Everything has run before ready, and graphs run it from then on."""
+    """An engine that runs everything before ready, and runs only graphs from then on."""
     return LLM(model, **ROOMY, skip_warmup=False, on_cold="raise")
 
 
 @pytest.fixture(scope="module")
 def ahead(model: str) -> LLM:
-    """Few blocks, small steps, graphs; a step in flight."""
+    """An engine with few blocks, small steps, graphs and a step in flight."""
     return LLM(model, **TIGHT, async_scheduling=True)
 
 
 @pytest.fixture(scope="module")
 def in_step(model: str) -> LLM:
-    """The same, each step waited for."""
+    """An engine with few blocks, small steps and graphs that waits for each step."""
     return LLM(model, **TIGHT, async_scheduling=False)
 
 
 @pytest.fixture(scope="module")
 def eager(model: str) -> LLM:
-    """Operation by operation, in steps of prompts and steps of decoding; so what a test plants is run."""
+    """An engine that runs operation by operation, so that faults planted by a test take effect.
+
+    It has steps of prompts and steps of decoding.
+    """
     llm = LLM(model, **EAGER)
     programs = [item.program for item in llm.loop.packer.plan.items if item.program]
-    llm.loop.executor.compile(programs, os.cpu_count() or 1)  # side by side, which is quicker
+    llm.loop.executor.compile(programs, os.cpu_count() or 1)  # in parallel, to save time
     return llm
 
 
 def load() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests over all that may be asked for, of all lengths, some with common beginnings."""
+    """Return requests with every kind of parameter, of all lengths, some with common beginnings."""
     chance = random.Random(7)
     prompts: list[list[int]] = []
     params = []
@@ -106,10 +109,11 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
-    """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    llm.loop.listener._sources = ColdSources(
-        llm.loop.executor.backend
-    )  # what other engines of this process have built does not count
+    """Return tokens, texts, ends and exact log-probabilities.
+
+    Checks that no block stays in use.
+    """
+    llm.loop.listener._sources = ColdSources(llm.loop.executor.backend)  # other engines of this process do not count
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0
@@ -189,7 +193,7 @@ def test_a_swap_of_one_without_the_other_is_noticed(
 
 
 def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is told that each token it has just drawn was 0."""
+    """The device is told that each newly drawn token was 0."""
     tell = Packer._write_tokens
 
     def wrong(self: Packer, words: np.ndarray, layout: Layout, *rest: Any) -> None:
@@ -204,7 +208,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, mon
 
 
 def test_a_norm_that_looks_at_its_batch_is_noticed(eager: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rounding depends on the number of rows."""
+    """The norm's rounding depends on the number of rows."""
     from preheat.backends.cuda import norm
 
     right = norm.CudaNorm.add
@@ -221,7 +225,7 @@ PENALISED = structs.replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.
 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], set[Level]]:
-    """The levels at which an engine samples from now on."""
+    """Return a function that records the levels of an engine's sampling from now on."""
 
     def watch(llm: LLM) -> set[Level]:
         samples, found = llm.loop.executor.samples, set[Level]()
@@ -233,7 +237,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], set[Level]]:
 
 
 def side_by_side(llm: LLM, kinds: Sequence[SamplingParams]) -> Bits:
-    """One row of each kind, in one batch from beginning to end."""
+    """Return the answers of one row of each kind, in one batch from beginning to end."""
     forget(llm)
     return answers(llm, [[7 + i, 8, 9] for i in range(len(kinds))], kinds)
 

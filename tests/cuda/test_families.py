@@ -1,7 +1,8 @@
-"""Every family on a GPU against Hugging Face transformers on the same GPU, through the public API, at every position.
+"""Every family on a GPU against Hugging Face transformers on the same GPU, through the public API.
 
-Log-probabilities of the whole vocabulary are the logits but for a constant of each position. They come from prompts,
-read in chunks, and from the tokens after them, decoded one by one beyond the first split of the keys.
+Every position is compared. Log-probabilities of the whole vocabulary equal the logits up to a constant of each
+position. They come from prompts, read in chunks, and from the tokens after the prompts, decoded one by one beyond the
+first split of the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mpt with six heads": {"hidden_size": 6 * 64},
     "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
 }
-"""Beside `SIZES`: what a GPU's kernels tell apart, each in one family at least, and few of them, to compile few."""
+"""Changes beside `SIZES`, for differences that matter to a GPU's kernels.
+
+Each is in one family at least, and there are few, so that few kernels compile.
+"""
 
 OPTIONS: dict[str, Any] = {
     "device": DEVICE, "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 128,
@@ -59,7 +63,7 @@ LENGTHS = (1, 17, 130, SPLIT + 40)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=VOCAB)
 
 Found = list[tuple[list[int], Tensor]]
-"""Sequences, and fp32 [tokens - 1, vocab]: what follows each token."""
+"""Sequences, and fp32 [tokens - 1, vocab]: log-probabilities of the token after each."""
 
 
 def model_of(name: str) -> Model:
@@ -80,7 +84,7 @@ def logprobs_of(output: RequestOutput) -> Tensor:
 
 
 def run(folder: Path, dtype: str) -> Found:
-    """What our engine finds, and its own greedy tokens behind each prompt."""
+    """Return our engine's log-probabilities, with its own greedy tokens after each prompt."""
     chance = random.Random(5)
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
     outputs = LLM(str(folder), dtype=dtype, **OPTIONS).generate(prompts, PARAMS, use_tqdm=False)
@@ -89,10 +93,10 @@ def run(folder: Path, dtype: str) -> Found:
 
 @torch.inference_mode()
 def reference(folder: Path, found: Found, dtype: torch.dtype, **changes: Any) -> list[Tensor]:
-    """The same, teacher-forced, by transformers, with ``changes`` to the configuration."""
+    """Return the log-probabilities of transformers, teacher-forced, with ``changes`` to the configuration."""
     from transformers import AutoModelForCausalLM
 
-    how = "eager" if read_config(folder)["model_type"] == "mpt" else "sdpa"  # all that its class there can do
+    how = "eager" if read_config(folder)["model_type"] == "mpt" else "sdpa"  # the only attention of its class there
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how, **changes)
     model.eval().to(DEVICE)
     logits = [model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1] for tokens, _ in found]
@@ -100,7 +104,7 @@ def reference(folder: Path, found: Found, dtype: torch.dtype, **changes: Any) ->
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Of the logits, relative, over all positions; a constant of each position is no part of them."""
+    """Return the relative error of the logits over all positions, without a constant of each position."""
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
     return ((ours - theirs).norm() / theirs.norm()).item()
 
@@ -118,7 +122,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 ROUTED = [name for name, (family, _) in MODELS.items() if family == "Mixtral" or family.endswith("Moe")]
 IN_FLOAT32 = [*ROUTED, "phi3 with longrope"]
-"""A token near a tie of two experts, and a stretched rope, turn the rounding of bfloat16 into more than the bound."""
+"""Families compared in float32 only.
+
+A token near a tie of two experts, or a stretched rope, amplifies the rounding of bfloat16 beyond the bound.
+"""
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
@@ -127,7 +134,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in IN_FLOAT32])
 def test_bfloat16_is_transformers(name, checkpoint):
-    """The error is that of rounding; where the two best are further apart than it can reach, the best is the same."""
+    """The error is as small as rounding, and the best token agrees wherever rounding cannot change it."""
     folder = checkpoint(name)
     found = run(folder, "bfloat16")
     right = reference(folder, found, torch.bfloat16)
@@ -135,7 +142,7 @@ def test_bfloat16_is_transformers(name, checkpoint):
     assert error(ours, theirs) <= 1e-2
     top = theirs.topk(2, -1).values
     certain = top[:, 0] - top[:, 1] > 4 * (ours - theirs).abs().max(-1).values
-    assert certain.sum() > 200  # the comparison is about something
+    assert certain.sum() > 200  # the comparison covers enough tokens
     assert torch.equal(ours.argmax(-1)[certain], theirs.argmax(-1)[certain])
 
 
@@ -143,7 +150,7 @@ def test_bfloat16_is_transformers(name, checkpoint):
     "name", ["qwen2 with windows", "qwen3", *IN_FLOAT32, "gpt bigcode", "gemma 3", "mpt with six heads"]
 )
 def test_float32_is_transformers(name, checkpoint):
-    """And the engine chose what transformers finds most likely."""
+    """The error is tiny, and the engine's tokens are the most likely ones of transformers."""
     folder = checkpoint(name)
     found = run(folder, "float32")
     right = reference(folder, found, torch.float32)
@@ -180,7 +187,7 @@ def test_a_family_has_one_set_of_bits(name, checkpoint):
     ],
 )
 def test_the_comparison_can_fail(name, change, checkpoint):
-    """Transformers compared with itself, when the configuration is read wrongly."""
+    """Transformers differs from itself with a wrong configuration."""
     folder = checkpoint(name)
     chance = random.Random(5)
     tokens: Found = [([chance.randrange(VOCAB) for _ in range(LENGTHS[-1])], torch.empty(0))]

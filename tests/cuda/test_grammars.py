@@ -1,4 +1,4 @@
-"""Structured outputs on a GPU: texts are what was asked for, no other row notices, forced tokens change nothing."""
+"""Structured outputs on a GPU: texts obey their grammars, other rows and forced tokens change nothing."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
-    """Warm, a step ahead; the check at boot has drawn texts through the masks."""
+    """A warm engine, a step ahead; the check at boot has drawn texts through the masks."""
     return LLM(model, **OPTIONS, skip_warmup=False, boot_check="full", on_cold="raise")
 
 
 def mixed(count: int = 24) -> list[SamplingParams]:
-    """Rows with and without grammars, which end at different times."""
+    """Return rows with and without grammars that end at different times."""
     schemas = [NESTED, *(SERVED[name] for name in ("enum", "allOf", "minLength"))]
     plain = [SamplingParams(temperature=1.0, seed=n, max_tokens=12 + n, ignore_eos=True, logprobs=2)
              for n in range(count // 2)]  # fmt: skip
@@ -60,7 +60,7 @@ def mixed(count: int = 24) -> list[SamplingParams]:
 
 
 def answers(llm: LLM, params: Sequence[SamplingParams], first: int = 0) -> list[Any]:
-    """Tokens, texts, ends and exact log-probabilities; the prompts differ from ``first`` on."""
+    """Return tokens, texts, ends and exact log-probabilities; the prompts differ from ``first`` on."""
     prompts = [f"x{n}" for n in range(first, first + len(params))]
     found = llm.generate(prompts, list(params), use_tqdm=False)
     llm.loop.scheduler.check()
@@ -92,7 +92,7 @@ def test_the_same_alone_and_among_others(llm: LLM, expected: list[Any]) -> None:
 
 
 def test_a_grammar_changes_no_other_row(llm: LLM, expected: list[Any]) -> None:
-    """The plain rows again, beside rows that have no grammar either."""
+    """The plain rows keep their bits when the other rows have no grammar either."""
     params = [each if each.structured_outputs is None else SamplingParams(seed=9, max_tokens=9) for each in mixed()]
     assert answers(llm, params)[::2] == expected[::2]
 
@@ -106,14 +106,14 @@ def test_forced_tokens_and_waiting_change_nothing(model: str, options: dict[str,
 
 
 def test_few_blocks_change_nothing(model: str, expected: list[Any]) -> None:
-    """Requests wait and are preempted, and their grammars go on where they were."""
+    """Requests wait and are preempted, and their grammars continue correctly."""
     few = {"block_size": 16, "num_gpu_blocks_override": 40, "max_num_seqs": 8, "max_num_batched_tokens": 48}
     other = LLM(model, **OPTIONS | few, boot_check="off")
     assert answers(other, mixed()) == expected
 
 
 def test_a_mask_in_the_wrong_row_is_noticed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the masks of a step are those of its rows in another order."""
+    """Negative control: the masks of a step's rows are in another order."""
     other, right = LLM(model, **OPTIONS, boot_check="off"), Guidance.fill
 
     def turned(self: Guidance, masks: Any, rows: Any) -> None:

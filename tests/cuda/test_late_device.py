@@ -22,9 +22,9 @@ from tests.cuda.test_engine import CONFIG, TIGHT, load
 from tests.tokenizers import byte_level
 
 LATE = 30_000_000
-"""Cycles, about 15 ms: the host prepares dozens of steps meanwhile, if nothing holds it."""
+"""Cycles, about 15 ms: meanwhile the host can prepare dozens of steps, if nothing makes it wait."""
 OPTIONS = {name: value for name, value in TIGHT.items() if name != "defrag_threshold"}
-"""Without compaction, for which the host waits."""
+"""Options without compaction, because the host waits for compaction."""
 POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "LAST"}}
 
 
@@ -89,7 +89,7 @@ def test_a_late_device_changes_no_bit(kind: str, model: Path, monkeypatch: pytes
 
 
 def test_a_boot_on_a_late_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of many steps are captured and run with nothing to wait for in between."""
+    """Graphs of many steps are captured and run without a wait in between."""
     one = DeviceGraphs._capture_one
     llm = LLM(str(model), **OPTIONS | POOLING)
     right = bits(llm, POOLING, model)
@@ -103,15 +103,15 @@ def test_a_boot_on_a_late_device(model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_copies_without_a_guard_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: an engine that pools, whose chunks report nothing, without a wait of any kind.
+    """Negative control: an engine that pools, with chunks that report nothing, without any wait.
 
-    Steps of one prompt have the same rows and lengths, so what is read too late is wrong and does no harm.
+    Steps of one prompt have the same rows and lengths, so a late read gives wrong numbers and does no harm.
     """
     llm = LLM(str(model), **OPTIONS | POOLING | {"enable_prefix_caching": False})
     long = prompts_of([load()[0][3][:240]])
     right = llm.encode(long, use_tqdm=False)[0].outputs.data.tobytes()
     other = [(token + 1) % 300 for token in long[0]["prompt_token_ids"]]
-    llm.encode(prompts_of([other]), use_tqdm=False)  # or the cache still holds what steps that are not run would write
+    llm.encode(prompts_of([other]), use_tqdm=False)  # else the cache would hold the right keys of steps that do not run
     make_late(monkeypatch)
 
     def take(self: StepBuffers, turn: int) -> Any:

@@ -1,4 +1,4 @@
-"""Linear layers on a real device: every implementation that may serve gives the bits of the plain kernel."""
+"""Linear layers on a real device: every serving implementation gives the bits of the plain kernel."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def device_configs(invariant=True):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
-    """Eager and captured, with three seeds, in all rows and columns; what is rejected is replaced by what has them."""
+    """Eager and captured, with three seeds, in all rows and columns; rejected kernels are replaced."""
     found = device_configs()
     prove(found, [shape], ROWS)
     assert differing(shape, [(rows, found(shape, rows)) for rows in ROWS]) == set()
@@ -70,7 +70,7 @@ def hopper():
 
 @pytest.mark.parametrize("shape", [*SHAPES, LinearShape(2000, 200, gated=True), LinearShape(264, 8)], ids=str)
 def test_the_kernel_for_many_rows_has_the_bits_of_the_plain_one(hopper, shape):
-    """With all its tiles, and also with fewer rows and outputs than a tile has."""
+    """With all tiles, also for fewer rows and outputs than a tile has."""
     assert fits(shape)
     compile_kernels((shape, wide) for wide in WIDE)
     rows = [1, 127, 128, 129, 255, 1000, 2048, 2500]
@@ -106,7 +106,7 @@ def test_the_plain_kernel_serves_float32():
 
 
 def test_cutting_the_inputs_into_parts_is_seen():
-    """Otherwise the tests above could not fail."""
+    """Negative control: the tests above can fail."""
     parts = differing(DEEP, [(rows, Library(split=True)) for rows in (1, 16, 64, 128)])
     assert parts
     rows = min(size for size, _ in parts)
@@ -154,7 +154,7 @@ def test_a_boot_settles_every_linear_layer_of_its_model():
     found = settle(shared, [(layer.shape, [1, 16, 2048]), (layer.shape, [1, 16]), (head.shape, [1, 16])])
     assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
     assert settle(device_configs(invariant=False), [(head.shape, [1])]) == {}
-    CudaBackend().settle([(layer, [1, 16]), (head, [1])])  # the same, from the layers themselves
+    CudaBackend().select_kernels([(layer, [1, 16]), (head, [1])])  # the same, from the layers
 
 
 def operands(shape, rows):

@@ -22,7 +22,7 @@ from tests.llava import Reference, save_llava
 WIDE = {
     "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-"""Beside the sizes of the tests on a CPU, whose heads are too small for a matrix unit."""
+"""Sizes beside the sizes of the tests on a CPU; the heads there are too small for a matrix unit."""
 OPTIONS = {
     "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16, "num_gpu_blocks_override": 80,
     "max_logprobs": 400,
@@ -38,7 +38,7 @@ def model(tmp_path_factory) -> tuple[Path, Reference]:
 
 
 RGB = [(text, [image.convert("RGB") for image in images]) for text, images in PROMPTS]
-"""Versions of transformers differ in what they do with transparency; the tests on a CPU have it."""
+"""Versions of transformers differ in their handling of transparency; the tests on a CPU cover it."""
 
 
 def run(llm: LLM) -> Found:
@@ -47,14 +47,14 @@ def run(llm: LLM) -> Found:
 
 
 def test_from_images_to_logits_and_tokens(model):
-    """All at once, in chunks that end within images."""
+    """Compare all prompts at once, in chunks that end within images."""
     folder, reference = model
     for prompt, found in zip(RGB, run(LLM(str(folder), dtype="float32", **OPTIONS)), strict=True):
         assert error(reference, prompt, found) <= 1e-5
 
 
 def test_bits_are_the_same_alone_among_others_and_from_the_cache(model):
-    """In bfloat16."""
+    """Compare in bfloat16."""
     llm = LLM(str(model[0]), dtype="bfloat16", **OPTIONS)
     together, again = run(llm), run(llm)
     llm.reset_prefix_cache()

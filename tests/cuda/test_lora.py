@@ -1,5 +1,6 @@
-"""Adapters on a GPU: a row's bits are those of the row and its adapter alone, whatever is loaded and evicted meanwhile,
-and without an adapter those of an engine without any.
+"""Adapters on a GPU: a row's bits depend on the row and its adapter alone.
+
+Loads and evictions change nothing meanwhile. Rows without an adapter have the bits of an engine without any.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from tests.cpu.test_random_requests import VOCAB
 from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT
 
 COUNT = 5
-"""Adapters."""
+"""Number of adapters."""
 FEW_BLOCKS = {"max_model_len": 448, "num_gpu_blocks_override": 34}
-"""So few that a sequence has to give way to another."""
+"""So few blocks that a sequence has to give way to another."""
 WITH: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 40, "max_cpu_loras": COUNT}
 
 Bits = list[Any]
@@ -58,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path) -> Adapters:
-    """None, then adapters of several ranks; the last one leaves most layers alone."""
+    """Return None, then adapters of several ranks; the last adapter leaves most layers alone."""
     modules = adapted_modules(read_spec(CONFIG))
     few = {name: shape for name, shape in modules.items() if name.endswith(("v_proj", "up_proj"))}
     found: Adapters = [None]
@@ -75,12 +76,12 @@ def made(model: Path, **more: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def roomy(model: Path) -> LLM:
-    """Everything has run and is captured before ready; places for all."""
+    """An engine with an adapter slot for each adapter; everything has run and is captured before ready."""
     return made(model, **WITH, max_loras=COUNT, skip_warmup=False, on_cold="raise", boot_check="full")
 
 
 def load() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
-    """Requests of all lengths, and which adapter each has."""
+    """Return requests of all lengths, and the adapter number of each."""
     chance = random.Random(5)
     prompts, params, whose = [], [], []
     for number in range(48):
@@ -94,7 +95,7 @@ def load() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
 
 
 def answers(llm: LLM, adapters: Sequence[LoRARequest | None], picked: Sequence[int] | None = None) -> Bits:
-    """Tokens and exact log-probabilities of the requests that were picked, by default all."""
+    """Return tokens and exact log-probabilities of the picked requests, by default all."""
     prompts, params, whose = load()
     picked = range(len(prompts)) if picked is None else picked
     llm.reset_prefix_cache()
@@ -125,7 +126,7 @@ def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy: LLM, adapters:
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
     model: Path, roomy: LLM, expected: Bits
 ) -> None:
-    found = answers(roomy, [None])  # before another engine in this process captures what it needs
+    found = answers(roomy, [None])  # before another engine in this process captures its graphs
     plain = made(model)
     whose = load()[2]
     right = answers(plain, [None])
@@ -136,7 +137,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
 
 
 def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
-    """Two places for five adapters, few blocks, small steps, a step in flight."""
+    """Two adapter slots for five adapters, few blocks, small steps, a step in flight."""
     tight = made(model, **TIGHT | WITH | FEW_BLOCKS, max_loras=2, async_scheduling=True)
     loads: list[int] = []
     right = tight.loop.executor.load_adapters
@@ -157,7 +158,7 @@ def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bi
 
 
 def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
-    """On one GPU; for two see tests/cuda/test_tensor_parallel.py."""
+    """On one GPU; tests/cuda/test_tensor_parallel.py covers two."""
     shared = {"tp_invariant": True, "skip_warmup": False, "on_cold": "raise"}
     leaves = made(model, **WITH, max_loras=COUNT, **shared)
     found, base = answers(leaves, adapters), answers(leaves, [None])
@@ -197,19 +198,19 @@ def made_of(
 
 
 def put(made: Any, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter into ``place``: what it has for each part."""
+    """Put an adapter with matrices for each part into adapter slot ``place``."""
     made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
 def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """``y``, as it is after what the adapters add."""
+    """Return ``y`` plus the adapters' terms."""
     rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
     rows.use("tokens")
     return expand(y.clone(), shrunk(made, x, rows), made.slots.bounds, gated=False)
 
 
 def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
-    """By a launch that waits for everything before it."""
+    """Return the shrunk rows, by a launch that waits for everything before it."""
     blocks, factors = rows.blocks_for(len(x)), made.slots
     given, to = factors.room(x, blocks)
     factors.shrink(given, to, blocks, beside=False)
@@ -237,7 +238,7 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "fp8"])
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation: Any, kind: str) -> None:
-    """By each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
+    """With each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
     CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -258,7 +259,7 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
         rows.use("tokens")
         found: list[torch.Tensor] = []
         source = noise(count, INPUTS, seed=1).to(device, dtype)
-        made(source)  # compiles, which is not for a graph
+        made(source)  # compiles, because a graph cannot
         graph = capture(lambda x=x, found=found, source=source: found.append(made(torch.add(source, 0, out=x))))
         right = expand(layers.product(made, source), shrunk(made, source, rows), made.slots.bounds, gated=False)
         if activation:
@@ -276,7 +277,7 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
 def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
     choice: Wide, outputs: tuple[int, ...], rank: int
 ) -> None:
-    """Also where a tile is of two parts, where adapters leave one alone, and where ranks have several tiles."""
+    """Also for tiles of two parts, parts without adapter matrices, and adapters of several rank tiles."""
     CudaBackend().prepare(Settings(), None)
     device, inputs, gated = torch.device("cuda"), 1024, outputs == (1536, 1536)
     weight = (noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16)
@@ -300,7 +301,7 @@ def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
 
 
 def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -> None:
-    """In a graph, in which the launch that expands may begin before the one that gathers has ended."""
+    """In a graph, where the launch that expands may begin before the launch that gathers has ended."""
     CudaBackend().prepare(Settings(), None)
     device, count = torch.device("cuda"), 40
     rows = CudaAdapterRows(64, PLACES, device)
@@ -320,7 +321,7 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
 
     rows.describe(0, "tokens", np.zeros(count, np.int32))
     rows.use("tokens")
-    work()  # compiles, which is not for a graph
+    work()  # compiles, because a graph cannot
     graph = capture(work)
     for turn in range(30):
         places = [(row * (turn + 3) + turn) % (PLACES + 1) - 1 for row in range(count)]
@@ -337,7 +338,7 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
 
 @DTYPES
 def test_room_for_more_ranks_changes_no_bit(dtype: torch.dtype) -> None:
-    """A single product of the matrix unit is added like the last one of several."""
+    """A single product of the matrix unit is added like the last of several products."""
     x, y = noise(50, INPUTS, seed=1).to("cuda", dtype), noise(50, sum(OUTPUTS), seed=2).to("cuda", dtype)
     a = (noise(12, INPUTS) / 30).to(dtype)
     found = []
@@ -350,7 +351,7 @@ def test_room_for_more_ranks_changes_no_bit(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
-    """All of them at once are in long blocks."""
+    """All rows at once are in long blocks."""
     made, rows = layer(dtype)
     total = MANY_ROWS + 188
     x = signed_pairs(noise(total, INPUTS, seed=1) * noise(total, INPUTS, seed=2).exp(), 1.0).to("cuda", dtype)

@@ -1,5 +1,7 @@
-"""Adapters of experts on a GPU: a row's bits are those of the row and its adapter alone, and without an adapter those
-of an engine without any, plain or quantized. Some adapters adapt experts alone, some adapt none.
+"""Adapters of experts on a GPU: a row's bits depend on the row and its adapter alone.
+
+Rows without an adapter have the bits of an engine without any, plain or quantized. Some adapters adapt experts alone,
+some adapt no experts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path) -> Adapters:
-    """None, then adapters of several ranks."""
+    """Return None, then adapters of several ranks."""
     spec = read_spec(EXPERTS)
     experts, others = expert_modules(spec), adapted_modules(spec)
     found: Adapters = [None]
@@ -77,7 +79,7 @@ def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy: LLM, adapters:
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
     model: Path, roomy: LLM, expected: Bits
 ) -> None:
-    found = answers(roomy, [None])  # before another engine in this process captures what it needs
+    found = answers(roomy, [None])  # before another engine in this process captures its graphs
     right, whose = answers(made(model), [None]), load()[2]
     assert found == right
     assert [expected[at] == right[at] for at in range(len(whose))] == [not each for each in whose]
@@ -130,7 +132,7 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
 
 
 def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
-    """On one GPU; for two see tests/cuda/test_tensor_parallel.py."""
+    """On one GPU; tests/cuda/test_tensor_parallel.py covers two."""
     leaves = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
     found, base = answers(leaves, adapters), answers(leaves, [None])
     for at in (0, 1, 5, 14, 47):
@@ -141,7 +143,7 @@ def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapt
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "qwen2 moe"])
 def test_in_fp32_probabilities_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
-    """Of the next token of prompts of several lengths; a CPU's are those of PEFT (tests/cpu/test_lora.py)."""
+    """Compare the next token of prompts of several lengths; a CPU agrees with PEFT (tests/cpu/test_lora.py)."""
     save_checkpoint(MODELS[family], tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
     path = write_adapter(tmp_path / "own", expert_modules(spec) | adapted_modules(spec), rank=12, seed=1)

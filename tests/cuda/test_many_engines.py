@@ -1,4 +1,4 @@
-"""Twenty engines of every kind in one process, one after another and side by side: none disturbs another one."""
+"""Twenty engines of every kind in one process, one after another and side by side, independent of each other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kinds(model: str) -> dict[str, dict[str, Any]]:
 
 
 def bits(llm: LLM) -> Any:
-    """Say what an engine answers: texts, tokens and log-probabilities, or vectors."""
+    """Return an engine's answers: texts, tokens and log-probabilities, or vectors."""
     llm.reset_prefix_cache()
     prompts: list[Any] = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[:20]}]
     if isinstance(llm.loop.executor.sampler, Pooler):
@@ -58,7 +58,7 @@ def bits(llm: LLM) -> Any:
 
 @pytest.fixture
 def collecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage is collected before every step."""
+    """Collect garbage before every step."""
     step = Loop.step
 
     def collected(self: Loop) -> bool:
@@ -87,7 +87,7 @@ def test_engines_come_and_go(model: str) -> None:
 
 
 def test_a_stream_belongs_to_one_live_engine(model: str) -> None:
-    """More engines than torch has streams, one of them alive all the time, and graphs of the others destroyed."""
+    """More engines than torch's streams: one engine lives all the time, the graphs of the others are destroyed."""
     options = kinds(model)["graphs"] | {"max_num_seqs": 1, "skip_warmup": True}
     kept = LLM(model, **kinds(model)["graphs"])
     right, stream = bits(kept), torch.cuda.current_stream()

@@ -63,5 +63,5 @@ def test_an_engine_may_do_without_invariance():
 
 
 def test_compile_is_rejected():
-    with pytest.raises(SettingsError, match="graphs save whole"):
+    with pytest.raises(SettingsError, match="graphs already save the launches"):
         boot(execution_mode="compile")

@@ -1,4 +1,4 @@
-"""Routed experts on a real device: every way that may serve has the bits of dense kernels."""
+"""Routed experts on a real device: every serving path has the bits of dense kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _process():
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertsLayer, Tensor, Tensor, Routing]:
-    """Experts, x and logits."""
+    """Return experts, x, logits and routing."""
     num_experts, hidden, inner, top_k = shape
     random = torch.Generator("cuda").manual_seed(1)
 
@@ -109,7 +109,7 @@ def test_all_tokens_to_the_same_experts():
 
 
 def test_what_has_not_the_bits_is_done_without():
-    """A kernel that skips the last inputs, in place of a right one."""
+    """A kernel with results off by a hundredth takes the place of a right one."""
     experts, x, logits, _ = made(SHAPES[1])
 
     class Short(ExpertsLayer):
@@ -126,7 +126,7 @@ def test_what_has_not_the_bits_is_done_without():
 
 @pytest.mark.parametrize("scheme", [None, Scheme(code="fp8", scales="channel", activations="token")], ids=str)
 def test_the_tuner_finds_kernels_that_have_the_bits(scheme):
-    """And a boot serves by them."""
+    """The tuner's kernels have the right bits, and a boot serves by them."""
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
     found = tune_experts(shape, 256)
     assert [entry.tokens for entry in found] == [tokens for tokens in TUNED if tokens <= 256]

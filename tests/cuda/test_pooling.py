@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts() -> list[list[int]]:
-    """Of one token, of several chunks, and some that begin as others."""
+    """Return prompts of one token, of several chunks, and some with the beginnings of others."""
     chance = random.Random(3)
     drawn = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 17, 40, 130, 200, LENGTH - 1)]
     return [*drawn, [*drawn[4][:96], 5], drawn[4][:100], drawn[5]]
@@ -72,7 +72,7 @@ def test_close_to_transformers(checkpoint: Path, config: dict[str, str]) -> None
 
 
 def test_the_comparison_can_fail(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum of sums, whose order is that of the chunks."""
+    """Negative control: a sum of sums in the order of the chunks."""
     monkeypatch.setattr(Pooled, "add", by_chunks)
     budgets = ({"max_num_batched_tokens": 48, "max_num_seqs": 4}, {"max_num_batched_tokens": 256})
     found = [vectors(LLM(str(checkpoint), pooler_config=MEAN, **OPTIONS | more), prompts()) for more in budgets]

@@ -30,7 +30,7 @@ def seen(outputs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}], ids=["", "chunks"])
 def test_rows_of_the_table_are_tokens(more, tmp_path):
-    """From the first request on, which finds nothing cold; the check at boot has rows of its own for it."""
+    """The first request already has them, and finds nothing cold; the check at boot has embeddings, too."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     llm = LLM(str(tmp_path), **OPTIONS | more, on_cold="raise")
     table = llm.loop.executor.decoder.weights.embedding

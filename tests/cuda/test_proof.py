@@ -55,7 +55,7 @@ def test_digests_are_the_hosts(vocab):
 
 
 def layout_of_the_batch(monkeypatch) -> None:
-    """A norm whose row sum has a layout, by its number of warps, that follows the number of rows."""
+    """Plant a norm with a sum order that depends on the number of rows, through its number of warps."""
     from preheat.backends.cuda import norm
 
     def launch(self, x, residual, out):
@@ -70,7 +70,7 @@ def layout_of_the_batch(monkeypatch) -> None:
 
 
 def split_by_batch(monkeypatch) -> None:
-    """A linear map that adds its inputs in two halves from 128 rows on."""
+    """Plant a linear layer that adds its inputs in two halves from 128 rows on."""
     from preheat.backends.cuda.matmul.layer import Layer
 
     right = Layer.__call__
@@ -88,7 +88,7 @@ def split_by_batch(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("plant", "dtype"), [(layout_of_the_batch, "float32"), (split_by_batch, "bfloat16")])
 def test_a_planted_kernel_is_named(plant, dtype, monkeypatch):
-    """The last bit of a norm's sum is lost in bfloat16, but for few numbers in a million."""
+    """The norm is planted in float32: bfloat16 rounds its error away, but for few numbers in a million."""
     plant(monkeypatch)
     ready, record = boot(dtype=dtype)
     failed = {name: reason for name, (outcome, reason) in checks(record).items() if outcome == "failed"}
@@ -97,7 +97,7 @@ def test_a_planted_kernel_is_named(plant, dtype, monkeypatch):
 
 
 def test_a_graph_that_differs_from_eager_is_named(monkeypatch):
-    """Whoever is tapped runs eagerly, and is made to differ."""
+    """Tapped steps run eagerly, and their outputs are changed."""
     from preheat.execution.executor import Executor
 
     right = Executor._forward
@@ -134,8 +134,9 @@ def test_verify_finds_a_planted_kernel(monkeypatch):
 
 @pytest.mark.parametrize("left_to_itself", [False, True])
 def test_cublas_left_to_itself_is_found_at_the_sizes_of_8b(left_to_itself, monkeypatch, tmp_path):
-    """What turning invariance off would mean if nothing faster kept the order: cuBLAS cuts the inputs into parts for a
-    few rows, and the same request differs between batches. Two layers are enough.
+    """Without invariance, cuBLAS splits the inputs for few rows, and a request differs between batches.
+
+    This happens where no faster kernel keeps the order. Two layers are enough.
     """
     if left_to_itself:
         monkeypatch.setattr(KernelConfigs, "_find", lambda self, shape, rows: Library(split=True))

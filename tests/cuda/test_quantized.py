@@ -1,5 +1,6 @@
-"""Quantized linear layers on a real device: every implementation that may serve has the bits of its reference, and that
-is the dequantized model, or the contract of float8 within what its accumulator rounds.
+"""Quantized linear layers on a real device: every serving implementation has its reference's bits.
+
+The reference is the dequantized model, or the contract of float8 within the rounding of its accumulator.
 """
 
 from dataclasses import fields, replace
@@ -141,7 +142,7 @@ def test_activations_have_the_codes_of_the_reference_on_a_cpu(kind):
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("kind", ["token", "block", "static"])
 def test_a_norm_gives_the_codes_of_its_result(kind, norm, size):
-    """The order in which it adds up a row is that of the norm alone: codes are stored as a matrix for this."""
+    """The norm keeps its own order of a row's sum, because codes are stored as a matrix."""
     x, residual, weight = (noise(64, size, seed=seed).mul_(9).exp_().bfloat16().cuda() for seed in range(3))
     layer = CudaNorm(weight[0].contiguous(), 1e-5, norm)
     static = torch.tensor(0.02, device="cuda") if kind == "static" else None
@@ -171,8 +172,9 @@ def test_float8_is_close_to_float64_of_its_codes(scheme):
 @pytest.mark.parametrize("shape", [(128, 2048, 768, 8), (8, 1024, 1792, 2)], ids=str)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0], WHOLE[2]], ids=named)
 def test_experts_have_the_bits_of_the_reference(scheme, shape):
-    """For one token, for a few, and for so many that each expert has whole blocks; weights of codes are those of the
-    dequantized experts.
+    """For one token, for a few, and for so many that each expert has whole blocks.
+
+    Weights held as codes give the bits of the dequantized experts.
     """
     num_experts, hidden, inner, top_k = shape
     gate_up, down = stacked(scheme, num_experts, 2 * inner, hidden), stacked(scheme, num_experts, hidden, inner)
@@ -203,7 +205,7 @@ def stacked(scheme, count, outputs, inputs):
 
 
 def parts(weight, rows, columns):
-    """Of a weight on the host, on the device."""
+    """Return a part of a weight on the host, copied to the device."""
     cut = weight.cut(rows, columns)
     names = [field.name for field in fields(cut) if isinstance(getattr(cut, field.name), torch.Tensor)]
     return replace(cut, **{name: getattr(cut, name).cuda() for name in names})
@@ -222,7 +224,7 @@ def test_leaves_have_the_bits_of_their_reference(scheme):
 
 @pytest.mark.parametrize("scheme", LEAVES, ids=named)
 def test_what_ranks_add_has_the_bits_of_one(scheme):
-    """Also of leaves that are no whole steps, where scales allow that."""
+    """Also for K splits of no whole number of K steps, where scales allow them."""
     outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
     whole, backend = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend()
     for rows in (1, 40, 600):
@@ -280,7 +282,7 @@ def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
 
 @pytest.mark.parametrize("batches", [1, 7])
 def test_the_engine_says_the_same_alone_and_in_company(batches):
-    """The check at boot proves every path; a start that it blocks raises."""
+    """The check at boot proves every path; a blocked boot raises."""
     llm = LLM(quantization="fp8", max_num_seqs=8, max_model_len=256, skip_warmup=False)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
     prompts = ["def add(a, b):", "class Stack:", "import os"] * batches

@@ -1,4 +1,7 @@
-"""An engine on a GPU gives its memory back and takes it again where graphs look for it: same bits, nothing captured."""
+"""An engine on a GPU gives its memory back and takes it again at the addresses in its graphs.
+
+The bits are the same, and nothing is captured again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_level_1_keeps_addresses_and_bits(engine):
 
 
 def test_adapters_are_put_back(tmp_path):
-    """Their places are at the addresses that graphs know, and the check that ends a sleep has taken them."""
+    """Adapter slots keep the addresses in graphs; the check that ends a sleep has overwritten their contents."""
     options = {"num_gpu_blocks_override": 400, "max_num_seqs": 8, "skip_warmup": False, "max_lora_rank": 4}
     engine = LLM("bundled", device="cuda", enable_sleep_mode=True, enable_lora=True, on_cold="raise", **options)
     adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", 1)))

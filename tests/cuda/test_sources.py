@@ -1,4 +1,4 @@
-"""What is cold on CUDA, provoked on a real device."""
+"""Cold events on CUDA, provoked on a real device."""
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ def device():
 
 
 def new_events(found):
-    """What each source that has something to tell says, within so many steps that even the seldom asked do."""
+    """Return the events of each source, after enough steps for rarely read counters."""
     told: dict[str, list[str]] = {}
     for _ in range(SELDOM):
-        for name, said in found.taken():
+        for name, said in found.new_events():
             told.setdefault(name, []).append(said)
     return told
 

@@ -1,7 +1,7 @@
-"""Speculation on a GPU: whatever drafts, tokens and exact log-probabilities are those without.
+"""Speculation on a GPU: any drafts leave tokens and exact log-probabilities unchanged.
 
-One model is small and random, with a sliding window in some of its layers; the other one is the bundled one, whose
-answers repeat themselves. Contexts reach beyond a split of the keys. Engines are shared where they can be, as a start
+One model is small and random, with a sliding window in some of its layers. The other is the bundled model, and its
+answers repeat themselves. Contexts reach beyond a split of the keys. Engines are shared where possible, as a start
 takes seconds.
 """
 
@@ -43,7 +43,7 @@ Said = list[tuple[list[int], Any]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A configuration of a model and one of a head for it, both without weights."""
+    """Write configurations of a model and of a head for it, both without weights."""
     target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
     target_config = CONFIG | {"num_hidden_layers": 4, "max_window_layers": 2}
     own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2, "tie_word_embeddings": False}
@@ -56,13 +56,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def engine(models: dict[str, str], name: str, options: dict[str, Any], **config: Any) -> LLM:
-    """Of the model ``name``, speculating as ``config`` says."""
+    """Return an engine of the model ``name`` that speculates with ``config``."""
     more: dict[str, Any] = {} if name == "bundled" else {"load_format": "dummy"}
     return LLM(models[name], **options, **more, **({"speculative_config": config} if config else {}))
 
 
 def questions(vocab: int, text: list[int]) -> Questions:
-    """Pieces of ``text``, most of them more than once, and all that a request can ask of the sampler."""
+    """Return pieces of ``text``, most of them repeated, and every parameter of the sampler."""
     chance = random.Random(vocab)
     prompts, params = [], []
     for number in range(COUNT):
@@ -85,7 +85,7 @@ def questions(vocab: int, text: list[int]) -> Questions:
 
 
 def said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Said:
-    """Tokens and exact log-probabilities. What other engines of this process have built is not cold here."""
+    """Return tokens and exact log-probabilities; kernels built by other engines of this process are not cold here."""
     llm.loop.listener._sources = ColdSources(llm.loop.executor.backend)
     outputs = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
     llm.loop.scheduler.check()
@@ -95,7 +95,7 @@ def said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Sa
 
 @pytest.fixture(scope="module")
 def truth(models: dict[str, str]) -> Callable[[str], tuple[Questions, Said]]:
-    """What is asked of a model, and what it says without speculation."""
+    """Return a function that gives a model's questions and its answers without speculation."""
     known: dict[str, tuple[Questions, Said]] = {}
 
     def find(name: str) -> tuple[Questions, Said]:
@@ -114,7 +114,7 @@ def truth(models: dict[str, str]) -> Callable[[str], tuple[Questions, Said]]:
 
 @pytest.fixture(autouse=True)
 def trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where drafts of models so small do not pay, ``auto`` tries some all the same."""
+    """Let ``auto`` try some drafts, although drafts of such small models do not pay."""
     monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)
     monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
 
@@ -132,21 +132,21 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def label(each: Any) -> str:
-    """A case's part, in short."""
+    """Return a short label for a part of a case."""
     if each is ROOMY or each is TIGHT:
         return "roomy" if each is ROOMY else "tight"
     return each if isinstance(each, str) else str(each.get("method", "model"))
 
 
 @pytest.mark.parametrize(("name", "options", "config"), CASES, ids=label)
-def test_answers_are_those_without(
+def test_answers_equal_answers_without_drafts(
     models: dict[str, str],
     truth: Callable[[str], tuple[Questions, Said]],
     name: str,
     options: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """All at once, alone, and again with what the prefix cache has; with few blocks some are preempted and moved."""
+    """All at once, alone, and again with a warm prefix cache; with few blocks some are preempted and moved."""
     (prompts, params), right = truth(name)
     own = {"model": models[config["model"]]} if "model" in config else {}
     llm = engine(models, name, options, **config | own)
@@ -166,7 +166,7 @@ def test_answers_are_those_without(
 
 @pytest.fixture(scope="module")
 def guessing(models: dict[str, str]) -> dict[str, LLM]:
-    """Engines whose drafts a test replaces."""
+    """Return engines with drafts to be replaced by a test."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 2}
     return {
         "roomy": engine(models, "random", ROOMY, **config),
@@ -179,7 +179,7 @@ def guessing(models: dict[str, str]) -> dict[str, LLM]:
 def test_any_drafts_give_the_same_answers(
     truth: Callable[[str], tuple[Questions, Said]], guessing: dict[str, LLM], form: str
 ) -> None:
-    """Right at random, always or never, and of any number, in batches of 1 to 64."""
+    """Drafts are right at random, always or never, of any number, in batches of 1 to 64."""
     (prompts, params), right = truth("random")
     drafting = guessing[form].loop.scheduler.drafting
     assert drafting is not None
@@ -193,7 +193,7 @@ def test_any_drafts_give_the_same_answers(
 
 
 def drafts_not_penalised(patch: pytest.MonkeyPatch) -> None:
-    """A row's drafts do not count in the penalties of its later positions."""
+    """Plant a fault: a row's drafts do not count in the penalties of its later positions."""
     right = logit_stages._penalties
 
     def penalties(*args: Any) -> Any:
@@ -205,12 +205,12 @@ def drafts_not_penalised(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_final(patch: pytest.MonkeyPatch) -> None:
-    """The device counts what is drawn behind wrong drafts."""
+    """Plant a fault: the device counts tokens drawn behind wrong drafts."""
     patch.setattr(logit_stages, "_final", lambda slots, rows, position: rows >= 0)
 
 
 def noise_by_place(patch: pytest.MonkeyPatch) -> None:
-    """Every position of a row draws with the noise of its first."""
+    """Plant a fault: every position of a row draws with the noise of its first position."""
     right = logit_stages._metadata
 
     def metadata(slots: Any, chosen: Any, rows: Any, position: Any) -> Any:
@@ -238,7 +238,7 @@ def test_control_drafts_that_change_a_token_are_seen(
 
 
 def test_the_check_at_boot_has_a_row_for_drafts(models: dict[str, str]) -> None:
-    """And its digest is that without them, and with a head that keeps features."""
+    """The digest is the same without drafts, with drafts, and with a head that keeps features."""
     config = {"num_speculative_tokens": 3}
     full = ROOMY | {"boot_check": "full", "on_cold": "off"}
     kinds: list[dict[str, Any]] = [{}, {"method": "ngram"}, {"method": "eagle3", "model": models["head"]}]

@@ -29,7 +29,7 @@ MOE: dict[str, Any] = {
 
 
 def run(*arguments: str) -> None:
-    """``arguments`` of tests/cuda/ranks.py, in a process."""
+    """Run tests/cuda/ranks.py with ``arguments``, in a process."""
     command = [sys.executable, "-m", "tests.cuda.ranks", *arguments]
     done = subprocess.run(command, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr.decode()[-6000:]
@@ -43,7 +43,7 @@ def engine(model: str, world: int, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def named(name: str, folder: Path) -> str:
-    """The model of a ``name``, in the ``folder`` if it is not bundled."""
+    """Return the model called ``name``, written to ``folder`` if it is not bundled."""
     if name == "moe":
         (folder / "config.json").write_text(json.dumps(MOE))
         return str(folder)
@@ -68,7 +68,7 @@ def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
 @pytest.mark.parametrize(("name", "how"), [("bundled", "whole"), ("bundled", "divided"), ("moe", "whole")])
 @pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
 def test_rows_with_adapters_have_the_bits_of_one_gpu(name, how, mode, tmp_path):
-    """Two adapters and a row without one; first matrices divided with columns alone, or in all layers."""
+    """Two adapters and a row without one; first matrices are divided only with the inputs, or in all layers."""
     model = named(name, tmp_path)
     one, two = (engine(model, world, tmp_path, "--adapters", how, *mode) for world in (1, 2))
     assert len(one["digest"]) == 32 and one["digest"] == two["digest"]

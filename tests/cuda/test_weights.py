@@ -1,4 +1,4 @@
-"""Weights on a GPU: drawn there, or read from files by several threads, with no second copy."""
+"""Weights on a GPU: drawn there, or read from files by several threads, without a second copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = read_spec(CONFIG)
 
 
 class Keeping(CudaBackend):
-    """A GPU whose linear layers keep the weight, for the test to look at."""
+    """A GPU with linear layers that keep their weight for the test."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, **more: object) -> Linear:
         run = torch.nn.functional.linear

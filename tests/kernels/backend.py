@@ -30,7 +30,7 @@ class InterpretedCuda(CudaBackend):
     host_copy = CpuBackend.host_copy
     event = CpuBackend.event
     compiling = CpuBackend.compiling
-    settle = CpuBackend.settle
+    select_kernels = CpuBackend.select_kernels
     cold_sources = CpuBackend.cold_sources
 
     def __init__(self) -> None:

@@ -154,7 +154,7 @@ def test_a_list_that_overflows(duplicates: bool) -> None:
 
 
 def differing(rows: list[Row]) -> int:
-    """AttentionConfig many rows get another token in another place, alone, cut in another way or at a higher level."""
+    """Return how many rows get another token in another place, alone, cut in another way or at a higher level."""
     whole = sample_on(rows, cut=SMALL)
     turned = sample_on(rows[2:] + rows[:2], level=Level.FULL, cut=SMALL)
     alone = [sample_on([row], cut=Cut(64, 8))[0] for row in rows]

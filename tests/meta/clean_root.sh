@@ -1,6 +1,6 @@
 #!/bin/sh
-# clean_root.sh ROOT "SHARED ..." COMMAND...: run COMMAND in the folder ROOT as its whole file system. What a base image
-# has, programs and libraries, is this machine's, read-only; so are the folders SHARED. Needs a mount namespace of its own:
+# clean_root.sh ROOT "SHARED ..." COMMAND...: run COMMAND in the folder ROOT as its whole file system. Programs and
+# libraries of a base image are this machine's, read-only; so are the folders SHARED. Needs a mount namespace of its own:
 # unshare --mount clean_root.sh ...
 set -eu
 root=$1 shared=$2

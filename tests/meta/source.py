@@ -1,4 +1,4 @@
-"""Reading our own source: where files are, and what each of them imports."""
+"""Reading our own source: the files, and the imports of each file."""
 
 import ast
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """``engine/loop.py`` -> ``engine.loop``."""
+    """Return a module's name: ``engine/loop.py`` -> ``engine.loop``."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Absolute names of everything imported anywhere in ``tree``; ``from a import b`` gives ``a.b``."""
+    """Return absolute names of everything imported anywhere in ``tree``; ``from a import b`` gives ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -25,7 +25,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def product_files() -> list[Path]:
-    """Every text file that is part of the product: no hidden folders but .ci, no results."""
+    """Return every text file that is part of the product: no hidden folders but .ci, no results."""
     found = []
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts

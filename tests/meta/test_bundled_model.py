@@ -1,4 +1,4 @@
-"""The model that comes with preheat is what its card and the documentation promise."""
+"""The model that comes with preheat keeps the promises of its card and of the documentation."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor, from the file's header alone."""
+    """Return type and shape of each tensor, from only the file's header."""
     with safe_open(BUNDLED / "model.safetensors", framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
@@ -59,7 +59,7 @@ def test_the_weights_are_five_to_nine_million_bfloat16_numbers(weights):
     assert 5_000_000 <= total <= 9_000_000
 
 
-def test_the_weights_are_those_of_the_configured_llama(weights):
+def test_the_weights_match_the_configured_llama(weights):
     config = read_json("config.json")
     expected = {"model.embed_tokens.weight", "model.norm.weight"} | {
         f"model.layers.{layer}.{name}.weight" for layer in range(config["num_hidden_layers"]) for name in LAYER_WEIGHTS

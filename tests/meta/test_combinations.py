@@ -1,4 +1,7 @@
-"""The table of what goes with what is whole and true: every pair is decided, and tests that it names exist."""
+"""The table of combinations is complete and true.
+
+Every pair is decided, and the tests that it names exist.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TESTS = sorted({row.test for row in ROWS if isinstance(row, Works)})
 
 
 def undecided(rows: tuple[Row, ...]) -> list[set[str]]:
-    """Pairs of which nothing is said, or that are said both to work and not to."""
+    """Return pairs that the table does not decide, or decides both ways."""
     return [set(pair) for pair, said in verdicts(rows).items() if len({type(row) for row in said}) != 1]
 
 
@@ -41,7 +44,7 @@ def test_tests_that_are_named_exist(test):
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_names_are_those_of_options_modes_and_kinds():
+def test_names_are_options_modes_and_kinds():
     assert {name for row in ROWS for name in (row.left + " " + row.right).split()} <= TRAITS.keys()
     assert {trait.option for trait in TRAITS.values()} - {""} <= OPTIONS.keys()
     assert set(MODES) <= TRAITS.keys()
@@ -53,7 +56,7 @@ def test_names_are_those_of_options_modes_and_kinds():
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.left}, {row.right}")
-def test_what_is_refused_is_refused_by_both_names_with_what_to_change(row):
+def test_refusals_name_both_traits_and_their_remedies(row):
     for left, right in pairs(row):
         with pytest.raises(SettingsError) as error:
             check({left, right})
@@ -62,7 +65,7 @@ def test_what_is_refused_is_refused_by_both_names_with_what_to_change(row):
         assert error.value.param in {TRAITS[left].option or TRAITS[right].option or None}
 
 
-def test_what_works_is_not_refused():
+def test_working_combinations_are_not_refused():
     refused = {frozenset(pair) for row in REFUSED for pair in pairs(row)}
     for pair in combinations(TRAITS, 2):
         if frozenset(pair) not in refused:
@@ -73,10 +76,10 @@ def test_what_works_is_not_refused():
 
 
 @pytest.mark.parametrize("facts", FACTS.values(), ids=lambda facts: facts.name)
-def test_what_a_platform_lacks_is_refused_there_alone(facts):
+def test_traits_that_a_platform_lacks_are_refused_only_there(facts):
     where = {f"on {facts.name}": facts.lacks}
     for names, reason in facts.lacks.items():
-        with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: {reason}"):
+        with pytest.raises(SettingsError, match=f"cannot be used on {facts.name}: {reason}"):
             check(set(names), where)
         check(set(names[1:]), where)
 

@@ -1,4 +1,4 @@
-"""Files for containers and clusters: what they name exists, and what must outlast something else does."""
+"""Files for containers and clusters: the things that they name exist, and longer times outlast shorter ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAUSE = 5
 
 
 def rendered(**values: object) -> str:
-    """The chart's template, by the few constructs that it uses."""
+    """Return the chart's template, rendered by the few constructs that it uses."""
     text = (CHART / "templates" / "preheat.yaml").read_text()
     given = {"Values": yaml.safe_load((CHART / "values.yaml").read_text()) | values, "Release": {"Name": "llm"}}
 
@@ -69,8 +69,11 @@ def test_a_deployment_probes_drains_and_is_not_root(which):
     assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_several_nodes_are_one_group_whose_leader_serves():
-    """A CPU of Ray's for each rank, one on each pod; probes and drain are those of a Deployment."""
+def test_several_nodes_are_one_group_with_a_serving_leader():
+    """Several nodes are one group, with a CPU of Ray's on each pod.
+
+    Its leader serves. Probes and drain equal the Deployment's.
+    """
     text = (ROOT / "examples" / "kubernetes" / "several-nodes.yaml").read_text()
     group, service = yaml.safe_load_all(text)
     template = group["spec"]["leaderWorkerTemplate"]
@@ -116,7 +119,7 @@ def check_flags(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_copies_what_an_installation_needs(kind, tmp_path):
+def test_an_image_copies_all_files_of_an_installation(kind, tmp_path):
     text = (ROOT / "docker" / f"Dockerfile.{kind}").read_text()
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):

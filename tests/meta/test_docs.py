@@ -10,6 +10,7 @@ import pytest
 
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.model.families import FAMILIES
 from preheat.model.quantization import METHODS
 from preheat.settings import OPTIONS
@@ -18,9 +19,15 @@ from tests.meta.source import PACKAGE, ROOT
 from tools import gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
-DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCS += sorted((ROOT / "docs").rglob("*.md"))
 ADDING, DECISIONS = ROOT / "docs" / "adding.md", ROOT / "docs" / "decisions.md"
 ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
+RECORD = re.compile(r'<a id="([^"]*)"></a>\n\n## ([^\n]*)\n\n([-0-9]{10}.*?)\n\n(.*?)(?=\n<a id=|\Z)', re.DOTALL)
+"""A decision: anchor, title, date with its remarks, and body."""
+INDEXED = re.compile(r'^- <a id="(.*)"></a>([-0-9]{10}) \[(.*)\]\(decisions/(.*?)#([^)]*)\)', re.MULTILINE)
+"""A line of the index of decisions: anchor, date, title, file and the anchor there."""
+PARTS = ["*Context", "*Decision", "*Consequences"]
 FIGURES = {
     "ready, cold start, s": "ready, cold, s",
     "first request ÷ steady, worst case": "first request ÷ steady, offline, worst",
@@ -30,12 +37,12 @@ FIGURES = {
     "prefill 32 × 2,048, tokens/s": "prefill 32 × 2,048, tokens/s",
     "throughput, mixed lengths, tokens/s": "nanobench, tokens/s",
 }
-"""The rows of figures in the README, and their names in docs/performance.md."""
+"""Rows of figures in the README, with their names in docs/performance.md."""
 RUNS = re.compile(r"<!-- run -->\n```(python|sh)\n(.*?)```", re.DOTALL)
 
 
 def blocks(path: Path, language: str) -> str:
-    """All blocks of ``language`` that are marked to run, one after the other."""
+    """Return all blocks of ``language`` that are marked to run, one after the other."""
     return "\n".join(code for kind, code in RUNS.findall(path.read_text()) if kind == language)
 
 
@@ -51,7 +58,7 @@ def test_the_options_of_warm_up_are_documented_as_they_are():
     assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in options] == []
 
 
-def test_quantization_is_documented_as_it_is():
+def test_the_quantization_page_is_current():
     text = gen_quantization_doc.DOC.read_text()
     assert text == gen_quantization_doc.with_tables(text), "run: python -m tools.gen_quantization_doc"
     assert {method for method, *_ in gen_quantization_doc.FORMATS} == METHODS.keys()
@@ -82,12 +89,26 @@ def test_flags_of_vllm_are_documented_as_they_are():
 
 
 def test_flags_of_vllm_in_prose_have_an_answer():
-    """What the page for those who come from vLLM names is known to the parser, as an option or in the table."""
+    """Every flag on the page for users of vLLM is known.
+
+    The parser knows it as an option, or the table has it.
+    """
     known = {opt.flag for opt in OPTIONS.values()} | {row.flag for row in FOREIGN.values()} | SHORT.keys()
     text = (ROOT / "docs" / "from-vllm.md").read_text()
     named = re.findall(r"`(--?[a-z][a-z0-9-]*)", re.sub(r"`-(address|backend)`|`preheat [^`]*`", "", text))
     assert len(named) > 100
     assert {flag for flag in named if flag not in known} <= {"--object", "--flag", "--switch"}
+
+
+def test_sampling_parameters_are_documented_with_their_defaults():
+    text = (ROOT / "docs" / "sampling.md").read_text()
+    found = {
+        name: default
+        for names, default in re.findall(r"^\| (`[a-z_`, ]+`) \| ([^|]+) \|", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    params = SamplingParams()
+    assert found == {name: str(getattr(params, name)) for name in SAMPLING_FIELDS}
 
 
 def test_stations_of_a_request_exist():
@@ -97,7 +118,7 @@ def test_stations_of_a_request_exist():
     assert [station for station in stations if not (PACKAGE / station).is_file()] == []
 
 
-def test_what_is_added_where_exists():
+def test_files_named_in_the_guide_to_additions_exist():
     text = ADDING.read_text()
     files = re.findall(r"`((?:src|tests|docs)/[\w./]+)`", text)
     assert len(files) >= 40
@@ -110,19 +131,28 @@ def test_sections_on_adding_are_short():
     assert [section.partition("\n")[0] for section in sections if len(section.strip().splitlines()) > 30] == []
 
 
-def test_every_decision_can_be_linked_to():
-    """All rows of both tables have an anchor of their own."""
-    rows = [line for line in DECISIONS.read_text().splitlines() if line.startswith("| ") and "---" not in line]
-    heads = [row for row in rows if row.startswith(("| Choice |", "| Where |"))]
-    slugs = [slug for row in rows for slug in ANCHOR.findall(row)]
-    assert len(heads) == 2
-    assert all(row.startswith('| <a id="') for row in rows if row not in heads)
-    assert len(set(slugs)) == len(slugs) == len(rows) - len(heads)
-    assert [slug for slug in slugs if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug)] == []
+def test_every_decision_is_a_dated_record():
+    """Each has an anchor, a date and three parts, and one line in the index with the same anchor, date and title."""
+    files = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    found = [(file.name, *record) for file in files for record in RECORD.findall(file.read_text())]
+    assert len(found) == sum(file.read_text().count("\n## ") for file in files)
+    for _, slug, _, head, body in found:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug), slug
+        assert [part.partition(".*")[0] for part in body.strip().split("\n\n")] == PARTS, slug
+        assert "superseded" not in head or re.search(r"superseded\*\* on [-0-9]{10} by\s\[", head), slug
+    index = INDEXED.findall(DECISIONS.read_text())
+    assert all(slug == target for slug, *_, target in index)
+    assert len({slug for slug, *_ in index}) == len(index)
+    assert sorted(line[:4] for line in index) == sorted(
+        (slug, head[:10], title, name) for name, slug, title, head, _ in found
+    )
 
 
-def test_figures_of_the_readme_are_those_of_the_page():
-    """Which has them from the files of figures, as tests/meta/test_performance_doc.py shows."""
+def test_figures_of_the_readme_equal_the_performance_page():
+    """The README's figures equal the page's.
+
+    tests/meta/test_performance_doc.py compares the page with its files.
+    """
     page = (ROOT / "docs" / "performance.md").read_text()
     section = page.partition("### Llama-3.1-8B\n")[2].partition("### Qwen3")[0]
     taken = {row[0]: row[1:] for row in cells(section)}  # preheat, vLLM, vLLM invariant
@@ -131,7 +161,7 @@ def test_figures_of_the_readme_are_those_of_the_page():
 
 
 def cells(text: str) -> list[list[str]]:
-    """The rows of the tables in ``text``."""
+    """Return the rows of the tables in ``text``."""
     return [[cell.strip() for cell in row.strip("| ").split("|")] for row in text.splitlines() if row.startswith("| ")]
 
 
@@ -149,7 +179,7 @@ def test_links_to_a_section_find_it(path):
 
 
 def anchors(path: Path) -> set[str]:
-    """The places in a document that can be linked to: its headings, as GitHub names them, and its own anchors."""
+    """Return the link targets of a document: its headings, as GitHub names them, and its own anchors."""
     text = path.read_text()
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads} | set(ANCHOR.findall(text))

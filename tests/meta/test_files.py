@@ -1,4 +1,4 @@
-"""What the repository holds: no machine's paths, the scripts, one version, pinned dependencies."""
+"""Contents of the repository: no machine's paths, the scripts, one version, pinned dependencies."""
 
 import dataclasses
 import re
@@ -14,9 +14,9 @@ from preheat.plan.options import PlanOptions
 from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, ROOT, name_of, product_files
 
-# The brackets keep this file from containing what it looks for.
+# The brackets keep this file from containing the paths that it looks for.
 FOREIGN = re.compile(r"/wor[k]/|\.\./share[d]|/roo[t]/|/hom[e]/[a-z]|/tm[p]/contract|/op[t]/(pypi|wheels)")
-SCRIPTS = {"install", "run", "test", "lint", "bench", "image", "release"}
+SCRIPTS = {"install", "run", "test", "lint", "docs", "bench", "image", "release"}
 
 
 def test_no_file_names_a_machine():
@@ -36,7 +36,10 @@ def test_the_check_for_machine_paths_can_fail():
 
 
 def test_every_option_is_used():
-    """An option that can be set and that no code reads would be accepted and ignored."""
+    """Every option is read.
+
+    An option that no code reads would be accepted and ignored.
+    """
     text = "".join(path.read_text() for path in MODULES if name_of(path) != "settings")
     planned = {field.name for field in dataclasses.fields(PlanOptions)}  # read all at once
     active = [opt.name for opt in OPTIONS.values() if not isinstance(opt.later, str)]

@@ -1,7 +1,8 @@
-"""The steps of docker/Dockerfile.cpu without docker: in clean roots, where there is nothing but what it copies, and
-what a base image brings, whose part this machine's programs and Python play, read-only.
+"""The steps of docker/Dockerfile.cpu without docker, in clean roots.
 
-The image is installed, run as its user and asked. What this does not see: the base image itself, and layers.
+A root holds only the files that the Dockerfile copies and the parts of a base image. This machine's programs and Python
+stand for the base image, read-only. The image is installed, run as its user and asked. The tests cannot see the base
+image itself, nor layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FILE = ROOT / "docker" / "Dockerfile.cpu"
 CLEAN_ROOT = ROOT / "tests" / "meta" / "clean_root.sh"
 PYTHON = Path(sys.base_prefix)
 SHARED = f"{PYTHON} /opt"
-"""Python, and where packages may lie in place of an index."""
+"""Python, and the folder of packages that may stand in for an index."""
 
 OF_ETC = (
     "alternatives hosts ld.so.cache ld.so.conf ld.so.conf.d login.defs nsswitch.conf pip.conf resolv.conf ssl".split()
@@ -52,7 +53,7 @@ print(json.dumps({"text": text, "user": os.getuid(), "root": sorted(os.listdir("
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """Instruction and arguments of each line of each stage."""
+    """Return instruction and arguments of each line of each stage."""
     text = re.sub(r"\\\n\s*", " ", FILE.read_text())
     lines = re.findall(r"^([A-Z]+) (.*)$", text, re.MULTILINE)
     found: list[list[tuple[str, str]]] = []
@@ -73,14 +74,17 @@ def new_root(folder: Path) -> Path:
                 shutil.copytree(source, folder / "etc" / name, symlinks=True)
             else:
                 shutil.copy(source, folder / "etc" / name)
-    for name in ("passwd", "group"):  # those of a system
+    for name in ("passwd", "group"):  # users and groups of the system
         lines = [line for line in Path("/etc", name).read_text().splitlines() if int(line.split(":")[2]) < 1000]
         (folder / "etc" / name).write_text("\n".join(lines) + "\n")
     return folder
 
 
 def within(root: Path, *command: str, network: bool, **environment: str) -> str:
-    """What ``command`` prints in ``root``, without a network of more than the machine itself if there is none."""
+    """Return the output of ``command`` in ``root``.
+
+    Without ``network`` it reaches only the machine itself.
+    """
     path = f"{PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_") and network}
     spaces = ["unshare", "--mount", *([] if network else ["--net"])]
@@ -98,7 +102,7 @@ def may_mount() -> bool:
 
 
 def has_index(folder: Path) -> bool:
-    """Whether pip finds packages."""
+    """Return whether pip finds packages."""
     tried = [PYTHON / "bin" / "python3", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "packaging"]
     return not subprocess.run(tried, check=False, capture_output=True, timeout=60).returncode
 

@@ -1,4 +1,4 @@
-"""The import rule: who may know whom. Arrows point down, and nothing below knows anything above."""
+"""The import rule: arrows point down, and no part knows a part above it."""
 
 import ast
 import re
@@ -14,14 +14,14 @@ from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 # Every part may use these, and they may use only each other.
 BASE = {"core", "settings", "combinations", "limits", "errors", "metrics", "utils", "backends.names"}
 
-# Every part, and the parts that it may import. What a platform is in general, the protocol and the facts' type, is
-# "backends.base"; "backends" are the platforms themselves, which the boot picks from.
+# Every part, and the parts that it may import. "backends.base" is a platform in general: the protocol and the facts'
+# type. "backends" are the platforms themselves, from which the boot picks one.
 RULE = {
     "ops": "",
     "backends.cold": "",
-    "backends.meeting": "",
-    "backends.base": "ops backends.cold backends.meeting",
-    "backends": "backends.base backends.cold backends.meeting ops",
+    "backends.rendezvous": "",
+    "backends.base": "ops backends.cold backends.rendezvous",
+    "backends": "backends.base backends.cold backends.rendezvous ops",
     "plan": "backends.base",
     "model": "ops backends.base",
     "schedule": "plan",
@@ -34,7 +34,8 @@ RULE = {
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
     "verify": "plan schedule grammar lora execution model ops backends.base engine frontend warmup transport",
-    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.meeting warmup",
+    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.rendezvous"
+    " warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
     "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
     " verify elastic",
@@ -78,12 +79,12 @@ WITHOUT_TORCH = (
 
 
 def part_of(module: str) -> str:
-    """The longest part whose name ``module`` begins with."""
+    """Return the longest part's name that ``module`` begins with."""
     return next((part for part in PARTS if f"{module}.".startswith(f"{part}.")), "") or "__init__"
 
 
 def ours(source: str) -> set[str]:
-    """The parts of preheat that ``source`` imports."""
+    """Return the parts of preheat that ``source`` imports."""
     names = (name.removeprefix("preheat.") for name in imports(ast.parse(source)) if name.startswith("preheat."))
     return {part_of(name) for name in names} - {"__init__"}
 
@@ -95,7 +96,7 @@ def forbidden(module: str, source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_import_only_what_the_rule_allows(path):
+def test_modules_import_only_allowed_modules(path):
     assert forbidden(name_of(path), path.read_text()) == set()
 
 
@@ -153,12 +154,12 @@ def test_warm_up_is_not_a_mode_of_the_runner(part):
     assert [path for path in (PACKAGE / part).rglob("*") if "warm" in path.name.lower()] == []
 
 
-# What Triton calls compiling without a launch.
+# Triton's name for compiling without a launch.
 TRITON = {"launch.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:
-    """Identifiers with "warm" in them."""
+    """Return identifiers with "warm" in them."""
     fields = ("id", "attr", "name", "arg", "asname", "module")
     values = [getattr(node, field, None) for node in ast.walk(ast.parse(source)) for field in fields]
     return {value for value in values if isinstance(value, str) and "warm" in value.lower()}
@@ -168,12 +169,15 @@ def test_the_check_for_warm_names_can_fail():
     assert warm_names("def run(self, warmup_mode=False): self.is_warm = 1") == {"warmup_mode", "is_warm"}
 
 
-# What makes a CUDA graph.
+# Calls that make a CUDA graph.
 CAPTURES = re.compile(r"\bCUDAGraph\(|\bcuda\.graph\(")
 
 
 def test_graphs_are_captured_in_one_place():
-    """On the stream that serves: one capture on another, as `torch.cuda.graph` does it, slows down all later graphs."""
+    """Graphs are captured in one place, on the stream that serves.
+
+    One capture on another stream, as `torch.cuda.graph` does it, slows down all later graphs.
+    """
     assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["backends.cuda.graph"]
     assert CAPTURES.search("with torch.cuda.graph(g): ...")
 
@@ -188,7 +192,7 @@ def test_imported_packages_are_declared_and_nothing_else():
 
 
 # Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "ray", "opentelemetry", "shtab", "triton", "xgrammar"}
+OPTIONAL = {"transformers", "llvmlite", "ray", "opentelemetry", "shtab", "triton", "xgrammar"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

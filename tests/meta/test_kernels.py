@@ -1,4 +1,4 @@
-"""The tests of tests/kernels, in processes in which Triton interprets, as part of a run of other tests."""
+"""The tests of tests/kernels, in processes where Triton interprets, as part of a run of other tests."""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""Files are opened in one place, which resolves them, refuses what is no regular file, and has limits."""
+"""Files are opened in one module.
+
+It resolves them, refuses irregular files, and has limits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ OPENS = {
     "memmap",
     "from_pretrained",
 }
-"""What opens a file by its name, as functions or methods."""
+"""Functions and methods that open a file by its name."""
 
 ELSEWHERE = {
     "utils.files": "the place",
@@ -46,11 +49,14 @@ ELSEWHERE = {
     "backends.cpu.environment": "the system",
     "backends.cuda.matmul.tables": "tables of the package",
 }
-"""Modules that open something else, or what the place has checked, and what."""
+"""Exceptions: modules that open files or other things themselves.
+
+They open something else than a file, or a file that the one module has checked; the value names it.
+"""
 
 
 def opened(source: str) -> set[str]:
-    """What ``source`` opens files with, apart from the functions of the place itself."""
+    """Return the calls of ``source`` that open files, apart from functions of the one module."""
     tree, found = ast.parse(source), set()
     ours = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
             and node.module == "preheat.utils.files" for alias in node.names}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page of figures says what the files of figures say."""
+"""The page of figures equals the files of figures."""
 
 import json
 
@@ -10,7 +10,7 @@ from benchmarks.performance_doc import BLOCK, DOCUMENT, DOCUMENTS, RESULTS, fill
 MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"}, "commit": "abc"}
 
 
-def test_the_tables_are_those_of_the_files():
+def test_tables_match_the_result_files():
     measured = {("beside_vllm", shape) for shape in SHAPES if (RESULTS / f"{shape}.json").exists()}
     assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(DOCUMENT.read_text())} >= measured
     assert len(measured) >= 2
@@ -30,7 +30,7 @@ def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pictures_are_those_of_the_files(shape):
+def test_pictures_match_the_result_files(shape):
     path = DOCUMENT.parent / f"itl-{shape}.svg"
     assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), (
         "run: python -m benchmarks.performance_doc"

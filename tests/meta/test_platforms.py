@@ -1,4 +1,7 @@
-"""What belongs to a platform stands in its folder of backends/: nowhere else is one named, or asked what it is."""
+"""Code of a platform stands in its folder of backends/.
+
+No other module names a platform or asks for it.
+"""
 
 import ast
 
@@ -13,7 +16,10 @@ MODULES_OF_PLATFORMS = tuple(f"{package}.{name}" for package in ("torch", "prehe
 
 
 def platform_facts(tree: ast.AST) -> set[str]:
-    """The places in ``tree`` that name a platform, or ask a tensor, a device or torch which one it is."""
+    """Return the places in ``tree`` that name a platform or ask for it.
+
+    A question may go to a tensor, a device or torch.
+    """
     return {f"line {node.lineno}: {said}" for node in ast.walk(tree) if (said := platform_fact(node))}
 
 
@@ -51,12 +57,12 @@ def test_no_platform_is_named_outside_of_backends(path):
         "from preheat.backends.cuda.graph import capture", 'device = torch.device("cpu")',
     ],
 )  # fmt: skip
-def test_the_walk_finds_a_planted_one(line):
+def test_the_walk_finds_a_planted_platform(line):
     assert platform_facts(ast.parse(line))
 
 
-def test_the_walk_takes_nothing_else_for_one():
-    """Prose and other words are no platform's name, nor is every type."""
+def test_the_walk_ignores_prose_and_other_words():
+    """Control: prose and other words are no platform's name, nor is every type."""
     source = (
         '"""On cuda, as on a cpu."""\nraise E("use --device cpu")\nx.type; torch.mm\nfrom preheat.backends import base'
     )
@@ -67,7 +73,7 @@ OF_THE_BRIDGE = {"lazy_mode"} | {opt.name for opt in OPTIONS.values() if opt.gro
 """Options of Gaudi's software."""
 
 TABLES = {"plan.modes": {"lazy_mode"}}
-"""Who asks for one outside of backends: the table of execution modes, which every platform follows."""
+"""Uses of such options outside of backends: the table of execution modes, which every platform follows."""
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if outside(name_of(path))], ids=name_of)

@@ -1,4 +1,4 @@
-"""What ``from preheat import ...`` offers: sorted, present, and loaded without torch."""
+"""The names that ``from preheat import ...`` offers: sorted, present, and loaded without torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is released: the packages are complete, and what they install runs without the repository."""
+"""Releases: the packages are complete, and an installed package runs without the repository."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFO = f"{NAME}.dist-info"
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, check=False, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def hatch(folder: Path, dist: Path, *targets: str) -> None:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, and the wheel that is built of it, as installers do."""
+    """Build the sdist, and the wheel from the sdist, as installers do."""
     folder = tmp_path_factory.mktemp("dist")
     hatch(ROOT, folder, "sdist")
     with tarfile.open(folder / f"{NAME}.tar.gz") as archive:
@@ -56,7 +56,10 @@ def wheel(dist: Path) -> Path:
 
 
 def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
-    """Data files and py.typed included; tests, tools and the fake device are not in it."""
+    """The wheel has the whole package.
+
+    It has data files and py.typed, but no tests, tools or fake device.
+    """
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     ours = {f"preheat/{path.relative_to(PACKAGE).as_posix()}": path for path in files}
     with zipfile.ZipFile(wheel) as archive:
@@ -69,7 +72,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(wheel: Path) -> None:
     assert names >= {"preheat/py.typed", "preheat/bundled/LICENSE-PYTHON.txt", "preheat/backends/cuda/tables/h200.json"}
 
 
-def test_its_metadata_say_what_the_project_says(wheel: Path) -> None:
+def test_the_wheels_metadata_match_the_project(wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         lines = archive.read(f"{INFO}/METADATA").decode().partition("\n\n")[0].splitlines()
@@ -92,8 +95,11 @@ def test_the_sdist_has_the_sources(dist: Path) -> None:
     assert [name for name in names if name.startswith((".venv", "dist/")) or "__pycache__" in name] == []
 
 
-def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
-    """In a folder of its own, in front of the repository's, beside the packages that preheat needs."""
+def test_an_installed_wheel_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
+    """An installed wheel runs in a folder of its own.
+
+    The folder comes before the repository's, beside the packages that the wheel needs.
+    """
     site = tmp_path / "site"
     pip = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", *pip, "--target", site, wheel, cwd=tmp_path)
@@ -107,7 +113,7 @@ def test_what_is_installed_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
     assert len(answer["token_ids"]) == 4
 
 
-def test_the_bill_of_materials_names_what_is_installed() -> None:
+def test_the_bill_of_materials_names_installed_packages() -> None:
     bill = sbom.bill()
     assert bill == sbom.bill()
     found = {each["name"]: each["version"] for each in bill["components"]}

@@ -23,7 +23,7 @@ MEMBERS = [(owner, name) for owner, names in SURFACE.items() if owner != "packag
 
 
 def members(owner: type) -> set[str]:
-    """What objects of a class have: ``dir()``, fields, and attributes that ``__init__`` sets."""
+    """Return the attributes of a class's objects: ``dir()``, fields, and attributes that ``__init__`` sets."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(owner)))
     body = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
     own = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -42,7 +42,10 @@ def test_members(owner, name):
 
 @pytest.mark.parametrize(("module", "names"), IMPORTS.items())
 def test_names_of_modules(module, names):
-    """A script imports from the modules in which vLLM has its names; each is here, or says why not."""
+    """Each name of a vLLM module is here, or is refused with a reason.
+
+    A script imports it from the same module.
+    """
     found = importlib.import_module(f"preheat.{module}")
     for name in names.split():
         value = getattr(found, name)
@@ -62,7 +65,7 @@ def test_other_modules_and_names_are_not_there():
 
 
 def used(name: str) -> object:
-    """What a script calls ``module:NAME``, ``NAME`` of the package, or ``Class.member``."""
+    """Return the object that a script calls ``module:NAME``, ``NAME`` of the package, or ``Class.member``."""
     module, _, name = name.rpartition(":")
     first, _, member = name.partition(".")
     value = getattr(importlib.import_module(f"preheat.{module}" if module else "preheat"), first)
@@ -72,7 +75,10 @@ def used(name: str) -> object:
 
 @pytest.mark.parametrize(("example", "told"), EXAMPLES.items())
 def test_examples_of_vllm(example, told):
-    """What an example uses is here; where it stops, the name says why, or the list does."""
+    """An example's names are here.
+
+    An example that stops has a refused name, or a reason in the list.
+    """
     assert not any(isinstance(used(name), Refused) for name in told.get("uses", "").split())
     if "stops" in told:
         assert isinstance(used(told["stops"]), Refused)
@@ -94,7 +100,7 @@ def refused() -> list[Refused]:
     return [value for value in found if isinstance(value, Refused)]
 
 
-def test_what_is_refused_says_why_when_it_is_used():
+def test_refused_names_raise_their_reason_when_used():
     assert len(refused()) > 5
     for each in refused():
         for use in (each, lambda each=each: each.anything):

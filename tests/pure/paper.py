@@ -1,12 +1,12 @@
 """A device on paper, and a harness that drives the loop and its scheduler with it.
 
 Each place of the paper cache holds the identity of a whole prefix: a hash of the salt and of every token up to and
-including that position. A row may only read places that hold exactly its own prefix, so wrong sharing, use after free,
-stale hits and lost writes are all caught the moment they are read. The next token is a function of the last identity,
+including that position. A row may only read places that hold exactly its own prefix. So wrong sharing, use after free,
+stale hits and lost writes are all caught at the moment of the read. The next token is a function of the last identity,
 so a request's output is known without running anything.
 
-The device is as late as it may be: a step runs when somebody waits for it or for a later one, in the order of launches.
-All that it knows of a step is what it was given at launch, and the token that it drew last for each slot.
+The device is as late as it may be: a step runs when the loop waits for it or for a later one, in the order of launches.
+It knows only the data of a step at its launch, and the token that it drew last for each slot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from preheat.schedule.slots import NO_LOGPROBS, UNSEEN, Slots
 from preheat.transport import InlineTransport
 
 VOCAB = 7
-JUNK = 99  # drawn by a row whose step before was lost; it must never reach the frontend
+JUNK = 99  # drawn by a row without its step before; it must never reach the frontend
 
 
 class WrongCache(AssertionError):
@@ -74,7 +74,7 @@ def request(number: int, prompt: list[int], max_tokens: int = 8, *, stop_ids=(),
 
 
 def with_images(request: Request, tokens: list[int]) -> list[Any]:
-    """``tokens`` with what is seen at the positions of images: which image, and how far within it."""
+    """Return ``tokens`` with images in place of their positions: the image's hash, and the position within it."""
     found: list[Any] = list(tokens)
     for segment in request.segments:
         for at in range(segment.start, min(segment.end, len(found))):
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def reference(request: Request) -> Outcome:
-    """The request run by itself, with no cache and no scheduler."""
+    """Return the outcome of the request by itself, with no cache and no scheduler."""
     outcome, tokens = Outcome(), list(request.prompt)
     if request.params.prompt_logprobs is not None:
         ids = identities(request.cache_salt, with_images(request, tokens))
@@ -132,7 +132,10 @@ def reference(request: Request) -> Outcome:
 
 @dataclass
 class PaperRow:
-    """A row as the device was given it: ``tokens`` up to the last that it computes, which may be UNSEEN."""
+    """A row as given to the device.
+
+    ``tokens`` go up to the last that it computes, which may be UNSEEN.
+    """
 
     slot: int
     owner: Request
@@ -141,7 +144,7 @@ class PaperRow:
     first: int
     num_sampled: int
     logprobs: bool
-    successors: list[int] | None  # of its tokens, in the prompt, where their logprobs are wanted
+    successors: list[int] | None  # of its prompt tokens, where their logprobs are wanted
     spans: list[ImageSpan]
 
 
@@ -172,9 +175,9 @@ class PaperDevice:
         self.cache: dict[tuple[int, int], int] = {}
         self.queue: list[PaperStep] = []
         self.last_token: dict[int, int] = {}
-        self.images: dict[int, bytes] = {}  # which image's embeddings are at each place
+        self.images: dict[int, bytes] = {}  # the image of the embeddings at each place
         self.encoded = 0
-        self.lost: set[int] = set()  # requests of which the device did not compute something
+        self.lost: set[int] = set()  # requests with lost steps
         self.rows_run = 0
 
     def pack(self, schedule: Schedule) -> PaperStep:
@@ -194,7 +197,7 @@ class PaperDevice:
                 step.value = self._run(step)
 
     def swap(self, swaps: Swaps) -> None:
-        """Both blocks of each pair change places, all at once, as far as they were ever written."""
+        """Swap both blocks of each pair, all at once, as far as they were ever written."""
         if self.queue:
             raise WrongCache("blocks move while a step is in flight")
         for one, other in {(int(one), int(other)) for one, other in swaps.pairs}:
@@ -260,9 +263,10 @@ class PaperDevice:
 
 
 class Parts:
-    """The loop's packer, executor and listener, in front of the device. ``fails``: where the next step is to fail, why.
+    """The loop's packer, executor and listener, in front of the device.
 
-    The loop takes an error for one of a step; a broken promise is kept in ``wrong``, for the harness to raise.
+    ``fails`` is the place where the next step is to fail, and its reason. The loop takes an error for an error of a
+    step; so a broken promise is kept in ``wrong``, for the harness to raise.
     """
 
     def __init__(self, device: PaperDevice, check: Callable[[Schedule], None]) -> None:
@@ -321,7 +325,10 @@ class Watched:
 
 
 class Harness:
-    """The loop with a scheduler and a device, and what the frontend heard. Checks all promises at every step."""
+    """The loop with a scheduler and a device, and everything that the frontend heard.
+
+    It checks all promises at every step.
+    """
 
     def __init__(self, limits: Limits, *, overlap: bool = False, proposer=None, **options) -> None:
         self.scheduler = Scheduler(limits, drafting=None if proposer is None else Drafting(proposer), **options)
@@ -363,8 +370,9 @@ class Harness:
         return schedule
 
     def step(self, fail: str | None = None, at: str = "result") -> Schedule | None:
-        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, listener or
-        result.
+        """Run a beat of the loop, and return the schedule that it launched.
+
+        A step that is to ``fail`` does so ``at`` pack, launch, listener or result.
         """
         self.parts.launched, self.parts.fails = None, (at, fail) if fail else ("", "")
         self.loop.step()
@@ -373,13 +381,13 @@ class Harness:
         return self.parts.launched
 
     def reset_prefix_cache(self) -> None:
-        """As the loop does it, which first processes the results of what is in flight."""
+        """Reset as the loop does: first it processes the results of steps in flight."""
         self.transport.send(ResetPrefixCache())
         self.loop.take(0)
         self._heard()
 
     def rest(self) -> None:
-        """Process the results of what is in flight."""
+        """Process the results of steps in flight."""
         self.loop._process_results()
         self._heard()
 
@@ -406,7 +414,7 @@ class Harness:
                 assert (slots.tokens[slot, : slots.device_len[slot]] != UNSEEN).all()
 
     def verify(self) -> None:
-        """Every request that ran to its end said exactly what the reference says, however it was batched."""
+        """Assert that every finished request has the reference's output, however it was batched."""
         for number, each in self.requests.items():
             got, want = self.outcomes[number], reference(each)
             if got.finish is not None and got.finish.reason == "error":
@@ -448,7 +456,10 @@ class Harness:
             assert arrivals == sorted(arrivals), "first come, first served"
 
     def _can_run(self, slot: int) -> bool:
-        """Not one that has its length, nor, where tokens are drafted, one whose newest token is still in flight."""
+        """Return whether a row may run: not at full length.
+
+        With drafts, a row whose newest token is still in flight may not run either.
+        """
         slots = self.scheduler.slots
         known, cached = slots.device_len[slot], slots.cached_len[slot]
         waits = known == cached or slots.tokens[slot, known - 1] == UNSEEN
@@ -456,7 +467,7 @@ class Harness:
         return known < slots.max_len[slot] and not (drafting and waits)
 
     def _check_published(self) -> None:
-        """What can be found was computed, and stays what it was."""
+        """Check that every block that can be found was computed, and keeps its content."""
         pool, size = self.scheduler.pool, self.scheduler.slots.block_size
         content = {
             known: [self.device.cache.get((block, at)) for at in range(size)] for known, block in pool._block_of.items()
@@ -482,7 +493,7 @@ class Harness:
 
 
 class Scripted:
-    """Drafts up to ``most`` tokens a row, each of them right with a probability of ``right``."""
+    """Drafter of up to ``most`` tokens a row, each right with a probability of ``right``."""
 
     writes_cache = False
 
@@ -495,7 +506,7 @@ class Scripted:
         return [self._drafts(slots, slot) for slot in rows.tolist()]
 
     def ended(self, slots: Slots, stopped) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
         known = slots.tokens[slot, : slots.device_len[slot]].tolist()

@@ -36,7 +36,7 @@ def test_the_first_pattern_that_matches_wins():
     assert patterned.scale_of("model.layers.1.mlp.down_proj") == 6 / 8
 
 
-def test_which_modules_are_named():
+def test_the_fields_of_a_config_choose_modules():
     def named(**fields):
         return {module for module in MODULES if config(**fields).names(module)}
 
@@ -82,7 +82,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(field):
+def test_unsupported_fields_are_refused_by_name(field):
     with pytest.raises(AdapterError, match=field) as error:
         config(**{field: REFUSED[field]})
     assert error.value.status == 400

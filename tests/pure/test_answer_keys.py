@@ -1,5 +1,5 @@
 # ruff: noqa: ISC004
-"""Answers have the keys that OpenAI requires and those that are null in vLLM's."""
+"""Answers have the keys that OpenAI requires and the keys that are null in vLLM's."""
 
 from __future__ import annotations
 

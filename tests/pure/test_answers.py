@@ -1,4 +1,4 @@
-"""Answers read: reasoning, content and calls, from tokens, the same whole and in a stream, at every cut."""
+"""Reading answers: reasoning, content and calls from tokens, the same whole and in a stream, at every cut."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from tests.tokenizers import byte_level
 from tests.tool_calls import CALLS
 
 BEHIND = [name for name, kind in TOOL_PARSERS.items() if not kind.REASONING]
-"""Parsers that read what comes behind any reasoning; the others read whole answers, see test_harmony.py."""
+"""Parsers of the text behind any reasoning.
+
+The others read whole answers, see test_harmony.py.
+"""
 BEFORE = {name: marks for name, marks in REASONING_PARSERS.items() if not marks.channel}
 
 MARKS = list(dict.fromkeys(
@@ -42,7 +45,7 @@ JSON = StructuredOutputsParams(json={"type": "object"})
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """The marks are tokens with a text in ``plain``, special tokens in ``special``, and no tokens in ``bare``."""
+    """Write tokenizers: the marks are tokens with a text in ``plain``, special in ``special``, none in ``bare``."""
     found = {}
     for name in ("plain", "special", "bare"):
         backend, folder = byte_level(), tmp_path_factory.mktemp(name)
@@ -56,7 +59,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def parts_of(parser: AnswerParser, pieces: list[str]) -> list[tuple]:
-    """The blocks of an answer that comes in ``pieces``, without ids."""
+    """Return the blocks of an answer that comes in ``pieces``, without ids."""
     answer = ParsedAnswer()
     for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
         answer.add(part)
@@ -69,7 +72,7 @@ def deltas(tokenizer: Tokenizer, form: AnswerFormat, ids: list[int], skip: bool 
 
 
 def answered(tokenizer: Tokenizer, form: AnswerFormat, text: str, skip: bool = True) -> tuple[str, str, list]:
-    """Reasoning, content and calls."""
+    """Return reasoning, content and calls."""
     blocks = parts_of(form.parser(), deltas(tokenizer, form, tokenizer.encode(text, False), skip))
     texts = ["".join(text for kind, text, _ in blocks if kind == wanted) for wanted in ("reasoning", "content")]
     return (*texts, [(name, json.loads(text)) for kind, text, name in blocks if kind == "call"])
@@ -88,7 +91,7 @@ def form_of(
         ("", "<think>\nwell\n</think>\n\nYes", "well\n", "Yes"),
         ("", "\n<think>well</think>Yes", "well", "Yes"),
         ("", "Yes <think>no</think>", "", "Yes <think>no</think>"),
-        ("", "so</think>Yes", "", "so</think>Yes"),  # what was sent cannot become reasoning later
+        ("", "so</think>Yes", "", "so</think>Yes"),  # content that was sent cannot become reasoning
         ("", " Yes", "", " Yes"),
         ("", " \n", "", " \n"),
         ("", "<think>\n\n</think>\n\nYes", "", "Yes"),
@@ -201,7 +204,10 @@ PIECES = [
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
-    """For any tokens, cut anywhere, with every parser; and no text that a client gets has what is no text."""
+    """A stream equals the whole answer, for any tokens, cut anywhere, with every parser.
+
+    The text of a client never has the text of special tokens.
+    """
     marks = data.draw(st.sampled_from(["plain", "special", "bare"]))
     tokenizer, skip = tokenizers[marks], data.draw(st.booleans())
     known = IN_TEXT if marks == "bare" else BEFORE
@@ -289,7 +295,7 @@ def test_no_grammar_waits_for_a_mark_that_is_text(tokenizers: dict[str, Tokenize
     assert form_of(tokenizers["plain"], None, "olmo3", "<think>\n", asked=JSON).phase is Phase.WITHIN  # it is a token
 
 
-def test_what_is_around_reasoning_and_content_is_dropped(tokenizers: dict[str, Tokenizer]) -> None:
+def test_marks_around_reasoning_and_content_are_dropped(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["plain"]
     for text, thought in (("thought\na b", "a b"), ("thoughts", "thoughts"), ("though", "though"),
                           ("\nthought\n", "")):  # fmt: skip
@@ -306,7 +312,7 @@ def test_what_is_around_reasoning_and_content_is_dropped(tokenizers: dict[str, T
 
 
 class Anything:
-    """A grammar that allows every text, as a library has it, and where it began."""
+    """Grammar that allows every text, as a library has it, and the token where it began."""
 
     words, vocab_size, end = 64, 2048, 0
 
@@ -327,8 +333,8 @@ class Anything:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_grammar_and_parser_agree_on_what_is_content(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
-    """The tokens that the grammar has seen are those of the content, at every token."""
+def test_grammar_and_parser_agree_on_the_content(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    """At every token, the grammar has seen exactly the tokens of the content."""
     tokenizer = tokenizers["plain"]
     prompt = data.draw(st.sampled_from(["", "<think>", "</think>"]))
     tokens = ["<think>", "</think>", "\n", " ", "{", "a", "x y", "<tool_call>"]
@@ -349,7 +355,10 @@ def test_grammar_and_parser_agree_on_what_is_content(tokenizers: dict[str, Token
 
 
 def test_the_agreement_can_fail(tokenizers: dict[str, Tokenizer]) -> None:
-    """The control: a grammar that only knows the end waits for it where the parser sees that nothing began."""
+    """Control: a grammar that only knows the end waits for it.
+
+    The parser sees that no reasoning began.
+    """
     tokenizer = tokenizers["plain"]
     form, library = form_of(tokenizer, asked=JSON), Anything(tokenizer)
     assert form.constraint is not None
@@ -361,7 +370,7 @@ def test_the_agreement_can_fail(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_the_law_of_streams_can_fail(tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a parser that holds nothing back misses a mark that is cut."""
+    """Control: a parser that holds nothing back misses a mark that is cut."""
     text, form = f"<think>Well.{CALLS['hermes']}", form_of(tokenizers["plain"], "hermes")
     ids = [id for char in text.removeprefix("<think>") for id in tokenizers["plain"].encode(char, False)]
     pieces = deltas(tokenizers["plain"], form, [*tokenizers["plain"].encode("<think>", False), *ids])
@@ -407,14 +416,14 @@ TAGS = StructuredOutputsParams(structural_tag={"type": "structural_tag", "struct
         (None, "", CHOICE, Phase.UNKNOWN),
     ],
 )
-def test_a_grammar_leaves_room_for_reasoning_where_something_speaks_of_it(
+def test_a_grammar_leaves_room_for_reasoning_if_the_template_may_begin_it(
     tokenizers: dict[str, Tokenizer],
     template: str | None,
     prompt: str,
     asked: StructuredOutputsParams | None,
     phase: Phase,
 ) -> None:
-    """Grammar and parser have the same phase: what is held to the grammar is content."""
+    """Grammar and parser have the same phase: the text held to the grammar is the content."""
     form = form_of(tokenizers["plain"], prompt=prompt, asked=asked, template=template)
     assert form.phase is phase
     if asked is not None and phase is Phase.NEVER:
@@ -435,7 +444,7 @@ def test_reasoning_is_counted(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_stop_strings_see_marks_as_their_text(tokenizers: dict[str, Tokenizer]) -> None:
-    """They are searched for what they say, and shown or held back whole."""
+    """Stop strings match the text of marks, and marks are shown or held back whole."""
     tokenizer = tokenizers["special"]
     form = form_of(tokenizer)
     text = "".join(deltas(tokenizer, form, tokenizer.encode("<think>ab</think>cd", False)))

@@ -1,4 +1,4 @@
-"""How attention is cut into pieces, on the host."""
+"""Cutting attention into pieces, on the host."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a server keeps for batches: uploads are read alike however they arrive, and answers are never torn."""
+"""A server's files for batches: uploads are read alike however they arrive, and answers are never torn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from preheat.settings import Settings
 
 
 def encoded(data: bytes, fields: dict[str, str]) -> tuple[bytes, str]:
-    """A form as OpenAI's client sends it."""
+    """Return a form as OpenAI's client sends it."""
     request = httpx.Request("POST", "http://x", data=fields, files={"file": ("ä.jsonl", data)})
     return request.read(), request.headers["content-type"]
 
@@ -40,8 +40,11 @@ def test_a_form_is_the_same_however_it_arrives(data, fields, choice):
 
 
 @given(st.binary(max_size=200), st.data())
-def test_what_is_no_form_is_refused(data, choice):
-    """Cut off anywhere, changed in one byte: another form, or an error of ours."""
+def test_broken_forms_are_refused(data, choice):
+    """A form cut off anywhere is refused.
+
+    With one changed byte it is another form, or an error of ours.
+    """
     body, kind = encoded(data, {"purpose": "batch"})
     short = body[: choice.draw(st.integers(0, len(body) - len("--\r\n") - 1))]
     with pytest.raises(InvalidRequest):
@@ -60,7 +63,7 @@ def whole(body: bytes, kind: str, most: int = 1000) -> Form:
     return form
 
 
-def test_what_a_form_may_not_be():
+def test_forms_beyond_the_limits_are_refused():
     body, kind = encoded(b"x" * 11, {"purpose": "batch"})
     with pytest.raises(TooLarge, match="--max-batch-file-bytes"):
         whole(body, kind, most=10)

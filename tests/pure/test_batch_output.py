@@ -1,4 +1,4 @@
-"""Where a batch's answers go: nothing is lost, nothing is told that is not there."""
+"""Output of a batch: no answer is lost, and none is reported that is not written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ STATES = st.tuples(st.sampled_from(IDS), st.sampled_from([200, 200, 429]))
 @given(st.lists(STATES, max_size=5, unique_by=lambda state: state[0]),
        st.binary(max_size=20).filter(lambda torn: b"\n" not in torn), st.booleans())  # fmt: skip
 def test_a_run_goes_on_where_another_ended(tmp_path_factory, before, torn, finished):
-    """Only with whole answers of status 200, each once; the rest is asked for again."""
+    """A run goes on with only the whole answers of status 200, each once.
+
+    All other requests are asked again.
+    """
     folder = tmp_path_factory.mktemp("resumed")
     text = b"".join(answer(id, status) + b"\n" for id, status in before) + torn
     (folder / ("out" if finished else "out.partial")).write_bytes(text)
@@ -78,7 +81,7 @@ UNKNOWN = '{"custom_id": "9", "response": {"status_code": 200}}'
 
 
 @pytest.mark.parametrize("line", ["{}", "x", UNKNOWN, "[" * 10_000, "\xff"])
-def test_what_is_no_answer_is_not_taken_over(line: str, tmp_path: Path) -> None:
+def test_invalid_lines_are_not_resumed(line: str, tmp_path: Path) -> None:
     partial, out = tmp_path / "out.partial", str(tmp_path / "out")
     partial.write_text(f"{answer('0').decode()}\n{line}\n", encoding="latin-1")
     before = partial.read_bytes()
@@ -94,7 +97,10 @@ def test_a_run_that_did_not_end_is_not_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of an answer: it does not count, and those before it stay."""
+    """A disk that is full in the middle of an answer keeps the answers before it.
+
+    The torn one does not count.
+    """
     room = [len(answer("0")) * 2]
 
     def full(file: int, data: memoryview, real=os.write) -> int:
@@ -113,7 +119,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers.kept == {"0"}
 
 
-def test_a_device_is_written_to_and_stays_one() -> None:
+def test_a_device_stays_a_device_when_written() -> None:
     with pytest.raises(PreheatError, match="No space left"), answers_to("/dev/full", IDS) as answers:
         write(answers, "0")
     assert answers.report == "0 of 5 requests were answered"
@@ -130,7 +136,7 @@ REQUEST = json.dumps({"custom_id": "0", "url": "/v1/completions", "body": {"prom
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("nowhere/out", "no such folder"), ("", "it is a folder"), ("in", "the file of requests itself"),
+    [("nowhere/out", "its folder does not exist"), ("", "it is a folder"), ("in", "the file of requests itself"),
      ("link", "the file of requests itself"), ("n" * 300, "too long"), ("\0", "NUL"),
      ("fixed/out", "cannot be written")],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benchmarks without an engine: their workloads are those that vLLM's figures were taken with."""
+"""The benchmarks without an engine: their workloads equal the workloads of vLLM's figures."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_the_cost_of_invariance_is_the_time_that_it_adds():
     assert [row["cost_percent"] for row in rows] == [10.0, 25.0]
 
 
-def test_arrivals_are_those_of_the_anchors(monkeypatch):
-    """As many requests at each rate as vLLM was sent, without waiting for them."""
+def test_arrivals_equal_the_anchors(monkeypatch):
+    """The client sends as many requests at each rate as were sent to vLLM, without waiting for answers."""
     client = Client(0, 128256)
 
     async def ask(prompt, tokens, **sampling):
@@ -131,7 +131,7 @@ def test_our_figures_stand_beside_theirs():
         ("bench latncy", "did you mean latency?"),
     ],
 )
-def test_mistakes_are_told(line, message, capsys):
+def test_mistakes_are_reported(line, message, capsys):
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_a_clock_runs_down():
 
 
 def test_a_client_practises_elsewhere():
-    """No server listens at the port that it will ask."""
+    """A client practices without a server at the port that it will ask."""
     client = asyncio.run(Client.practised(1, 4096))
     assert client.prompt(3) == Client(1, 4096).prompt(3)
 
@@ -178,7 +178,7 @@ def test_a_single_benchmark_gets_its_arguments(monkeypatch):
     assert given == ["--turns", "1"]
 
 
-def test_without_a_checkout_the_error_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_without_a_checkout_the_error_names_the_remedy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "preheat" / "cli.py"))
     assert main(["bench", "latency"]) == 1
     assert "clone its repository" in capsys.readouterr().err

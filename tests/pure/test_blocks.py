@@ -12,7 +12,10 @@ from preheat.schedule.blocks import PAD_BLOCK, BlockPool
 
 
 class Model(RuleBasedStateMachine):
-    """Lists instead of heaps and links: ``blank`` ids, ``cached`` ids in eviction order, ``owners`` of block lists."""
+    """Model with lists instead of heaps and links.
+
+    ``blank`` are ids, ``cached`` ids in eviction order, ``owners`` block lists.
+    """
 
     @initialize(num_blocks=st.integers(2, 12))
     def build(self, num_blocks) -> None:
@@ -90,7 +93,10 @@ TestModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=
 
 
 def cached_pool() -> BlockPool:
-    """Blocks 1 to 3 cached, the tail first in line for eviction; block 4 blank."""
+    """Return a pool with blocks 1 to 3 cached, the tail first in line for eviction.
+
+    Block 4 is blank.
+    """
     pool = BlockPool(5, 4)
     blocks = pool.allocate(3)
     for block in blocks:
@@ -99,13 +105,13 @@ def cached_pool() -> BlockPool:
     return pool
 
 
-def test_blank_blocks_go_first_then_the_tail_of_what_was_left_longest() -> None:
+def test_blank_blocks_go_first_then_tails_of_the_oldest_prefixes() -> None:
     pool = cached_pool()
     assert pool.allocate(4) == [4, 3, 2, 1]
     assert pool.find(bytes([1])) is None
 
 
-def test_the_first_block_of_a_digest_stays_it() -> None:
+def test_the_first_block_of_a_digest_stays_published() -> None:
     pool = BlockPool(4, 4)
     first, second, _ = pool.allocate(3)
     pool.publish(first, b"same")

@@ -1,4 +1,4 @@
-"""What nobody foresaw in a boot is one line too, which keeps its cause."""
+"""An unforeseen error of a boot is one line too, and keeps its cause."""
 
 import pytest
 
@@ -16,8 +16,11 @@ from preheat.startup import boot_errors, boot_front
             "not enough memory ([enf",
         ),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried"), "not enough memory (CUDA out of"),
-        (KeyError("x\ny"), "The engine cannot start: KeyError: 'x\\ny'; --log-level debug shows where"),
-        (ValueError("first\nsecond"), "The engine cannot start: ValueError: first; --log-level debug shows where"),
+        (KeyError("x\ny"), "The engine cannot start: KeyError: 'x\\ny'; --log-level debug shows the traceback"),
+        (
+            ValueError("first\nsecond"),
+            "The engine cannot start: ValueError: first; --log-level debug shows the traceback",
+        ),
     ],
 )
 def test_any_error_becomes_one_line(error, message):
@@ -33,7 +36,7 @@ def test_our_own_errors_stay_as_they_are():
 
 
 def test_the_architecture_is_judged_before_the_tokenizer(tmp_path):
-    """Its tokenizer may be of a kind that is not read: that is not what keeps the model from running."""
+    """The architecture is judged before the tokenizer, so that an unread tokenizer is not given as the reason."""
     (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="architecture RwkvForCausalLM is not supported: it needs layers that keep a"):

@@ -32,7 +32,7 @@ def draw(stream, monkeypatch, last):
 
 
 @pytest.mark.parametrize("last", [Ready(1, 1, 1, 0.0), Died(WireError("PreheatError", "x"))], ids=["ready", "died"])
-def test_it_fills_and_goes(last, monkeypatch):
+def test_the_bar_fills_and_disappears(last, monkeypatch):
     text = draw(Terminal(), monkeypatch, last)
     assert "Warming up" in text and "10/40" in text and "2 s left" in text
     assert text.endswith("\r")
@@ -41,7 +41,7 @@ def test_it_fills_and_goes(last, monkeypatch):
 
 
 def test_a_line_of_the_log_takes_its_place(monkeypatch):
-    """Whatever another process writes begins at the line's start."""
+    """A line of another process begins at the line's start, in place of the bar."""
     text = draw(Terminal(), monkeypatch, Progress(40, 40, ""))
     drawn = [part for part in text.split("Warming up")[1:] if part.strip()]
     assert drawn
@@ -62,7 +62,7 @@ def test_the_inline_transport_tells_at_once():
 
 
 def lines_of(stream, monkeypatch, shown=True):
-    """What a start writes to ``stream`` that reports once, in several times the time between lines."""
+    """Return the output of a start to ``stream``, with one report in several times the time between lines."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
     with ProgressLines(shown) as lines:
@@ -94,6 +94,6 @@ LLM(num_threads=1, max_num_seqs=2, max_num_batched_tokens=32, skip_warmup=False)
 """
 
 
-def test_a_boot_of_the_library_tells_where_it_is():
+def test_a_boot_of_the_library_shows_its_progress():
     done = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
     assert "preheat is loading the model (" in done.stderr and "preheat is warming up: " in done.stderr

@@ -14,7 +14,7 @@ MODULE = "module_without_bytecode"
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module, and an interpreter that was told to write no bytecode."""
+    """Write a module, for an interpreter that was told to write no bytecode."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / f"{MODULE}.py").write_text("answer = 42\n")
@@ -32,7 +32,7 @@ def imported(folder: Path | None) -> None:
     assert (sys.dont_write_bytecode, sys.pycache_prefix) == (True, None)
 
 
-def test_what_has_none_is_kept_in_the_folder_and_found_there(sources: Path, tmp_path: Path) -> None:
+def test_modules_without_bytecode_are_cached_in_the_folder(sources: Path, tmp_path: Path) -> None:
     imported(tmp_path / "kept")
     (found,) = (tmp_path / "kept").rglob("*.pyc")
     written = found.stat().st_mtime_ns
@@ -41,7 +41,7 @@ def test_what_has_none_is_kept_in_the_folder_and_found_there(sources: Path, tmp_
     assert not list(sources.rglob("*.pyc"))
 
 
-def test_what_has_its_own_is_left_alone(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_with_bytecode_are_left_alone(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as at_installation:
         at_installation.setattr(sys, "dont_write_bytecode", False)
         __import__(MODULE)

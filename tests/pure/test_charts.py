@@ -1,4 +1,4 @@
-"""The drawings of the record's page: everything is in them once, in its place, and inside the frame."""
+"""The drawings of the record's page hold everything once, in its place, and inside the frame."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def test_labels_never_overlap(record):
         assert all(right < left for (_, right), (left, _) in itertools.pairwise(ends))
 
 
-def test_the_timeline_has_what_ran_and_when(record):
+def test_the_timeline_has_every_run_item(record):
     drawn = timeline(record)
     ran = [entry for entry in record.entries if entry.touch_seconds]
     assert sum(bar.style == "touch" for lane in drawn.lanes for bar in lane.bars) == len(ran)

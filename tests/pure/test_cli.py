@@ -72,7 +72,7 @@ def test_text_may_begin_with_a_brace():
 @pytest.mark.parametrize(
     ("text", "message"), [("", "no prompt"), ('ok\n{"text": "x"}', "f, line 2"), ("\n\n", "no prompt")]
 )
-def test_bad_prompt_files_say_what_is_wrong(text, message):
+def test_errors_of_prompt_files_name_the_mistake(text, message):
     with pytest.raises(SettingsError, match=message):
         list(_read_prompts(io.StringIO(text), "f"))
 
@@ -81,7 +81,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
     ("line", "message"),
     [
         ("serve --max-num-seq 3", "did you mean --max-num-seqs"),
-        ("serve --num_scheduler_seqs 8", "--async-scheduling prepares a step while one runs"),
+        ("serve --num_scheduler_seqs 8", "use --async-scheduling"),
         ("serve --num-scheduler-steps=8 --no-async-scheduling", "async_scheduling is off: drop one of them"),
         ("serve --tensor_paralel_size 8", "write --tensor-parallel-size"),
         ("serve --max_num_seqs 0", "at least 1"),
@@ -89,7 +89,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
         ("serve --gpu-mem 0.5", "write --gpu-memory-utilization"),
         ("serve --tp 2", "write --tensor-parallel-size"),
         ("serve -tp 3", "tensor_parallel_size must be 1, 2, 4 or 8"),
-        ("serve --kv-transfer-config {}", "one engine reads prompts and decodes"),
+        ("serve --kv-transfer-config {}", "one engine both reads prompts and decodes"),
         ("serve --stop x", "unknown argument --stop; --help lists all"),  # a flag of another command is no hint
         ("serve a b", "unexpected word 'b'"),
         ("--modle serve", "unknown argument --modle"),
@@ -107,7 +107,7 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
         ("buckets --min 9 --step 1 --max 8", "must not exceed"),
         ("buckets --step 1 --max 8", "--min"),
         ("buckets --strategy lineal --min 1 --step 1 --max 8", "lineal"),
-        ("warm --html no/such/folder/x.html", "no such folder"),
+        ("warm --html no/such/folder/x.html", "its folder does not exist"),
         ("generate --prompt x --config missing.yaml", "missing.yaml"),
     ],
 )
@@ -163,7 +163,7 @@ def test_one_ladder_as_json_and_as_text(capsys):
 
 
 def test_the_plan_of_a_published_config(capsys):
-    """Weights are neither there nor asked for."""
+    """The plan of a published config needs no weights."""
     asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096 --max-num-batched-tokens 2048 --block-size 64"
     text = printed(asked, capsys)
     assert text.startswith("256 sequences x 4,096 tokens, 2,048 tokens a step, blocks of 64\n")

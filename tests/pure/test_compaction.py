@@ -1,7 +1,7 @@
-"""Compaction on a paper device: whatever is shared, preempted, resumed or finished, every block keeps its content.
+"""Compaction on a paper device: shared, preempted, resumed or finished, every block keeps its content.
 
-The model of the cache is the device's: for each place the identity of a whole prefix. Beside the rows that read it, all
-that the prefix cache promises is compared with it after every rule.
+The model of the cache is the device's: each place holds the identity of a whole prefix. After every rule it is compared
+with the rows that read it, and with every promise of the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZE = 2
 
 
 def shuffle(harness: Harness, numbers: np.ndarray) -> None:
-    """Swap blocks, used and free alike, by pairs of neighbours in ``numbers``: far worse than any compaction."""
+    """Swap blocks, used or free, by pairs of neighbors in ``numbers``: far worse than any compaction."""
     pairs = numbers[: len(numbers) // 2 * 2].reshape(-1, 2).astype(np.int32)
     harness.scheduler.running.swap(pairs)
     harness.device.swap(Swaps(pairs, len(pairs)))
@@ -113,7 +113,7 @@ TestMoving.settings = settings(max_examples=80, stateful_step_count=30, deadline
 
 
 def busy(**options) -> Harness:
-    """Shared prefixes, preemption and resumption, with every block moved before every step."""
+    """Run shared prefixes, preemption and resumption, with every block moved before every step."""
     options = {"defrag_threshold": 0, **options}
     harness = Harness(limits(num_blocks=17, max_model_len=64), **options)
     rng = np.random.default_rng(0)
@@ -157,7 +157,10 @@ def test_control_digests_left_behind_are_noticed(monkeypatch) -> None:
 
 
 def test_control_a_copy_in_place_of_a_swap_is_noticed(monkeypatch) -> None:
-    """One way is enough for the block in use, and destroys the cached one whose place it takes."""
+    """Control: a copy in place of a swap is noticed.
+
+    It keeps the used block, but destroys the cached block in its new place.
+    """
     right = PaperDevice.swap
 
     def swap(self, swaps) -> None:
@@ -184,7 +187,7 @@ def test_control_a_copy_in_place_of_a_swap_is_noticed(monkeypatch) -> None:
 
 
 def scattered(threshold: int | None) -> Harness:
-    """One sequence in the lowest blocks ends, one above it goes on: six free blocks below its three."""
+    """Return a harness with six free blocks below three used ones, after the lower of two sequences ended."""
     harness = Harness(limits(max_num_batched_tokens=64), enable_prefix_caching=False, defrag_threshold=threshold)
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
     harness.step()
@@ -205,8 +208,11 @@ def test_it_starts_above_the_threshold_and_never_without_one(threshold, moves) -
     harness.verify()
 
 
-def test_blocks_given_out_after_it_are_the_lowest() -> None:
-    """No second compaction follows from the first: the pool itself knows the blocks by their new ids."""
+def test_blocks_given_out_after_compaction_are_the_lowest() -> None:
+    """Blocks given out after a compaction are the lowest: the pool knows its blocks by their new ids.
+
+    So no second compaction follows.
+    """
     harness = scattered(0)
     harness.compact()
     harness.add(request(2, [3] * 8, 1))

@@ -1,4 +1,4 @@
-"""Completion in shells: the scripts are valid, and complete what the command line has."""
+"""Completion in shells: the scripts are valid, and complete all options of the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scripts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 
 def completed(script: str, *words: str) -> set[str]:
-    """What bash offers in place of the last of ``words``."""
+    """Return bash's completions of the last of ``words``."""
     line = " ".join(f"'{word}'" for word in words)
     ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_preheat; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True)

@@ -1,4 +1,7 @@
-"""A row whose numbers are not finite ends with an error, alone: neighbors, blocks and counts are as if it had left."""
+"""A row with numbers that are not finite ends alone with an error.
+
+All else is as if it had left.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ class Fives:
         return [np.full(min(2, count), 5, np.int32) for count in most.tolist()]
 
     def ended(self, slots: Slots, stopped: list[int]) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 def running(*requests: Request, proposer: Fives | None = None) -> tuple[Scheduler, Schedule]:
-    """A scheduler and its first step, that of all prompts."""
+    """Return a scheduler and its first step, with all prompts."""
     scheduler = Scheduler(limits(), drafting=None if proposer is None else Drafting(proposer))
     for each in requests:
         scheduler.add(each)
@@ -80,8 +83,11 @@ def test_the_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapter 'loud\\n'" in finish.error.message
 
 
-def test_a_mark_behind_a_wrong_draft_is_no_ones() -> None:
-    """A draft that is not accepted may have any numbers; one that is kept may not."""
+def test_infinite_logits_behind_a_rejected_draft_are_ignored() -> None:
+    """A draft that is not accepted may have any numbers.
+
+    An accepted draft may not.
+    """
     for sampled, kept in (([5, 6, ~1], [5, 6]), ([~5, 1, 1], None), ([5, ~5, 1], None), ([6, ~5, ~5], [6])):
         scheduler, step = running(request(0, [1, 2, 3], max_tokens=20), proposer=Fives())
         scheduler.process_results(step, StepResult(np.array([4])))
@@ -113,8 +119,11 @@ def test_a_hidden_state_that_is_not_finite_ends_its_request(bad: float) -> None:
     scheduler.check()
 
 
-def test_what_a_corrupted_row_computed_is_not_published() -> None:
-    """Its blocks go back at once."""
+def test_blocks_of_a_corrupted_row_are_not_published() -> None:
+    """The blocks of a corrupted row are not published.
+
+    They go back at once.
+    """
     scheduler, step = running(request(0, [1] * 9), request(1, [2] * 9))
     before = scheduler.pool.num_free
     scheduler.process_results(step, StepResult(np.array([~4, 4])))

@@ -16,7 +16,7 @@ def using(*ids, size=100):
 
 
 def swap(contents, pairs):
-    """All pairs at once, as the device does it."""
+    """Swap all pairs at once, as the device does it."""
     result = contents.copy()
     result[pairs[:, 0]], result[pairs[:, 1]] = contents[pairs[:, 1]], contents[pairs[:, 0]]
     return result
@@ -71,7 +71,7 @@ def test_swaps_are_a_permutation_that_compacts(mask, threshold, reserved):
 
 
 def test_the_compaction_law_can_fail():
-    """Were the pairs moved on beyond the point where they meet, blocks would be scattered again."""
+    """Control: pairs beyond the point where they meet would scatter the blocks again."""
     mask = using(1, 2, 40)
     wrong = np.array([[40, 3], [2, 41]])
     assert fragmentation(swap(mask, wrong)) > 0

@@ -1,4 +1,4 @@
-"""The determinism passes, case by case as their source tests them, and what it leaves open."""
+"""The determinism passes, case by case as in their source's tests, and cases that the source leaves open."""
 
 import logging
 
@@ -12,7 +12,7 @@ INVARIANT, ITERATIONS = "VLLM_BATCH_INVARIANT", "VLLM_DETERMINISM_WARMUP_ITERATI
 
 
 class Steps:
-    """A step that counts its calls; those whose number is in ``failing`` raise."""
+    """Step that counts its calls; calls with a number in ``failing`` raise."""
 
     def __init__(self, *failing):
         self.calls, self.failing = 0, failing
@@ -81,7 +81,7 @@ def test_none_when_none_are_asked_for(number, caplog):
     assert caplog.messages == []
 
 
-def test_a_failing_pass_is_told_and_the_rest_run(caplog):
+def test_a_failing_pass_is_logged_and_the_rest_run(caplog):
     step = Steps(1)
     with caplog.at_level(logging.WARNING):
         assert run_determinism_warmup(step, num_iterations=3) is True
@@ -107,7 +107,7 @@ def test_the_environment_counts_when_no_number_is_given(monkeypatch):
     assert step.calls == 2 + 3
 
 
-def test_the_getter_gives_what_the_environment_says(monkeypatch):
+def test_the_getter_reads_the_environment(monkeypatch):
     monkeypatch.setenv(ITERATIONS, "7")
     assert get_determinism_warmup_iterations() == 7
 
@@ -118,7 +118,7 @@ def test_each_pass_is_waited_for():
     assert order == ["step", "wait"] * 2
 
 
-def test_a_failure_that_shows_only_when_waited_for_is_told(caplog):
+def test_a_failure_seen_only_when_waited_for_is_logged(caplog):
     step = Steps()
     waits = Steps(2)
     with caplog.at_level(logging.DEBUG):

@@ -1,4 +1,4 @@
-"""`preheat doctor` and `preheat collect-env`: each verdict from what would cause it, no secret shown."""
+"""`preheat doctor` and `preheat collect-env`: each verdict from its cause, no secret shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of(found):
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A nvidia-smi that answers with the lines it is given."""
+    """Return a fake nvidia-smi that answers with the given lines."""
 
     def answer(*lines: str, status: int = 0) -> dict:
         script = tmp_path / "nvidia-smi"
@@ -53,13 +53,13 @@ def test_a_good_gpu_is_ok(smi):
         ("Default", "Prohibited", "GPU 0 compute mode", "fail"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_named_with_advice(smi, old, new, what, verdict):
+def test_faults_of_a_gpu_are_named_with_advice(smi, old, new, what, verdict):
     finding = smi(H200.replace(old, new))[what]
     assert finding.verdict == verdict
     assert finding.advice
 
 
-def test_a_driver_that_fails_is_told(smi):
+def test_a_failing_driver_is_reported(smi):
     found = smi("Failed to initialize NVML: Driver/library version mismatch", status=18)
     assert found["NVIDIA driver"].verdict == "fail"
     assert "version mismatch" in found["NVIDIA driver"].found
@@ -74,7 +74,7 @@ def test_a_port_in_use_and_a_folder_that_cannot_be_written(tmp_path):
     assert of(doctor.findings(Settings(port=0, cache_dir=str(tmp_path / "new"))))["store"].verdict == "ok"
 
 
-def test_more_threads_than_cores_and_an_old_torch_are_told(monkeypatch):
+def test_more_threads_than_cores_and_an_old_torch_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4000")
     assert of(cpu.findings())["OMP_NUM_THREADS"].verdict == "note"
     for version, verdict in [("2.10.1", "fail"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0", "note")]:
@@ -82,7 +82,7 @@ def test_more_threads_than_cores_and_an_old_torch_are_told(monkeypatch):
         assert doctor._torch().verdict == verdict
 
 
-def test_the_command_says_it_with_its_status(capsys):
+def test_doctors_exit_status_follows_its_verdicts(capsys):
     assert main(["doctor", "--port=0", "--device=cpu"]) == 0
     assert "none failed" in capsys.readouterr().out
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -92,7 +92,7 @@ def test_the_command_says_it_with_its_status(capsys):
     ]
 
 
-def test_a_report_names_what_is_set_and_masks_secrets(capsys, monkeypatch):
+def test_a_report_names_settings_and_masks_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("VLLM_API_KEY", "sk-abc")
     monkeypatch.setenv("VLLM_DEFRAG_THRESHOLD", "7")

@@ -1,4 +1,4 @@
-"""What drafts, how much is drafted, and what the options say of both. Without torch."""
+"""Drafters, the number of drafts, and the options of both. Without torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {**NGRAM, "rejection_sample_method": "fly"}}, "rejection_sample_method is not supported"),
     ({"speculative_config": {**NGRAM, "draft_tensor_parallel_size": 2}}, "one device"),
     ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is missing"),
-    ({"speculative_config": {"num_speculative_tokens": 3}}, "nothing says what drafts"),
+    ({"speculative_config": {"num_speculative_tokens": 3}}, "no method of drafting is named"),
     ({"speculative_config": NGRAM, "num_speculative_tokens": 4}, "give it once"),
     ({"speculative_config": {**NGRAM, "prompt_lookup_max": 2, "prompt_lookup_min": 3}}, "change one of them"),
     ({"speculative_config": {**NGRAM, "suffix_decoding_max_tree_depth": 3}}, "belongs to method suffix"),
@@ -81,10 +81,10 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": 129}}, "between 1 and 128"),
     ({"speculative_config": {**NGRAM, "num_speculative_tokens": True}}, "is not a number"),
     ({"speculative_model": "[ngram]"}, "num_speculative_tokens is missing"),
-    ({"speculative_k": "auto"}, "needs something that drafts"),
+    ({"speculative_k": "auto"}, "needs a method of drafting"),
     ({"num_scheduler_steps": 4, "async_scheduling": False}, "drop one of them"),
 ])  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(options, said):
+def test_unsupported_speculation_is_refused_by_name(options, said):
     with pytest.raises(SettingsError, match=said):
         asked(**options)
 
@@ -140,7 +140,7 @@ def test_a_suffix_tree_counts_all_stretches_whole_or_in_parts_and_forgets(texts,
         assert node.count == count
 
 
-def test_suffix_drafts_are_what_followed_most_often_also_in_past_answers():
+def test_suffix_drafts_follow_the_most_frequent_continuation():
     proposer = SuffixProposer(4, depth=8, requests=2, factor=8.0, likely=0.5)
     assert drafts_of(proposer, [1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert drafts_of(proposer, [7, 8], 3) == []
@@ -153,13 +153,13 @@ def test_suffix_drafts_are_what_followed_most_often_also_in_past_answers():
     assert len(proposer._answers) == 2
 
 
-def test_what_drafts_is_bounded_for_each_matched_token():
+def test_suffix_drafts_are_bounded_for_each_matched_token():
     proposer = SuffixProposer(8, depth=8, requests=0, factor=1.0, likely=0.0)
     assert drafts_of(proposer, [1, 2, 3, 4, 5, 6, 1, 2], 8) == [3, 4]
 
 
 def steps(rows: int, drafts: int) -> float:
-    """A step whose cost grows with its rows, drafts included: little, and above eight of them much."""
+    """Return a step's cost. It grows with rows and drafts: a little, and steeply above eight of them."""
     return 1.0 + 0.02 * rows * drafts + max(rows * (1 + drafts) - 8, 0) / 8
 
 
@@ -186,7 +186,10 @@ def test_as_many_tokens_are_drafted_as_pay(rows, right, expected):
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_row_has_more_drafts_only_once_some_were_accepted(right):
-    """So what is never right has cost little when it is given up, and what is right is all used soon."""
+    """A row has more drafts only once some were accepted.
+
+    So drafts that are never right cost little until they are given up, and right drafts are all used soon.
+    """
     length, chosen, lost = MeasuredLength((2, 3, 5, 8), lambda _, drafts: 1.0 + 0.05 * drafts), [], 0.0
     for _ in range(384):
         most = length.most(1, 7)
@@ -229,8 +232,10 @@ def test_a_draft_model_is_not_asked_where_it_does_not_pay():
     st.booleans(), st.sampled_from([1.0, 0.5, 0.1]),
 )  # fmt: skip
 def test_law_drafts_that_are_never_right_cost_no_time(more, rows, asking, waits, finds):
-    """Of 2,000 steps hardly any has drafts, or asks for some, and all together last no 2 % longer than without: for any
-    cost of drafts, and a proposer that has some in each step or in few of them.
+    """Hardly any of 2,000 steps has or asks for drafts, if drafts are never right.
+
+    All steps together last at most 2 % longer than without drafts. The law holds for any cost of drafts, and for a
+    proposer with drafts in each step or in few steps.
     """
     added = dict(zip((0, 1, 2, 4, 7), [0.0, *np.cumsum(more).tolist()], strict=True))
     length = MeasuredLength((2, 3, 5, 8), lambda _, drafts: 1.0 + added[drafts], lambda _: asking, waits=waits)
@@ -270,7 +275,10 @@ def test_every_step_with_drafts_that_is_allowed_has_its_bucket():
 
 @pytest.mark.parametrize("blocks", [100, 6])
 def test_dummy_rows_sample_as_many_positions_as_are_planned(blocks):
-    """Also where a step has fewer rows than there are slots, because the cache has fewer blocks."""
+    """Dummy rows sample as many positions as planned.
+
+    That holds even if the cache has fewer blocks than there are slots.
+    """
     at = replace(LIMITS, num_blocks=blocks)
     plan = make_plan(at, PlanOptions(verify_widths=(2, 3, 5, 8)))
     slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)
@@ -313,7 +321,10 @@ def test_drafts_are_in_the_metrics_where_there_are_any():
 
 
 def asked_of(length: MeasuredLength, found: int, seconds: float) -> int:
-    """In how many of 2,000 steps of four rows drafts are asked for, of which so many are found and all are right."""
+    """Return in how many of 2,000 steps of four rows drafts are asked for.
+
+    Each time ``found`` drafts are found, and all are right.
+    """
     asked = 0
     for _ in range(2000):
         if most := length.most(4, 4):
@@ -331,6 +342,6 @@ def test_lookups_that_find_nothing_are_given_up_where_asking_waits(waits, least,
 
 
 @pytest.mark.parametrize(("seconds", "least", "most"), [(0.1, 2000, 2000), (9.0, 1, 80)])
-def test_what_drafting_takes_the_host_counts(seconds, least, most) -> None:
+def test_the_hosts_time_for_drafting_counts(seconds, least, most) -> None:
     length = MeasuredLength((2, 3, 5), lambda rows, drafts: 1 + 0.1 * (drafts > 0))
     assert least <= asked_of(length, 4, seconds) <= most

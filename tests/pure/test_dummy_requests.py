@@ -1,4 +1,4 @@
-"""Dummy requests go through the loop, and nothing of them stays."""
+"""Dummy requests go through the loop and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The environment of another engine boots this one: what it sets keeps its meaning, or is said to have no effect."""
+"""The environment of another engine boots this one.
+
+Each variable keeps its meaning, or is said to have no effect.
+"""
 
 import itertools
 import logging
@@ -31,7 +34,7 @@ def said(caplog):
 
 
 def boots(env, args=None):
-    """The plan of a boot as far as it goes without a model."""
+    """Return the plan of a boot as far as it goes without a model."""
     settings = Settings.load({"max_num_seqs": 256, "max_num_batched_tokens": 2048} | (args or {}), env)
     check_options(settings, CPU)
     resolve(CPU, settings)
@@ -58,26 +61,29 @@ def test_all_of_them_together_keep_their_meaning(said):
 
 
 def test_the_largest_prompt_batch_bounds_prompts_and_not_decoding_rows(said):
-    """Under the unified policy it bounded both, and nearly every step with prompts ran as the fallback."""
+    """The largest prompt batch bounds prompts, not decoding rows, under the unified policy too.
+
+    Once it bounded both, and nearly every step with prompts ran as the fallback.
+    """
     plan = boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"})
     assert plan.limits.max_num_prefill_seqs == 4
     assert all(part.fallback is None for part in plan.dispatcher.phases.values())
     assert plan.fit(StepSize("mixed", 100, 300)) == Bucket.mixed(320, 256)
     boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"})
-    assert said.messages == ["VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs 4"]
+    assert said.messages == ["VLLM_PROMPT_BS_BUCKET_MAX: the unified policy reads it as --max-num-prefill-seqs 4"]
     split = boots({"VLLM_PROMPT_BS_BUCKET_MAX": "4"}, {"bucketing_policy": "split"})
     assert max(bucket.rows for bucket in split.dispatcher.phases["prompt"].buckets) == 4
     assert split.padded(5, 500, 100) > split.limits.max_num_batched_tokens
 
 
-def test_what_asks_for_the_unified_policy_wins(said):
+def test_options_of_the_unified_policy_win(said):
     env = {"VLLM_PROMPT_BS_BUCKET_MAX": "4", "VLLM_DECODE_BLOCK_BUCKET_MAX": "64"}
     settings = Settings.load({"max_num_mixed_tokens": 64, "max_num_prefill_seqs": 3}, env)
     assert (settings.bucketing_policy, settings.max_num_prefill_seqs, settings.prompt_bs_bucket_max) == (
         "unified", 3, None
     )  # fmt: skip
     assert boots(env, {"bucketing_policy": "unified"}).policy.name == "unified"
-    assert "VLLM_DECODE_BLOCK_BUCKET_* without effect" in said.text
+    assert "VLLM_DECODE_BLOCK_BUCKET_* has no effect" in said.text
 
 
 def test_a_file_alone_is_enough(tmp_path, said):
@@ -87,9 +93,9 @@ def test_a_file_alone_is_enough(tmp_path, said):
     assert (plan.policy.name, plan.strategy) == ("split", "file")
     plan = boots({"VLLM_BUCKETING_FROM_FILE": str(path), "VLLM_PROMPT_BS_BUCKET_MAX": "4"})
     assert plan.strategy == "file"
-    assert "VLLM_PROMPT_BS_BUCKET_* without effect" in said.text
+    assert "VLLM_PROMPT_BS_BUCKET_* has no effect" in said.text
     assert boots({"VLLM_BUCKETING_FROM_FILE": str(path), "VLLM_BUCKETING_STRATEGY": "pad"}).strategy == "file"
-    assert "bucketing strategy padding_aware without effect" in said.text
+    assert "bucketing strategy padding_aware has no effect" in said.text
 
 
 @pytest.mark.parametrize(
@@ -105,16 +111,16 @@ def test_a_file_alone_is_enough(tmp_path, said):
         {"VLLM_DEFRAG_WITH_GRAPHS": "true"},
     ],
 )
-def test_what_is_not_here_is_named_once_and_does_not_stop_a_boot(env, said):
+def test_unsupported_variables_are_named_once_and_stop_no_boot(env, said):
     (name,) = env
     assert boots(env).policy.name == "unified"
     boots(env)
     (message,) = said.messages
     assert message.startswith(name)
-    assert "without effect" in message
+    assert "has no effect" in message
 
 
-def test_what_is_here_of_a_list_counts():
+def test_known_items_of_a_list_variable_apply():
     assert Settings.load(env={"VLLM_DEBUG": "steps,defrag"}).debug == ("defrag",)
     with pytest.raises(SettingsError, match="PREHEAT_DEBUG: 'steps' is not one of defrag"):
         Settings.load(env={"PREHEAT_DEBUG": "steps"})
@@ -123,7 +129,7 @@ def test_what_is_here_of_a_list_counts():
 @pytest.mark.parametrize("lazy", ["0", "1"])
 @pytest.mark.parametrize("args", [{}, {"enforce_eager": True}, {"execution_mode": "eager"}])
 def test_the_bridges_mode_boots(lazy, args):
-    """It picks a mode that this platform has, and gives way to one that is named."""
+    """The bridge's variable picks a mode that this platform has, unless an option names one."""
     env = {"PT_HPU_LAZY_MODE": lazy}
     assert boots(env, args).items
     mode = "eager" if args else {"0": "compile", "1": "graphs"}[lazy]  # by Gaudi's table
@@ -146,7 +152,7 @@ def test_the_later_names_of_strategies(env, strategy):
     assert Settings.load(env=env).bucketing_strategy == strategy
 
 
-def test_the_older_switch_says_that_it_is_old(said):
+def test_the_older_switch_warns_of_its_deprecation(said):
     Settings.load(env={"VLLM_EXPONENTIAL_BUCKETING": "true", "VLLM_BUCKETING_STRATEGY": "lin"})
     assert said.messages == [
         "VLLM_EXPONENTIAL_BUCKETING is deprecated: bucketing strategy exponential instead of linear"

@@ -22,7 +22,10 @@ TEXTS = st.lists(PARTS, max_size=5).map("".join)
 
 
 def expected(texts: list[str], whole: bool) -> dict[str, Match] | None:
-    """By Python itself, in this process; None if one is no expression."""
+    """Return matches by Python itself, in this process.
+
+    An invalid expression gives None.
+    """
     found = {}
     try:
         compiled = [re.compile(text) for text in texts]
@@ -42,7 +45,7 @@ def test_the_first_that_matches_is_that_of_python(asked):
     right = [expected(texts, whole) for texts, whole in asked]
     given_ = [Expressions(f"field {at}", texts, whole) for at, (texts, whole) in enumerate(asked)]
     if None in right:
-        with pytest.raises(BadExpression, match=f"field {right.index(None)} .*no regular expression"):
+        with pytest.raises(BadExpression, match=f"field {right.index(None)} .*not a regular expression"):
             first_matches(given_, NAMES)
     else:
         assert first_matches(given_, NAMES) == right
@@ -60,7 +63,7 @@ PLAIN = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "layers_to_tran
 
 @pytest.mark.parametrize("field", SLOW)
 def test_no_expression_holds_this_process_up(field, monkeypatch):
-    """It takes little time of this process, and other threads go on."""
+    """An expression takes little time of this process, and other threads go on."""
     monkeypatch.setattr(expressions, "PATIENCE", 2.0)
     config = AdapterConfig.of(PLAIN | {field: SLOW[field]})
     ticks, done = [], threading.Event()

@@ -1,4 +1,4 @@
-"""What others name is opened as a regular file below its folder, and never read without an end."""
+"""Named files are opened as regular files below their folder, and never read without an end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECRET, PRINT = b"secret", "0" * 32
 
 @pytest.fixture
 def top(tmp_path: Path) -> Iterator[Path]:
-    """A folder with a file outside of it, and what may lie in a folder besides files."""
+    """Write a folder with every kind of entry besides files, and a file outside of the folder."""
     folder = tmp_path / "top"
     (folder / "inner").mkdir(parents=True)
     (tmp_path / "outside").write_bytes(SECRET)
@@ -69,11 +69,11 @@ def test_anything_else_is_refused_at_once(name: str, top: Path) -> None:
     assert time.process_time() - begun < 1
 
 
-def test_an_error_tells_nothing_about_what_lies_elsewhere(top: Path) -> None:
-    """Whether there is such a file outside or not."""
+def test_an_error_tells_nothing_about_files_outside(top: Path) -> None:
+    """An error is the same whether or not a file outside exists."""
     told = set()
     for name in ("../outside", "../nothing", "up/outside", "up/nothing"):
-        with pytest.raises(OSError, match="not below") as refused:
+        with pytest.raises(OSError, match="outside the folder") as refused:
             read_file(top / name, top)
         told.add(refused.value.strerror)
     assert len(told) == 1
@@ -96,7 +96,10 @@ def test_a_file_that_tells_no_size_has_a_limit_too() -> None:
 
 
 def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
-    """Where only the command line names it; it has a limit too."""
+    """A pipe of the shell is read if only the command line names it.
+
+    It has a limit too.
+    """
     for most, fits in ((100, True), (5, False)):
         reading, writing = os.pipe()
         os.write(writing, b"port: 1\n")
@@ -153,8 +156,8 @@ PLACES.remove(("a tokenizer's model", "inner"))  # transformers opens no folder
 
 
 @pytest.mark.parametrize(("what", "kind"), PLACES)
-def test_whatever_a_folder_holds_reading_it_ends(what: str, kind: str, top: Path) -> None:
-    """With an error that names the file, in no time."""
+def test_reading_any_entry_of_a_folder_ends(what: str, kind: str, top: Path) -> None:
+    """Reading any entry of a folder ends at once, with an error that names the file."""
     name, read = READERS[what]
     place = top / kind
     renamed = top.parent / name
@@ -163,7 +166,7 @@ def test_whatever_a_folder_holds_reading_it_ends(what: str, kind: str, top: Path
     with pytest.raises(PreheatError) as refused:
         read(renamed)
     assert name in str(refused.value)
-    assert time.process_time() - begun < 2 or what == "a tokenizer's model"  # which imports transformers
+    assert time.process_time() - begun < 2 or what == "a tokenizer's model"  # transformers is imported
 
 
 @pytest.mark.parametrize("option", ["ssl_keyfile", "ssl_certfile", "ssl_ca_certs"])
@@ -193,7 +196,7 @@ def test_an_index_names_files_beside_it(names: object, top: Path) -> None:
 
 @pytest.mark.parametrize("name", ["out", "up/outside", "pipe", "zero", "gone", "round"])
 def test_weights_below_a_folder(name: str, top: Path) -> None:
-    """Links that lead out of a checkpoint are followed, as in the Hub's cache, but not where a root is given."""
+    """Links out of a checkpoint are followed, as in the Hub's cache, unless a root is given."""
     folder = top / "new"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(top / name)
@@ -213,8 +216,8 @@ def test_an_adapter_below_a_folder(name: str, target: str, top: Path) -> None:
         path_below(str(top), "adapter")
 
 
-def test_what_the_readers_do_with_files_as_they_should_be(top: Path) -> None:
-    """The control: none of the errors above comes from the place."""
+def test_readers_take_proper_files(top: Path) -> None:
+    """Control: proper files cause none of the errors above."""
     path = top / "grammars"
     path.write_text('\ufeff{"regex": "a|b", "name": "x"}\n\n{"regex": "\u2028"}\n')
     assert list(read_preloads(str(path))) == ["x", "line 3"]

@@ -1,4 +1,7 @@
-"""Gaudi without torch: each variable of its documentation acts or is refused; the card is found; the stack is named."""
+"""Gaudi without torch: each documented variable acts or is refused.
+
+The card is found, and the stack is named.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ LENGTHS = {
 }
 
 PLANNED = BUCKETS | LENGTHS
-"""The ranges of buckets, each of which moves the plan."""
+"""Variables of bucket ranges; each of them moves the plan."""
 
 KEPT = {
     "VLLM_PROFILER_ENABLED": ("true", "tests/cpu/test_hpu.py"),
@@ -61,7 +64,7 @@ KEPT = {
 
 HERE = {"PT_HPU_LAZY_MODE", "VLLM_GRAPH_RESERVED_MEM", "VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY",
         "VLLM_GRAPH_DECODE_STRATEGY", "QUANT_CONFIG"}  # fmt: skip
-"""Those that a test below asks."""
+"""Variables that tests below ask for."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +81,7 @@ def planned(env, facts=HPU):
 
 
 def test_every_variable_of_the_documentation_is_here():
-    """docs/gaudi.md has a row for each; each is in exactly one of the lists."""
+    """Every variable in docs/gaudi.md is in exactly one of the lists."""
     lists = [set(PLANNED), set(KEPT), HERE]
     assert sum(map(len, lists)) == len(set.union(*lists))
     text = (ROOT / "docs" / "gaudi.md").read_text()
@@ -102,7 +105,7 @@ def test_a_variable_reaches_its_option(name):
     value, place = KEPT[name]
     (option,) = (opt for opt in OPTIONS.values() if name in opt.env_names)
     assert getattr(Settings.load(env={name: value}), option.name) not in (option.default, None) or name in (
-        "VLLM_ENGINE_ITERATION_TIMEOUT_S",  # 600, which is the default here
+        "VLLM_ENGINE_ITERATION_TIMEOUT_S",  # 600 is the default here
     )
     check_options(Settings.load(env={name: value}), HPU)
     text = (ROOT / place).read_text()
@@ -126,7 +129,7 @@ def test_graphs_divide_memory_as_their_variables_say():
 
 
 def test_the_graphs_of_both_strategies_in_the_documented_run():
-    """Exchanged, in the memory of the log: `max_bs` prompts leave out others than `min_tokens` does."""
+    """Swapped strategies, in the memory of the log: `max_bs` prompts leave out other graphs than `min_tokens`."""
 
     def captured(prompt, decode):
         settings = Settings(
@@ -161,14 +164,17 @@ def test_four_modes_by_the_table(env, eager, mode):
 
 
 def test_the_file_of_inc_is_served_with_inc_and_warned_about_without(said):
-    """What is served, tests/cpu/test_hpu_features.py says."""
+    """INC's file is used only with quantization inc.
+
+    tests/cpu/test_hpu_features.py tests the serving.
+    """
     assert Settings.load({"quantization": "inc"}, {"QUANT_CONFIG": "x.json"}).quant_config == "x.json"
     assert not said.messages
     assert Settings.load(env={"QUANT_CONFIG": "x.json"}).quant_config is None
-    assert said.messages == ["QUANT_CONFIG without effect: quantization is not inc"]
+    assert said.messages == ["QUANT_CONFIG has no effect: quantization is not inc"]
 
 
-def test_its_defaults_are_those_of_the_documentation():
+def test_defaults_equal_the_documentation_of_gaudi():
     settings = with_defaults(Settings(), HPU)
     assert (settings.bucketing_policy, settings.block_size, settings.config_hidden_layers) == ("split", 128, 1)
     assert (settings.graph_reserved_mem, settings.graph_prompt_ratio) == (0.1, 0.3)
@@ -187,16 +193,17 @@ def test_its_defaults_are_those_of_the_documentation():
 
 def test_options_of_the_bridge_have_no_effect_elsewhere_and_say_so(said):
     check_options(Settings.load(env={"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}), CPU)
-    assert said.messages == [
-        "PT_HPU_ENABLE_LAZY_COLLECTIVES without effect: it is for Gaudi, which this platform is not"
-    ]
+    assert said.messages == ["PT_HPU_ENABLE_LAZY_COLLECTIVES has no effect: it is only for Gaudi"]
     assert set(NO_BRIDGE) == set(CPU.ignored)
-    with pytest.raises(SettingsError, match="the fake is a Gaudi's"):
+    with pytest.raises(SettingsError, match="the fake device is a Gaudi"):
         check_options(Settings.load(env={"VLLM_USE_FAKE_HPU": "1"}), CPU)
 
 
 def test_a_card_is_detected_by_software_and_device(monkeypatch, tmp_path):
-    """By both; never a fake; and no torch is needed."""
+    """A card is found by both software and device, without torch.
+
+    A fake never is.
+    """
     node, real, fake = tmp_path / "accel0", tmp_path / "real", tmp_path / "fake"
     for folder in (real, fake):
         (folder / "habana_frameworks").mkdir(parents=True)
@@ -220,7 +227,7 @@ def test_a_card_is_detected_by_software_and_device(monkeypatch, tmp_path):
     assert SIMULATED.simulated and not HPU.simulated
 
 
-def test_the_doctor_names_the_stack_and_what_to_do(monkeypatch, tmp_path):
+def test_the_doctor_names_the_stack_and_the_remedy(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.startswith(detect.FRAMEWORKS)]:  # another test's fake
         monkeypatch.delitem(sys.modules, name)
     (nothing,) = hpu_environment.findings()

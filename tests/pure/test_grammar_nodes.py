@@ -79,12 +79,12 @@ TEXTS = st.text("ab1 \n\r\té.-]A_\u2028", max_size=4)
 
 
 @given(PATTERNS, TEXTS)
-def test_expressions_mean_what_they_mean_in_python(pattern, value):
+def test_expressions_match_as_in_python(pattern, value):
     assert fits(parsed(pattern, WHOLE), value) == bool(re.fullmatch(pattern, value))
 
 
 def test_a_dot_that_takes_a_newline_is_noticed():
-    """The control of the law above."""
+    """Control of the law above: a dot that takes a newline is seen."""
     assert bool(re.fullmatch("a.b", "a\nb")) != fits(parsed("a(?:.|\\n)b", WHOLE), "a\nb")
 
 
@@ -104,7 +104,7 @@ def test_a_dot_that_takes_a_newline_is_noticed():
         (r"\p{Lu}|\P{L}", "É1", "é"),
     ],
 )
-def test_classes_of_schemas_are_those_of_ecma(pattern, fit, others):
+def test_classes_of_schemas_match_as_in_ecmascript(pattern, fit, others):
     node = parsed(f"^(?:{pattern})$", ECMA)
     assert all(fits(node, each) for each in fit) and not any(fits(node, each) for each in others)
 
@@ -136,7 +136,7 @@ def test_a_pattern_of_a_schema_may_be_anywhere():
         ("a++", "position 2"),
     ],
 )
-def test_what_is_no_expression_says_where(pattern, why):
+def test_wrong_expressions_name_the_position(pattern, why):
     with pytest.raises(PatternError, match=why):
         parsed(pattern, ECMA)
 
@@ -154,7 +154,7 @@ def test_emptiness_agrees_with_the_automaton(one, other):
     assert all(nullable(state) or edges for state, edges in automaton(node).items())
 
 
-def test_what_no_text_fits():
+def test_expressions_without_a_text_are_empty():
     for pattern in (r"[^\s\S]", r"a[^\s\S]+", "[]"):
         assert is_empty(parsed(pattern, ECMA))
     assert not is_empty(parsed(r"[^\s\S]*", WHOLE))
@@ -172,7 +172,7 @@ NUMBERS = st.decimals(min_value=-2000, max_value=2000, places=2) | st.integers(-
 
 @given(st.none() | NUMBERS, st.none() | NUMBERS, st.booleans(), st.booleans(), NUMBERS)
 def test_numbers_within_bounds(low, high, low_itself, high_itself, value):
-    """None is rounded, and each has zeros behind it or none."""
+    """Numbers within bounds are not rounded, and may have zeros behind them."""
     node = decimals(None if low is None else (low, low_itself), None if high is None else (high, high_itself))
     for each in {value, low, high} - {None}:
         right = (low is None or each > low or (each == low and low_itself)) and (
@@ -193,7 +193,10 @@ def test_integers_within_bounds(low, high, value, step):
 
 @given(st.text(max_size=4), st.data())
 def test_every_spelling_of_a_string(value, data):
-    """RFC 8259, section 7: characters as they are, short escapes, four hexadecimal digits, pairs of them."""
+    """Every spelling of RFC 8259, section 7, is allowed.
+
+    There are characters as they are, short escapes, four hexadecimal digits, and pairs of them.
+    """
     spelled = '"'
     for each in value:
         units = each.encode("utf-16-be")
@@ -209,7 +212,7 @@ def test_every_spelling_of_a_string(value, data):
 
 
 @pytest.mark.parametrize("wrong", ['"\\x"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\n"', '"\\u12g4"', '"', '"\\"', '"a"b"'])
-def test_what_is_no_json_string(wrong):
+def test_wrong_json_strings_do_not_fit(wrong):
     assert not fits(quoted(EVERYTHING), wrong)
 
 
@@ -233,8 +236,11 @@ RULES = st.fixed_dictionaries(
 
 
 @given(RULES)
-def test_rules_that_end_are_those_that_can_be_written_out(rules):
-    """A text of three rules that is as short as can be uses none of them within itself."""
+def test_rules_that_end_can_be_written_out(rules):
+    """Rules that end are rules that can be written out.
+
+    A shortest text uses none of three rules within itself.
+    """
 
     def ends(node: Node, depth: int) -> bool:
         match node:
@@ -288,7 +294,7 @@ def test_grammars_that_end_are_not(grammar):
     check_lark(grammar)
 
 
-def test_what_xgrammar_counts_is_bounded():
+def test_repetition_counts_for_xgrammar_are_bounded():
     check_ebnf('root ::= (("a" x{2, 5}) | ([^a]{1, 900}))\nx ::= (("b"))\n')
     for grammar in (
         'root ::= ((x{1, 30}){1, 30})\nx ::= (("a"))',

@@ -1,4 +1,7 @@
-"""Graph capture at boot: the logged run comes out line by line, and the twin on a CPU counts."""
+"""Graph capture at boot.
+
+The logged run comes out line by line, and the twin on a CPU counts.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -47,7 +50,10 @@ DECODE_ROW = 161.9 * MIB / 112  # 48 decode graphs of 112 rows
 
 
 class Logged:
-    """The device of the log: the memory that its graphs took, free after the cache is there."""
+    """The device of the log.
+
+    It has the free memory after the cache, and the memory that its graphs took.
+    """
 
     def __init__(self, free):
         self.now = free
@@ -62,7 +68,7 @@ class Logged:
 
 
 def boot(ratio, options=LOGGED):
-    """Capture as the log does; the record and the lines."""
+    """Capture as the log does, and return the record and the lines."""
     settings = Settings(gpu_memory_utilization=0.5, graph_reserved_mem=0.4, graph_prompt_ratio=ratio)
     split = divide_memory(settings, "graphs", FREE, BLOCK)
     log_division(settings, "graphs", split, split.num_blocks)
@@ -116,7 +122,7 @@ def test_the_logged_interleaving_at_equal_shares(caplog):
         assert float(free[turn].removesuffix(" GiB")) == pytest.approx(expected, abs=0.06)  # one cost a token
 
 
-def test_the_record_says_what_runs_without_a_graph_and_why():
+def test_the_record_names_items_without_a_graph_and_the_reason():
     record, _ = boot(0.3)
     forward = {entry.name: entry for entry in record.entries if entry.kind in ("prompt", "decode")}
     captured = {name for name, entry in forward.items() if entry.graph}
@@ -149,7 +155,7 @@ def test_the_unified_policy_divides_between_mixed_and_decode():
     assert [shape.rows for shape in decode] == sorted(shape.rows for shape in decode)
 
 
-def test_what_warm_up_could_not_run_is_not_captured_and_what_it_skipped_is():
+def test_failed_items_are_not_captured_but_skipped_items_are():
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record = Record.of(plan)
     by_name = {entry.name: entry for entry in record.entries}
@@ -165,8 +171,11 @@ def test_what_warm_up_could_not_run_is_not_captured_and_what_it_skipped_is():
     assert by_name["(decode, 4, 512)"].graph  # pending: warm-up was skipped
 
 
-def test_what_is_beyond_the_ladders_is_not_captured():
-    """The source runs such steps as they come; here they have a shape, and still no graph."""
+def test_steps_beyond_the_ladders_are_not_captured():
+    """Steps beyond the ladders have a shape, but no graph.
+
+    The source runs them as they come.
+    """
     plan = make_plan(LIMITS, PlanOptions(**{**vars(LOGGED), "decode_seq_bucket_max": 1024}), COSTS)
     record = Record.of(plan)
     done = capture(plan, record, SETTINGS, pool=1 << 60, capture_one=lambda _: 1, free=lambda: 1 << 60)
@@ -216,7 +225,7 @@ def test_other_modes_reserve_nothing(mode, caplog):
     )
     with caplog.at_level(logging.WARNING):
         log_division(SETTINGS, mode, split, 64)
-    assert f"Execution mode {mode} captures no graphs: --graph-reserved-mem without effect" in caplog.text
+    assert f"Execution mode {mode} captures no graphs and ignores --graph-reserved-mem" in caplog.text
 
 
 def test_layers_in_a_graph_without_graphs(caplog):
@@ -227,11 +236,12 @@ def test_layers_in_a_graph_without_graphs(caplog):
         plan = make_plan(LIMITS, PlanOptions(), COSTS)
         CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), settings, split, SIZES).capture()
         CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), Settings(), split, SIZES).capture()
-    assert len(caplog.messages) == 2
-    assert all(message.endswith("--config-hidden-layers without effect") for message in caplog.messages)
+    ignored, without = caplog.messages
+    assert ignored.endswith("ignores --config-hidden-layers")
+    assert without.endswith("--config-hidden-layers has no effect")
 
 
-def test_the_pool_is_what_was_reserved_and_never_more_than_is_left():
+def test_the_pool_is_the_reserved_share_and_never_above_the_rest():
     split = split_memory(FREE, BLOCK, utilization=0.5, reserved=0.4)
     after_cache = FREE - split.num_blocks * BLOCK
     assert split.graph_pool(after_cache) == split.graphs + split.cache - split.num_blocks * BLOCK
@@ -241,7 +251,7 @@ def test_the_pool_is_what_was_reserved_and_never_more_than_is_left():
     assert MemorySplit(100, 50, 0, 50, 10).graph_pool(50) == 0
 
 
-def test_the_twin_counts_what_a_graph_would_keep():
+def test_the_twin_counts_a_graphs_bytes():
     tiny = ModelSizes.of(llama(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10))
     # 3 tokens: id, position, a key's and a value's row, 8 bytes each; a hidden state of 8 bytes; the layer's 64 bytes:
     # 2 * 4 of residual and input, the MLP's 3 * 8, 2 bytes each. 3 rows: 5 blocks of 4 bytes, an index, 10 logits.
@@ -271,8 +281,11 @@ def test_the_twin_accounts_for_every_shape(pool, ratio):
 
 
 @pytest.mark.parametrize("early", [0, 3 * MIB])
-def test_what_the_sampler_took_before_counts_against_the_pool(early):
-    """The sampler's graphs take four mebibytes, of which its items have taken ``early``; all others take nothing."""
+def test_earlier_graphs_of_the_sampler_count_against_the_pool(early):
+    """The sampler's graphs take four mebibytes, and its items have taken ``early`` of them.
+
+    All others take nothing.
+    """
     split = divide_memory(SETTINGS, "graphs", FREE, BLOCK)
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record, free, captured = Record.of(plan), [round(55.43 * GIB)], []

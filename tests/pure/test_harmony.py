@@ -1,4 +1,7 @@
-"""Answers of gpt-oss: messages in channels, from tokens, the same whole and in a stream; grammars, counts, prompts."""
+"""Answers of gpt-oss: messages in channels, read from tokens.
+
+They are the same whole and in a stream. Grammars, counts and prompts fit them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import ModelError, SettingsError
 from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools.harmony import HarmonyParser, begun
 from preheat.grammar.state import State
@@ -33,7 +36,7 @@ OSLO = [("weather", {"city": "Oslo"})]
 
 @pytest.fixture(scope="module", params=["plain", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The marks are tokens, with a text or without."""
+    """Write a tokenizer with the marks as tokens, with a text or without."""
     backend, folder = byte_level(), tmp_path_factory.mktemp(request.param)
     add = backend.add_special_tokens if request.param == "special" else backend.add_tokens
     add([AddedToken(mark, special=request.param == "special", normalized=False) for mark in HarmonyParser.MARKS])
@@ -61,7 +64,9 @@ def form_of(
         ("Hello", "", "Hello", []),
     ],
 )
-def test_what_is_what(tokenizer: Tokenizer, text: str, reasoning: str, content: str, calls: list) -> None:
+def test_channels_map_to_reasoning_content_and_calls(
+    tokenizer: Tokenizer, text: str, reasoning: str, content: str, calls: list
+) -> None:
     for tools, thoughts in (("openai", "openai_gptoss"), ("openai", None), ("openai", "openai")):
         form = form_of(tokenizer, tools, thoughts)
         assert answered(tokenizer, form, text) == (reasoning, content, calls)
@@ -88,10 +93,13 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"),
 
 @settings(max_examples=100, deadline=None)
 @given(thoughts=st.lists(TEXT, max_size=2), said=st.none() | TEXT, called=st.none() | ARGUMENTS, data=st.data())
-def test_what_was_written_is_read(
+def test_written_messages_are_parsed_back(
     tokenizer: Tokenizer, thoughts: list[str], said: str | None, called: dict[str, Any] | None, data: st.DataObject
 ) -> None:
-    """Nothing is lost, at any cut, and the count of reasoning tokens is that of the thoughts."""
+    """At any cut, nothing is lost.
+
+    The count of reasoning tokens equals the count of the thoughts' tokens.
+    """
     messages = [ANALYSIS + thought for thought in thoughts]
     messages += [] if said is None else [(FINAL if called is None else COMMENTARY) + said]
     if called is not None:
@@ -122,7 +130,7 @@ def test_a_grammar_holds_the_final_channel_and_all_before_it_is_reasoning(tokeni
 
 
 def seen_by_the_grammar(tokenizer: Tokenizer, constraint: StructuredOutputsParams, ids: list[int]) -> str:
-    """The text that a grammar has seen when it has accepted ``ids``, alone and as drafts."""
+    """Return the text that a grammar has seen when it has accepted ``ids``, alone and as drafts."""
     library = Anything(tokenizer)
     request = Request(0, [], SamplingParams(structured_outputs=constraint), 0, 8, stop_ids=[0])
     state = State(library, library.deep_copy(), request)  # type: ignore[arg-type]
@@ -144,21 +152,21 @@ BEFORE = [
     final=st.sampled_from(["", FINAL, "<|channel|>final json<|message|>", "<|channel|> final<|message|>"]),
     text=TEXT,
 )
-def test_grammar_and_parser_agree_on_what_is_content(
+def test_grammar_and_parser_agree_on_the_content(
     tokenizer: Tokenizer, before: list[str], final: str, text: str
 ) -> None:
     form = form_of(tokenizer, asked=JSON)
     assert form.constraint is not None
     said = "".join(before)
     if "<|channel|>final<|message|>" in said.replace(" ", ""):
-        return  # it is the final message, which a grammar would not let go on so
+        return  # the final message: a grammar would not let it go on so
     ids = tokenizer.encode(said + final + (text if final else ""), False)
     content = answered(tokenizer, form, said + final + (text if final else ""))[1]
     assert content == seen_by_the_grammar(tokenizer, form.constraint, ids) == (text if final else "")
 
 
 def test_the_agreement_can_fail(tokenizer: Tokenizer) -> None:
-    """The control: a grammar that does not look at headers begins in the reasoning."""
+    """Control: a grammar that does not look at headers begins in the reasoning."""
     form = form_of(tokenizer, asked=JSON)
     assert form.constraint is not None
     ids = tokenizer.encode(f"{ANALYSIS}Well.", False)
@@ -186,9 +194,9 @@ def test_a_prompt_may_have_begun_the_message(tokenizer: Tokenizer, prompt: str, 
     assert (form_of(tokenizer, "openai", None, prompt, asked=JSON).constraint is JSON) == (phase is Phase.ENDED)
 
 
-def test_what_the_parsers_need(tmp_path: Path) -> None:
+def test_parsers_need_channel_tokens_and_each_other(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ModelError, match=r"looks for the tokens <\|channel\|> and <\|message\|>"):
+    with pytest.raises(ModelError, match=r"needs the tokens <\|channel\|> and <\|message\|>"):
         form_of(Tokenizer(tmp_path))
     for options in ({"reasoning_parser": "qwen3"}, {"tool_call_parser": "hermes", "reasoning_parser": "openai"}):
         with pytest.raises(SettingsError, match="openai reads whole answers"):
@@ -208,10 +216,10 @@ def test_conversations_are_shown_by_the_template_of_the_model(tokenizer: Tokeniz
     template = ChatTemplate(tokenizer, TEMPLATE)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     asked = {"role": "user", "content": "Hi"}
-    prompt = template.render(told([asked, {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}]))
+    prompt = template.render(chat_messages([asked, {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}]))
     assert prompt == (
         "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
         '<|start|>assistant to=functions.f<|channel|>commentary json\n<|message|>{"a": 1}<|call|><|start|>assistant'
     )
     both = {"role": "assistant", "reasoning": "Hm.", "content": "I look.", "tool_calls": [call]}
-    assert "I look." in template.render(told([asked, both]))  # the template takes no thoughts beside a text
+    assert "I look." in template.render(chat_messages([asked, both]))  # the template takes no thoughts beside a text

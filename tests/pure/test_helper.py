@@ -1,4 +1,4 @@
-"""Processes for work on what strangers wrote: what it may cost is bounded, whatever it does."""
+"""Processes for work on strangers' data: its cost is bounded, whatever it does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.meta.source import ROOT
 
 
 def make_work(config: bytes):
-    """Work that does what it is told: in the child."""
+    """Return work that follows commands in the child."""
     greeting = config
 
     def work(job: bytes) -> bytes:
@@ -69,7 +69,7 @@ def test_cpu_time_is_bounded_also_where_python_does_not_look(helper, job):
 
 def test_time_counts_for_a_job_not_for_a_process(helper):
     process = who(helper)
-    for _ in range(60):  # each a fraction of what one may take
+    for _ in range(60):  # each takes a fraction of the bound
         helper.run(b"x" * (1 << 23))
     assert who(helper) == process
 
@@ -120,7 +120,7 @@ def test_each_of_several_is_used_and_the_last_one_first():
     pids = {int(answer.split()[1]) for answer in helpers.run_on_each(b"who")}
     assert len(pids) == 2
     assert len({helpers.run(b"who") for _ in range(3)}) == 1
-    with helpers.taken() as first, helpers.taken() as second:
+    with helpers.lend() as first, helpers.lend() as second:
         assert {who(first), who(second)} == pids
 
 
@@ -131,7 +131,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_leaves_with_its_parent_in_the_middle_of_a_job():
+def test_a_helper_ends_with_its_parent_in_the_middle_of_a_job():
     code = """
 import threading, time
 from tests.pure.test_helper import Helper, kind, who

@@ -1,4 +1,7 @@
-"""Images that cost more than they look: refused beforehand, or given up; the next one is decoded all the same."""
+"""Images with hidden costs are refused beforehand or given up.
+
+The next image is decoded all the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def photograph(width: int, height: int, form: str = "JPEG", **options) -> bytes:
 
 
 def segments(jpeg: bytes) -> list[tuple[int, bytes]]:
-    """The markers of a JPEG, each with all that is behind it, up to the end of the image."""
+    """Return the markers of a JPEG, each with its data, up to the end of the image."""
     at, found = 2, []
     while jpeg[at + 1] != 0xD9:
         end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
@@ -59,7 +62,7 @@ def segments(jpeg: bytes) -> list[tuple[int, bytes]]:
 
 
 def with_scans(width: int, height: int, more: int, last: bytes = b"\xff\xd9") -> bytes:
-    """A progressive JPEG that repeats its last scan ``more`` times."""
+    """Return a progressive JPEG that repeats its last scan ``more`` times."""
     file = io.BytesIO()
     PIL.Image.new("L", (width, height), 90).save(file, "JPEG", progressive=True)
     parts = segments(file.getvalue())
@@ -73,8 +76,11 @@ def test_scans_are_counted_as_the_file_has_them():
     assert scans_of(with_scans(30, 30, 20)) == scans_of(with_scans(30, 30, 0)) + 20
 
 
-def test_what_is_no_scan_is_not_counted():
-    """A preview within the metadata, and whatever follows the image, as a film does in some photographs."""
+def test_scan_marks_outside_the_image_do_not_count():
+    """Scans outside of the image do not count: a preview in the metadata, or data behind the image.
+
+    Some photographs have a film behind the image.
+    """
     picture = photograph(60, 40, comment=b"\xff\xda" * 500)
     assert scans_of(picture) == 1
     assert scans_of(picture + b"\xff\xda\x00\x02" * 500) == 1
@@ -87,7 +93,7 @@ def test_any_bytes_have_a_count(data):
 
 @given(st.integers(0, 3), st.binary(max_size=12), st.integers(0, 20))
 def test_nothing_hides_a_scan(fills, stuffing, more):
-    """Bytes of fill before a marker, and segments between scans."""
+    """Neither fill bytes before a marker nor segments between scans hide a scan."""
     comment = b"\xff\xfe" + struct.pack(">H", 2 + len(stuffing)) + stuffing
     scan = b"\xff" * fills + b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x12\xff\x00"
     assert scans_of(b"\xff\xd8" + (comment + scan) * more + b"\xff\xd9") == more
@@ -107,8 +113,8 @@ def test_a_photograph_of_a_thousand_scans_is_refused_before_it_is_decoded(decode
         decoder.decode(data)
 
 
-def test_one_that_says_it_is_several_is_looked_at_too(decoder):
-    """A file of several photographs, of which the first counts."""
+def test_multi_picture_files_are_checked_for_scans(decoder):
+    """In a file of several photographs the first one is checked too."""
     file = io.BytesIO()
     first, second = (PIL.Image.new("L", (40, 40), color) for color in (1, 200))
     first.save(file, "MPO", save_all=True, append_images=[second], progressive=True)
@@ -120,16 +126,16 @@ def test_one_that_says_it_is_several_is_looked_at_too(decoder):
 
 def test_processes_decode_the_same(decoder, processes):
     for data in (*samples(), photograph(300, 200), photograph(64, 64, "PNG")):
-        with processes.small.taken() as helper:
+        with processes.small.lend() as helper:
             assert decode(helper, data) == decoder.decode(data)
 
 
-def test_a_large_one_is_left_to_the_others(decoder, processes):
+def test_large_images_go_to_the_large_processes(decoder, processes):
     data = photograph(1200, 900)
-    with processes.small.taken() as helper, pytest.raises(TooManyPixels) as large:
+    with processes.small.lend() as helper, pytest.raises(TooManyPixels) as large:
         decode(helper, data)
     assert large.value.pixels == 1200 * 900 > processes.small_pixels
-    with processes.large.taken() as helper:
+    with processes.large.lend() as helper:
         assert decode(helper, data) == decoder.decode(data)
 
 
@@ -163,7 +169,7 @@ BOMBS = {
 def test_a_bomb_is_an_error_or_an_image_in_bounded_time_and_memory(processes, name):
     data = BOMBS[name]()
     before = os.times()
-    with processes.small.taken() as helper:
+    with processes.small.lend() as helper:
         with suppress(InvalidRequest):
             assert decode(helper, data).pixels
         assert decode(helper, samples()[0]).pixels  # the next one

@@ -18,7 +18,10 @@ IMAGES = [Image(bytes([number]) * 16, b"") for number in range(4)]
 
 
 def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -> Request:
-    """Tokens and images, in order; what an image's positions hold besides is the same for all."""
+    """Return a request of tokens and images, in order.
+
+    All image positions hold the same token.
+    """
     prompt: list[int] = []
     segments = []
     for part in parts:
@@ -33,7 +36,7 @@ def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -
 
 
 def round_of(seed: int, fails: float = 0.05) -> Harness:
-    """Random requests and limits, mostly cramped."""
+    """Run random requests under random limits, mostly cramped."""
     draw = random.Random(seed)
     size, seqs, chunked = draw.randint(1, 6), draw.randint(1, 4), draw.random() < 0.8
     longest = 44
@@ -72,22 +75,22 @@ def test_each_position_sees_its_own_embedding():
 
 
 def never_loses(patch):
-    """A failed step's images count as encoded."""
+    """Plant a failed step whose images count as encoded."""
     patch.setattr(EncoderCache, "lose", lambda *_: ())
 
 
 def loses_too_little(patch):
-    """Steps in flight that see a failed step's images go on."""
+    """Plant steps in flight that go on although they see a failed step's images."""
     patch.setattr(EncoderCache, "lose", lambda self, *_: self.forget() or ())
 
 
 def no_pixels(patch):
-    """Block hashes that do not know which image it is."""
+    """Plant block hashes without the image."""
     patch.setattr(prefix, "_images", lambda *_: b"")
 
 
 def no_offset(patch):
-    """Block hashes that do not know where in the image a block begins."""
+    """Plant block hashes without the place of the block in its image."""
     hashes = lambda request, first, size: b"".join(  # noqa: E731
         each.image.hash for each in request.segments if each.start < first + size and each.end > first
     )
@@ -95,7 +98,7 @@ def no_offset(patch):
 
 
 def evicts_what_is_needed(patch):
-    """The place that was taken first is given away, whoever needs it."""
+    """Plant an encoder cache that gives away its oldest place, whoever needs it."""
 
     def keep(self, images):
         encode = []
@@ -109,7 +112,7 @@ def evicts_what_is_needed(patch):
 
 
 @pytest.mark.parametrize("plant", [never_loses, loses_too_little, no_pixels, evicts_what_is_needed])
-def test_what_is_planted_is_noticed(plant, monkeypatch):
+def test_planted_faults_are_noticed(plant, monkeypatch):
     plant(monkeypatch)
     noticed = 0
     for seed in range(400):
@@ -122,7 +125,10 @@ def test_what_is_planted_is_noticed(plant, monkeypatch):
 
 
 def test_a_hash_knows_where_an_image_begins(monkeypatch):
-    """Blocks within two images of one kind, side by side, begin at different places of them."""
+    """A hash knows where in an image a block begins.
+
+    Here two equal images lie at different offsets of blocks.
+    """
 
     def hits() -> Harness:
         harness = Harness(limits(block_size=2, image_tokens=TOKENS))

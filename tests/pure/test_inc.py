@@ -35,7 +35,7 @@ def nodes(times=1.0):
 
 
 def write(folder, *, ranks=(1.0,), rank_names=True, sub="g3", **changes):
-    """A configuration, with the ranges of each rank beside it; its path."""
+    """Write a configuration, with the ranges of each rank beside it, and return its path."""
     stats = folder / sub / "inc_output"
     stats.parent.mkdir(exist_ok=True)
     for rank, times in enumerate(ranks):
@@ -68,7 +68,7 @@ def test_a_file_is_read_and_scales_follow_gaudi_3(tmp_path):
     assert cache == [(0.125, 2.0**-5)] * 2
 
 
-def test_what_the_scales_are_for(tmp_path):
+def test_scales_apply_to_layers_outside_the_blocklist(tmp_path):
     _, linear, _ = scales_of(write(tmp_path, blocklist={"names": ["lm_head", r"mlp\.down_proj\b"], "types": []}))
     spec = with_inc(SPEC, linear, coded=False)
     formats = {path: each.format for path, each in spec.linears()}
@@ -112,7 +112,7 @@ def test_ranks_are_unified_by_the_greatest(tmp_path):
 
 
 def test_old_keys_old_names_and_missing_keys(tmp_path):
-    """whitelist and blacklist; a checkpoint's own module names; INC's defaults."""
+    """whitelist and blacklist, a checkpoint's own module names, and INC's defaults are read."""
     path = write(tmp_path, blocklist=None, allowlist=None, scale_method=None, mode=None, observer=None,
                  blacklist={"names": ["lm_head"]}, whitelist={"types": ["Linear", "KVCache"]})  # fmt: skip
     config, linear, _ = scales_of(path)
@@ -142,16 +142,16 @@ def test_types_are_vllms_classes(tmp_path):
      ({"fp8_config": "E5M2"}, "fp8_config E5M2"), ({"dynamic_quantization": "True"}, "dynamic_quantization True"),
      ({"scale_methode": "maxabs_hw"}, "scale_methode is not supported"), ({"scale_params": {"a": 1}}, "scale_params"),
      ({"device_for_scales": "GAUDI1"}, "device_for_scales GAUDI1"), ({"blocklist": ["lm_head"]}, "an object of names"),
-     ({"blocklist": {"names": ["("]}}, "no regular expression"), ({"dump_stats_path": "/nowhere/x"}, "no ranges in"),
-     ({"blocklist": {"names": ["k_proj"]}}, "tell the parts of .*qkv_proj apart"),
+     ({"blocklist": {"names": ["("]}}, "not a regular expression"), ({"dump_stats_path": "/nowhere/x"}, "no ranges in"),
+     ({"blocklist": {"names": ["k_proj"]}}, "name only some parts of .*qkv_proj"),
      ({"blocklist": {"names": ["self_attn"]}}, "leave out .*k_cache")],
 )  # fmt: skip
-def test_what_cannot_be_done_is_named(tmp_path, changes, message):
+def test_unsupported_inc_configs_are_named(tmp_path, changes, message):
     with pytest.raises(SettingsError, match=message):
         scales_of(write(tmp_path, **changes))
 
 
-def test_a_module_without_ranges_is_named_or_left_as_it_is(tmp_path):
+def test_a_module_without_ranges_is_named_or_left_unquantized(tmp_path):
     config = read_config(write(tmp_path))
     ranges = read_ranges(config)
     del ranges["model.layers.1.mlp.down_proj"]

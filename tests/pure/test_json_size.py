@@ -1,4 +1,7 @@
-"""The values of a JSON text are counted before it is decoded, never too few, wherever it is cut into chunks."""
+"""The values of a JSON text are counted before it is decoded.
+
+They are never too few, wherever the text is cut into chunks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """Values, containers and members of decoded JSON."""
+    """Return the numbers of values, containers and members of decoded JSON."""
     if not isinstance(value, list | dict):
         return 1, 0, 0
     named = len(value) if isinstance(value, dict) else 0
@@ -44,10 +47,10 @@ def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
     assert values <= found.values <= values + containers
 
 
-def test_what_a_text_holds_does_not_count() -> None:
+def test_characters_within_strings_do_not_count() -> None:
     text = json.dumps("[{,\\" * 100 + '"[' * 100).encode()
     assert json_size(text) == (1, 0, 0)
-    assert text.count(b"[") == 200  # what a plain count would find
+    assert text.count(b"[") == 200  # a plain count would find these
 
 
 def body(kind: str, count: int) -> bytes:

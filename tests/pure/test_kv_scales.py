@@ -1,4 +1,4 @@
-"""The type of the KV cache: what it takes, where its scales come from, and what is refused by name."""
+"""The type of the KV cache: accepted values, the origin of its scales, and refusals by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolved(stored, asked="fp8"):
     return resolve_scales(with_kv_dtype(SPEC, asked, "bfloat16"), stored, stored.__getitem__)
 
 
-def test_the_option_and_what_is_known_of_it_agree():
+def test_the_option_has_the_choices_of_the_table():
     assert set(OPTIONS["kv_cache_dtype"].choices) == set(CHOICES)
 
 
@@ -39,13 +39,13 @@ def test_the_option_and_what_is_known_of_it_agree():
      ("fp8_e5m2", "bfloat16", "fp8_e5m2"), ("fp8_inc", "bfloat16", "fp8_e4m3"), ("bfloat16", "bfloat16", "auto"),
      ("float32", "float32", "auto"), ("float16", "bfloat16", "auto")],
 )  # fmt: skip
-def test_what_is_stored(asked, dtype, stored):
+def test_the_stored_dtype_of_each_setting(asked, dtype, stored):
     assert with_kv_dtype(SPEC, asked, dtype).kv_dtype == stored
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
 def test_another_wide_type_than_the_models_is_refused(asked, dtype):
-    with pytest.raises(SettingsError, match=f"kv_cache_dtype {asked} is not what the model runs in, {dtype}"):
+    with pytest.raises(SettingsError, match=f"kv_cache_dtype {asked} differs from the model's dtype, {dtype}"):
         with_kv_dtype(SPEC, asked, dtype)
 
 
@@ -78,7 +78,7 @@ def test_the_old_single_scale_is_for_both():
     assert {layer.kv.scales for layer in resolved(stored).layers} == {(2.0, 2.0)}
 
 
-def test_without_scales_they_are_one_with_a_single_warning(caplog):
+def test_without_scales_all_are_1_with_a_single_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert {layer.kv.scales for layer in resolved({}).layers} == {(1.0, 1.0)}
     (message,) = caplog.messages
@@ -89,7 +89,7 @@ def test_without_scales_they_are_one_with_a_single_warning(caplog):
 @pytest.mark.parametrize(
     ("stored", "error", "message"),
     [({f"{ATTENTION.format(0)}.k_scale": 1.0}, ModelError, "layers.0.self_attn.v_scale is missing"),
-     ({f"{ATTENTION.format(n)}.kv_scale": (1.0, -1.0)[n] for n in range(2)}, ModelError, "kv_scale .* is no scale")],
+     ({f"{ATTENTION.format(n)}.kv_scale": (1.0, -1.0)[n] for n in range(2)}, ModelError, "kv_scale .* is not a scale")],
 )  # fmt: skip
 def test_scales_that_cannot_be_are_named(stored, error, message):
     with pytest.raises(error, match=message):
@@ -110,8 +110,8 @@ def test_inc_scales_need_inc():
         Settings.load({"quant_config": "x.json"}, {})
 
 
-def test_what_a_block_holds_is_part_of_its_hash():
-    """Another type, and other scales, are other contents."""
+def test_dtype_and_scales_are_part_of_a_blocks_hash():
+    """A block's hash depends on the cache's type and scales, since other ones mean other contents."""
     small = with_kv_dtype(SPEC, "fp8", "bfloat16")
     scaled = resolved({f"{ATTENTION.format(number)}.kv_scale": 2.0 for number in range(2)})
     contents = ["", *(str(identity(spec)) for spec in (small, with_kv_dtype(SPEC, "fp8_e5m2", "bfloat16"), scaled))]

@@ -1,4 +1,4 @@
-"""What a caller of the library holds: parameters, outputs, arguments, metrics, streams of a request."""
+"""Objects of a caller of the library: parameters, outputs, arguments, metrics, streams of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from preheat.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, P
 from preheat.inputs import parts_of
 from preheat.metrics import Metrics
 from preheat.settings import Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 from preheat.worker import METHODS, Worker, collective_rpc
 
 
@@ -111,7 +111,7 @@ def test_metrics_are_objects():
     assert times.buckets["+Inf"] == 1 and times.buckets["0.25"] == 0
 
 
-def test_workers_say_what_can_be_called():
+def test_workers_name_their_methods():
     with pytest.raises(InvalidRequest, match=f"no method 'exec': they have {', '.join(METHODS)}"):
         collective_rpc(Worker(Settings(), None), "exec", (), None)
     with pytest.raises(InvalidRequest, match="2 ranks"):
@@ -153,15 +153,15 @@ def test_ids_beside_the_embeddings_of_a_prompt_must_all_be_embedded():
         parts_of({"prompt_embeds": 1, "prompt_token_ids": [3]}, lambda tensor: tensor)
 
 
-def test_memory_of_what_nothing_refers_to_is_given_back():
-    """Also of cycles that were put away, as an engine is when it has booted."""
+def test_memory_of_unreferenced_engines_is_given_back():
+    """Unreferenced memory is freed, also of cycles that were put away, as a booted engine is."""
 
     class Engine: ...
 
     engine, gone = Engine(), []
     engine.own = engine
     weakref.finalize(engine, gone.append, True)
-    settle()
+    collect_and_freeze()
     del engine
     gc.collect()
     assert not gone  # the control: an ordinary collection does not look there

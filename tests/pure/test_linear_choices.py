@@ -1,4 +1,7 @@
-"""Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
+"""The choice of a linear layer's implementation.
+
+There are tables, a rule where they are silent, and rejections by a proof.
+"""
 
 import logging
 from functools import partial
@@ -115,7 +118,7 @@ def test_all_that_may_serve_a_layer_is_proven():
     assert many(adapted=True) == [Library(), WIDEST]
 
 
-def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
+def test_a_rejected_kernel_is_replaced_by_the_plain_kernel():
     found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
     found.reject(SHAPE, 64)
@@ -128,7 +131,7 @@ SHAPES += [shape._replace(gated=True) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256, 8192])
-def test_the_rule_keeps_to_what_the_kernel_can_do(rows):
+def test_the_rule_keeps_to_the_kernels_limits(rows):
     for shape in SHAPES:
         tile = tile_rule(shape, rows)
         used = (tile.outputs * (2 if shape.gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
@@ -161,7 +164,7 @@ FP8 = SHAPE._replace(scheme=Scheme(code="fp8", scales="channel", activations="to
 
 
 def test_tables_tell_formats_apart(tmp_path):
-    """Of one size: plain, of four bits, in float8."""
+    """Tables tell formats of one size apart: plain, of four bits, in float8."""
     written = table((16, NARROW), (512, Expanded(WIDEST)), shape=INT4)
     written.entries += [*table((16, WIDE)).entries, *table((16, FP8_REFERENCE), shape=FP8).entries]
     (tmp_path / "table.json").write_bytes(encode(written))
@@ -176,8 +179,11 @@ def test_tables_tell_formats_apart(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 64, 65, 300, 512, 8192])
 def test_codes_are_read_in_whole_steps(rows):
-    """In float8 at least 64 outputs and four warps: the instruction that the reference has. Whole numbers of many rows
-    become plain weights first."""
+    """Codes are read in whole steps.
+
+    In float8 there are at least 64 outputs and four warps, as in the reference's instruction. Integers for many rows
+    become plain weights first.
+    """
     for shape in (INT4, FP8, FP8._replace(gated=True), INT4._replace(gated=True)):
         choice = rule(shape, rows)
         if isinstance(choice, Expanded):
@@ -199,7 +205,7 @@ def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
         assert not isinstance(rule(shape, rows), Wide)
 
 
-def test_few_rows_of_codes_have_one_too():
+def test_few_rows_of_codes_have_a_bulk_kernel():
     dealt = INT4._replace(dealt=True)
     for shape, rows in product((FP8, dealt, dealt._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
         choice = rule(shape, rows, hopper=True)
@@ -210,7 +216,10 @@ def test_few_rows_of_codes_have_one_too():
 
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
 def test_a_row_has_enough_of_the_weights_on_its_way(size):
-    """Latency times bandwidth of an H200 is about 4 MB: so much in all programs that run at once, a stage less."""
+    """A row has enough of the weights on its way.
+
+    All programs that run at once, less one stage, load 4 MB of weights: an H200's latency times bandwidth.
+    """
     choice = rule(LinearShape(*size, scheme=FP8.scheme), 1)
     weights = codes_bytes(FP8._replace(gated=size[2]), choice.outputs, 0, choice.inputs) * (choice.stages - 1)
     at_once = min(-(-size[0] // (choice.outputs * (2 if size[2] else 1))), 2 * PROCESSORS)
@@ -218,7 +227,7 @@ def test_a_row_has_enough_of_the_weights_on_its_way(size):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-def test_the_tuner_tries_what_has_that_instruction(rows):
+def test_the_tuner_tries_kernels_of_the_same_instruction(rows):
     for shape in (INT4, FP8, FP8._replace(gated=True)):
         tried = list(candidates(shape, rows, hopper=True))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
@@ -238,7 +247,7 @@ def test_codes_that_are_rejected_are_served_by_the_reference():
     assert reference(FP8) == FP8_REFERENCE
 
 
-def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):
+def test_an_unreadable_table_is_reported_and_ignored(tmp_path, caplog):
     path = place(tmp_path, "This GPU")
     assert read(path) == []
     assert not caplog.records
@@ -264,12 +273,12 @@ def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
     assert kernel_configs(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
     assert not caplog.records
     assert kernel_configs("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
-    assert f"as measured on {known.device}" in caplog.text
+    assert f"fastest on {known.device}" in caplog.text
     later = kernel_configs("A later GPU", (12, 0), tmp_path)
     assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
 
 
-def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
+def test_local_tables_come_before_shipped_tables(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (known,) = shipped()
     shape = known.entries[0].shape
@@ -316,7 +325,7 @@ def test_experts_are_looked_up_in_tables_too():
     st.integers(1, 8192),
 )  # fmt: skip
 def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
-    """The law for every guess: a kernel that copies rows of plain weights in bulk has rows that may be copied."""
+    """Any guessed kernel that copies rows of plain weights in bulk has rows of whole 16 bytes."""
     guess = experts_rule(ExpertsShape(num_experts, hidden, inner, 1, dtype), tokens, hopper=True)
     chosen = [(guess.gate_up, hidden), (guess.down, inner)]
     chosen.append((rule(LinearShape(inner, hidden, False, dtype), tokens), hidden))
@@ -332,7 +341,10 @@ def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hid
     st.integers(1, 4096),
 )  # fmt: skip
 def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num_experts, steps, tokens):
-    """The law for every guess: Triton keeps one buffer less than a tile has stages, and all buffers fit."""
+    """All buffers of any guess fit into shared memory.
+
+    Triton keeps one buffer less than a tile has stages.
+    """
     scheme, size = Scheme(code=code, scales="group", group=group, zeros=zeros), 256 * steps
     shape = ExpertsShape(num_experts, size, size, min(2, num_experts), dtype, scheme)
     experts = experts_rule(shape, tokens)

@@ -1,4 +1,7 @@
-"""The log: an event is one line of printable characters, and nothing waits for whoever reads standard error."""
+"""The log: an event is one line of printable characters.
+
+No thread waits for the reader of standard error.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def test_an_event_is_one_printable_line(text, name):
     line.encode("utf-8")  # no lone surrogate is left
 
 
-def test_the_law_sees_what_an_ordinary_formatter_lets_through():
+def test_an_ordinary_formatter_lets_line_breaks_through():
     record = logging.LogRecord("n", logging.INFO, "", 0, "%s", ("a\nINFO n: made up",), None)
     assert len(logging.Formatter(FORM).format(record).splitlines()) == 2
 
@@ -76,7 +79,7 @@ def test_a_line_of_json_stays_json(text):
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S"])))
-def test_what_is_printable_is_not_changed(text):
+def test_printable_text_is_not_changed(text):
     assert one_line(text) == printable(text) == without_controls(text) == text
 
 
@@ -135,7 +138,7 @@ def pipe() -> Iterator[Callable[[int], Pipe]]:
         each.file.close()
 
 
-def test_what_is_written_arrives_in_order(pipe):
+def test_written_lines_arrive_in_order(pipe):
     it = pipe(1 << 16)
     text = "".join(f"line {number} \u00e4\n" for number in range(1000))
     for line in text.splitlines(keepends=True):
@@ -145,7 +148,7 @@ def test_what_is_written_arrives_in_order(pipe):
     assert os.read(it.reading, 1 << 17).decode() == text
 
 
-def test_nobody_waits_for_a_reader_and_what_was_dropped_is_told(pipe):
+def test_writers_never_wait_and_dropped_lines_are_counted(pipe):
     it = pipe(10_000)
     writer = threading.Thread(target=it.fill, daemon=True)
     writer.start()
@@ -212,7 +215,10 @@ print("done", flush=True)
 
 
 def noisy(end: str, **files) -> tuple[float, int, str]:
-    """Seconds from the last line to the end, status and standard output of a process that logs 2 MB."""
+    """Run a process that logs 2 MB.
+
+    Return seconds from its last line to its end, status and standard output.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", NOISY.replace("{end}", end)], stdout=subprocess.PIPE, text=True, **files
     ) as process:
@@ -260,7 +266,7 @@ raise ValueError(text)
 """
 
 
-def test_what_nobody_catches_and_warnings_are_events_too():
+def test_uncaught_errors_and_warnings_are_events_too():
     done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -304,7 +310,7 @@ for _ in range(100_000):
 """
 
 
-def test_an_interrupt_ends_a_command_whose_output_is_not_read():
+def test_an_interrupt_ends_a_command_with_unread_output():
     with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         time.sleep(0.3)

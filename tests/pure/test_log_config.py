@@ -1,4 +1,4 @@
-"""A file that says how to log, as vLLM's users have them."""
+"""A file that configures logging, as vLLM's users have them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ def logged(file: Path, config: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_what_a_file_says_of_vllm_counts_for_ours(tmp_path: Path) -> None:
-    """Each event once, on one line; loggers that it does not name stay as they are."""
+def test_settings_for_vllms_loggers_apply_to_ours(tmp_path: Path) -> None:
+    """A file for vLLM's loggers applies to ours: each event once, on one line.
+
+    Other loggers stay as they are.
+    """
     done = logged(tmp_path / "log.json", FOR_VLLM)
     assert done.stdout == "said DEBUG one\\ntwo\n"
     assert done.stderr.endswith("other: three\n") and "two" not in done.stderr
 
 
-def test_our_own_name_goes_before_it(tmp_path: Path) -> None:
+def test_a_preheat_logger_overrides_the_vllm_one(tmp_path: Path) -> None:
     done = logged(tmp_path / "log.json", FOR_VLLM | {"loggers": {"vllm": {"level": "DEBUG"}, "preheat": {}}})
     assert done.returncode == 0 and "one" not in done.stdout + done.stderr
 
@@ -53,7 +56,7 @@ def test_our_own_name_goes_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (None, "cannot be read: No such file"), ("{", "is no JSON object"), ("[]", "is no JSON object"),
+        (None, "cannot be read: No such file"), ("{", "is not a JSON object"), ("[]", "is not a JSON object"),
         ({"version": 2}, "Unsupported version"), ({"version": 1, "handlers": {"h": {"class": "no.Such"}}}, "No module"),
     ],
 )  # fmt: skip

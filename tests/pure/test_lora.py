@@ -1,4 +1,7 @@
-"""Which sequences begin when there are fewer places than adapters: in order, passing over, but not for ever."""
+"""The order of sequences when adapter slots are few.
+
+They run in order, passing over some, but not for ever.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.combinations import check, traits_of
 from preheat.core import Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from tests.pure.paper import limits, request
@@ -43,7 +46,7 @@ def step(made: Scheduler) -> Schedule | None:
 
 
 def steps(made: Scheduler, most: int = 1_000) -> list[list[int]]:
-    """The requests of each step until all have ended."""
+    """Return the requests of each step until all have ended."""
     found = []
     while (schedule := step(made)) is not None:
         found.append(sorted(schedule.ids.tolist()))
@@ -52,7 +55,7 @@ def steps(made: Scheduler, most: int = 1_000) -> list[list[int]]:
     return found
 
 
-def test_rows_without_a_place_are_passed_over():
+def test_rows_without_an_adapter_slot_are_passed_over():
     made = scheduler(max_loras=1)
     for number, name in enumerate(("a", "b", "", "a")):
         ask(made, number, name)
@@ -60,7 +63,7 @@ def test_rows_without_a_place_are_passed_over():
     assert steps(made) == [[0, 2], [0, 2], [1], [1], [3], [3]]
 
 
-def test_a_waiting_adapter_claims_the_place_of_the_one_begun_least_recently():
+def test_a_waiting_adapter_claims_the_least_recently_begun_slot():
     made = scheduler(max_loras=2)
     for number, name in enumerate(("a", "b", "c", "b", "a")):
         ask(made, number, name, tokens=2)
@@ -79,7 +82,7 @@ def test_a_waiting_adapter_claims_the_place_of_the_one_begun_least_recently():
     assert all(4 not in each for each in ids[: ids.index(begun[0])])
 
 
-def test_loads_name_what_is_new_and_are_done_again_after_a_failure():
+def test_loads_name_new_adapters_and_are_repeated_after_a_failure():
     made = scheduler(max_loras=1)
     ask(made, 0, "a")
     schedule = made.schedule()
@@ -102,30 +105,30 @@ def test_an_adapter_that_is_not_known_is_refused():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["", *"abcd"]), st.integers(1, 6)), max_size=25))
-def test_everybody_is_served_and_a_step_has_no_more_adapters_than_places(places, asked):
-    made = scheduler(max_loras=places, max_model_len=32, num_blocks=9)
+def test_everybody_is_served_and_a_step_has_no_more_adapters_than_slots(slots, asked):
+    made = scheduler(max_loras=slots, max_model_len=32, num_blocks=9)
     for number, (name, tokens) in enumerate(asked):
         ask(made, number, name, tokens)
     names = dict(enumerate(name for name, _ in asked))
     ran = steps(made)
     for ids in ran:
-        assert len({names[number] for number in ids} - {""}) <= places
+        assert len({names[number] for number in ids} - {""}) <= slots
     assert {number for ids in ran for number in ids} == set(names)
     assert not made.adapters.held
 
 
-def test_places_are_reused_least_recently_begun_first():
-    places = AdapterPlaces(2)
+def test_slots_are_reused_least_recently_begun_first():
+    slots = AdapterSlotTable(2)
     a, b, c = map(Adapter, "abc")
-    assert [places.begin(a), places.begin(b), places.begin(a)] == [0, 1, 0]
-    assert not places.has_room_for(c) and places.has_room_for(a) and places.has_room_for(None)
-    places.end(b)
-    assert places.begin(c) == 1
-    assert [place for place, _ in places.take_loads()] == [0, 1, 1]
+    assert [slots.begin(a), slots.begin(b), slots.begin(a)] == [0, 1, 0]
+    assert not slots.has_room_for(c) and slots.has_room_for(a) and slots.has_room_for(None)
+    slots.end(b)
+    assert slots.begin(c) == 1
+    assert [slot for slot, _ in slots.take_loads()] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("facts", [HPU], ids=lambda facts: facts.name)
 def test_devices_without_kernels_for_adapters_refuse_them(facts):
-    with pytest.raises(SettingsError, match=f"cannot be had on {facts.name}: it has no kernels for adapters") as error:
+    with pytest.raises(SettingsError, match=f"cannot be used on {facts.name}: it has no kernels for adapters") as error:
         check(traits_of(Settings(enable_lora=True)), {f"on {facts.name}": facts.lacks})
     assert error.value.param == "enable_lora"

@@ -1,4 +1,4 @@
-"""URLs of images: what is read, and what is refused before a byte of it is."""
+"""URLs of images: reads, and refusals before the first byte is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY = b"x" * 100
 
 
 class Web(BaseHTTPRequestHandler):
-    """What a path asks for."""
+    """Server with an answer for each path, as the path asks for."""
 
     asked: list[str] = []
 
@@ -79,7 +79,7 @@ def web() -> Iterator[str]:
 
 
 def reader(web: str, **more) -> MediaReader:
-    """One that may read from ``web``, which is not public, and from two domains that are elsewhere."""
+    """Return a reader that may read from ``web``, which is not public, and from two domains elsewhere."""
     options = {"domains": [web, "example.com", "internal.example"], "max_bytes": LIMIT, "timeout": 5.0}
     return MediaReader(**options | {"public": lambda address: True} | more)
 
@@ -88,7 +88,7 @@ def to(target: str) -> str:
     return f"to/{base64.urlsafe_b64encode(target.encode()).decode()}"
 
 
-def test_what_is_allowed_is_read(web):
+def test_allowed_addresses_are_read(web):
     assert reader(web).read(f"http://{web}/ok") == BODY
     assert reader(web).read(f"http://{web}/{to('/ok/more?a=b')}") == BODY
     assert reader(web).read(f"HTTP://{web.upper()}/ok") == BODY
@@ -136,7 +136,10 @@ def test_nothing_is_fetched_unless_a_domain_is_allowed(web):
 
 
 def test_no_address_that_is_private(web):
-    """By name, also where only a later address is; by a redirect; and nothing is sent."""
+    """No private address is read: by name, as a later address of a name, or by a redirect.
+
+    Nothing is sent.
+    """
     Web.asked.clear()
     with pytest.raises(InvalidRequest, match="not a public address"):
         reader(web, public=is_public).read(f"http://{web}/ok")
@@ -144,7 +147,7 @@ def test_no_address_that_is_private(web):
 
 
 def test_a_redirect_is_checked_again(web, monkeypatch):
-    """Its domain is allowed, but resolves to a private address."""
+    """A redirect to an allowed domain is checked again, here one that resolves to a private address."""
     right = socket.getaddrinfo
 
     def resolve(host, *args, **more):
@@ -164,7 +167,7 @@ def test_a_redirect_is_checked_again(web, monkeypatch):
 
 
 def test_the_address_that_was_checked_is_the_one_that_is_used(web, monkeypatch):
-    """A name that resolves to something else the second time."""
+    """The checked address is used, even if the name resolves to another one the second time."""
     right, calls = socket.getaddrinfo, []
 
     def resolve(host, *args, **more):
@@ -239,7 +242,7 @@ def images() -> Images:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """The header of a PNG, with hardly any data behind it."""
+    """Return the header of a PNG, with hardly any data behind it."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -286,8 +289,11 @@ def test_a_turned_photograph_is_turned_back(images):
     assert images.decode(file.getvalue()).hash == images.decode(upright).hash != images.decode(picture).hash
 
 
-def test_what_a_sender_says_of_an_image_does_not_count(images):
-    """vLLM takes an id in the EXIF data for the image: a sender may then claim another's."""
+def test_an_id_in_the_metadata_of_an_image_is_ignored(images):
+    """An id in the EXIF data is ignored.
+
+    vLLM takes it for the image, so that a sender could claim another's.
+    """
     found = set()
     for color in (0, 255):
         file, exif = io.BytesIO(), PIL.Image.Exif()

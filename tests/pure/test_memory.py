@@ -1,4 +1,4 @@
-"""What a container may still have: the limits of its control groups, in both versions."""
+"""Memory left to a container: the limits of its control groups, in both versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading config.json: both of its dialects, every difference between the families, and what is rejected by name."""
+"""Reading config.json: both of its dialects, every difference between the families, and refusals by name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_plain_config():
 
 
 def test_a_layer_names_its_tensors():
-    """The whole tree of one layer, by hand."""
+    """The tensors of one layer are the whole tree, written by hand."""
     layer = spec_of("Qwen3", head_dim=16, attention_bias=True).layers[2]
     at, eps = "model.layers.2", 1e-6
     parts = tuple((f"{at}.self_attn.{name}_proj", size) for name, size in (("q", 128), ("k", 32), ("v", 32)))
@@ -91,7 +91,7 @@ def test_a_layer_names_its_tensors():
 
 
 def test_published_llama_3_1_8b():
-    """The published config.json, older dialect."""
+    """The published config.json of Llama-3.1-8B, in the older dialect."""
     spec = read_spec(read_config(Path(__file__).parents[1] / "models" / "llama-3.1-8b"))
     assert spec.layers[0].attention.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
     assert spec.max_position_embeddings == 131072
@@ -159,7 +159,7 @@ OTHER_VALUES = {
 
 
 @pytest.mark.parametrize("change", OTHER_VALUES.values(), ids=OTHER_VALUES)
-def test_layers_whose_kernels_may_differ_are_of_different_kinds(change):
+def test_layers_with_other_kernels_are_of_different_kinds(change):
     layer = spec_of().layers[0]
     assert layer_kind(change(layer)) != layer_kind(layer)
     assert hash(layer_kind(change(layer))) is not None
@@ -172,7 +172,7 @@ def test_names_and_the_scales_of_a_cache_make_no_kind():
     assert {layer_kind(layer) for layer in (first, scaled, *others)} == {layer_kind(first)}
 
 
-def test_what_differs_between_layers_is_not_taken_for_one_value():
+def test_values_that_differ_between_layers_stay_separate():
     spec = spec_of()
     other = replace(spec.layers[1], attention=replace(spec.layers[1].attention, kv=KVSpec(4, 16)))
     mixed = replace(spec, layers=(spec.layers[0], other))
@@ -222,7 +222,7 @@ def test_rejected_by_name(message):
     assert message in str(error.value)
 
 
-def test_what_an_architecture_needs_is_told_of_none_that_is_supported():
+def test_missing_needs_are_listed_only_for_unsupported_architectures():
     assert not any(name.removesuffix("Model") in NEEDS or name in NEEDS for name in FAMILIES)
     assert all(need and not need.endswith(".") for need in NEEDS.values())
     assert need_of("DeepseekForCausalLM") != need_of("DeepseekV2ForCausalLM") == NEEDS["Deepseek"]
@@ -262,7 +262,7 @@ REJECTED_BY_FAMILY = {
 
 
 @pytest.mark.parametrize("message", REJECTED_BY_FAMILY)
-def test_a_family_rejects_by_name_what_it_does_not_compute(message):
+def test_a_family_rejects_unsupported_fields_by_name(message):
     family, changes = REJECTED_BY_FAMILY[message]
     config = config_of(f"{family}ForCausalLM", head_dim=16)
     read_spec(config)
@@ -272,7 +272,7 @@ def test_a_family_rejects_by_name_what_it_does_not_compute(message):
 
 
 def test_slopes_of_alibi():
-    """The paper's recipe if the greatest exponent is 8; by the field otherwise, and for any number of heads."""
+    """Slopes follow the paper's recipe if the greatest exponent is 8, else the field, for any number of heads."""
     assert alibi_slopes(8, 8) == tuple(2.0**-i for i in range(1, 9))
     assert alibi_slopes(4, 16) == tuple(2.0 ** -(4 * i) for i in range(1, 5))
     assert alibi_slopes(6, 8) == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
@@ -310,7 +310,10 @@ def test_gemma_has_two_ropes_in_both_dialects():
 
 
 def test_phi_in_its_own_words():
-    """The fields of the published Phi-4-mini: a part of a head turns, by one of two lists of factors."""
+    """The fields of the published Phi-4-mini are read.
+
+    A part of a head rotates, by one of two lists of factors.
+    """
     rope = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
     fields = {"head_dim": 16, "rope_scaling": rope, "original_max_position_embeddings": 128}
     spec = read_spec(config_of("Phi3ForCausalLM", **fields, partial_rotary_factor=0.75))
@@ -340,7 +343,7 @@ WRONG = st.recursive(
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), WRONG, min_size=1, max_size=2))
-def test_whatever_a_config_holds_it_makes_a_spec_or_an_error_of_ours(architecture, changes):
+def test_any_config_makes_a_spec_or_a_model_error(architecture, changes):
     made, refused = None, ""
     try:
         made = read_spec(config_of(architecture) | changes)
@@ -409,7 +412,7 @@ EXPERTS = {
 
 
 def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
-    """A config of any family, in its own words too."""
+    """Return a config of any family, in its own dialect too."""
     config = BASE | {"architectures": [architecture]} | EXPERTS | changes
     if architecture == "LlavaForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
@@ -424,7 +427,7 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
     st.booleans(),
 )
 def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied):
-    """The checkpoint's tensors and those of the tree's leaves are the same set, and none occurs twice."""
+    """The checkpoint's tensors are exactly the tensors of the tree's leaves, each once."""
     heads = kv_heads * group
     sizes = {"hidden_size": 4 * heads, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     spec = read_spec(config_of(architecture, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes))
@@ -540,12 +543,12 @@ def test_broken_json_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/models/q.gguf", "q.GGUF", "org/Qwen3-0.6B-GGUF:Q4_K_M"])
-def test_a_gguf_file_says_what_to_give_instead(name):
-    with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made of"):
+def test_the_error_of_a_gguf_file_names_the_remedy(name):
+    with pytest.raises(ModelError, match=r"is a GGUF file, .*: give the checkpoint that it was made from"):
         find_checkpoint(name)
 
 
-def test_a_folder_of_such_files_does_too(tmp_path):
+def test_the_error_of_a_folder_of_gguf_files_names_them(tmp_path):
     with pytest.raises(ModelError, match=r"holds no config\.json$"):
         find_checkpoint(str(tmp_path))
     (tmp_path / "q.gguf").touch()

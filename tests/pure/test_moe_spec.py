@@ -39,7 +39,7 @@ def test_mixtral():
     names = expected_tensors(spec)
     assert names["model.layers.1.block_sparse_moe.experts.7.w2.weight"] == (128, 300)
     assert names["model.layers.1.block_sparse_moe.gate.weight"] == (8, 128)
-    assert spec.layers[0].attention.rope.theta == 1e6  # the reference's default, of which Llama has another
+    assert spec.layers[0].attention.rope.theta == 1e6  # the reference's default; Llama has another
 
 
 def test_qwen3_moe_has_dense_layers_where_it_says():
@@ -53,7 +53,7 @@ def test_qwen3_moe_has_dense_layers_where_it_says():
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "head_dim", "norm_topk_prob", "num_key_value_heads"])
-def test_fields_whose_class_default_no_model_has_must_be_written(name):
+def test_fields_with_a_useless_class_default_must_be_written(name):
     with pytest.raises(ModelError, match=name):
         spec_of(QWEN, {name: None})
 
@@ -64,7 +64,10 @@ def test_more_chosen_than_there_are():
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
-    """All of them for many tokens; for one the active parameters, which is what its arithmetic is too."""
+    """A step of many tokens reads all experts.
+
+    A step of one token reads and computes the active parameters.
+    """
     sizes = ModelSizes.of(spec_of(QWEN))
     experts = 4 * 16 * 3 * 128 * 40
     assert sizes.expert_params == experts

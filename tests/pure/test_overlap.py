@@ -34,7 +34,10 @@ REQUESTS = st.lists(
 
 
 def heard(asked, every: int, spare: int, overlap: bool, **options) -> Harness:
-    """One more request every so many steps, in a cache in which most of them must share or be preempted."""
+    """Add a request every ``every`` steps, in a small cache.
+
+    Most requests must share blocks or be preempted.
+    """
     size = limits(max_model_len=36, num_blocks=10 + spare, max_num_batched_tokens=12)
     harness = Harness(size, overlap=overlap, **options)
     for number, (prompt, max_tokens, more) in enumerate(asked):
@@ -61,7 +64,7 @@ def test_both_forms_say_the_same(asked, every, spare, threshold, mixed) -> None:
 
 
 def busy(**options) -> Harness:
-    """Shared prefixes, preemption, compaction, stops and lengths, all with a step in flight."""
+    """Run shared prefixes, preemption, compaction, stops and lengths, all with a step in flight."""
     harness = Harness(limits(num_blocks=17), overlap=True, defrag_threshold=0, **options)
     harness.add(
         *(
@@ -80,7 +83,7 @@ def test_everything_happens_with_a_step_in_flight() -> None:
 
 
 def stopping(stop: bool) -> Harness:
-    """One request that ends with its fourth token, because it is a stop id or because that is its length."""
+    """Run one request whose fourth token is its last: by a stop id, or by its length."""
     said = reference(request(0, [1, 2, 4], 12)).tokens
     assert said[3] not in said[:3]
     harness = Harness(limits(), overlap=True)
@@ -106,7 +109,7 @@ def test_control_a_row_that_is_not_dropped_is_noticed(monkeypatch) -> None:
         stopping(stop=True)
 
 
-def test_the_next_step_is_launched_before_the_last_is_settled() -> None:
+def test_the_next_step_is_launched_before_the_last_result_is_processed() -> None:
     for overlap in (True, False):
         harness = Harness(limits(), overlap=overlap)
         harness.add(request(0, [1, 2], 3))
@@ -118,7 +121,7 @@ def test_the_next_step_is_launched_before_the_last_is_settled() -> None:
 
 
 def published_when_scheduled(self, step):
-    """A scheduler that does not wait for tokens before it lets their block be found."""
+    """Plant a scheduler that publishes blocks before their tokens are known."""
     schedule = book(self, step)
     size = self.slots.block_size
     for slot, first, end in zip(schedule.slots.tolist(), schedule.first // size, schedule.ends // size, strict=True):
@@ -130,21 +133,21 @@ def published_when_scheduled(self, step):
 book = Scheduler._book
 
 
-def test_control_a_block_published_before_its_step_is_settled_is_noticed(monkeypatch) -> None:
+def test_control_a_block_published_before_its_result_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
     with pytest.raises(WrongCache):
         busy()
 
 
 def test_control_a_digest_over_a_dropped_token_is_noticed(monkeypatch) -> None:
-    """Even where the block itself holds what was computed."""
+    """Control: a digest over a dropped token is noticed, even if the block itself holds its computed values."""
     monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
     monkeypatch.setattr(Harness, "_check_published", lambda self: None)
     with pytest.raises(WrongCache):
         busy()
 
 
-def test_preempting_waits_until_all_is_settled(monkeypatch) -> None:
+def test_preempting_waits_for_all_steps_in_flight(monkeypatch) -> None:
     harness = Harness(limits(num_blocks=17), overlap=True)
     harness.add(request(0, [1] * 30, 30), request(1, [2] * 30, 30))
     while harness.scheduler.pool.num_free:
@@ -159,7 +162,7 @@ def test_preempting_waits_until_all_is_settled(monkeypatch) -> None:
 
 
 def test_control_preempting_with_a_step_in_flight_is_noticed(monkeypatch) -> None:
-    """The tokens that it keeps are not all there."""
+    """Control: preempting with a step in flight keeps an incomplete list of tokens."""
     right = Scheduler._make_room
 
     def hasty(self, step, slots):
@@ -187,7 +190,7 @@ def compact_at_once(self) -> None:
         self.executor.swap(swaps)
 
 
-def test_scattered_tells_what_compact_would_do() -> None:
+def test_scattered_predicts_compact() -> None:
     harness = Harness(limits(max_num_batched_tokens=64), enable_prefix_caching=False, defrag_threshold=5)
     assert not harness.scheduler.scattered
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
@@ -198,7 +201,10 @@ def test_scattered_tells_what_compact_would_do() -> None:
 
 
 def decoding(prompts: int = 1, **options) -> Harness:
-    """Sequences that decode: two tokens of each are known, and the step of the third is in flight."""
+    """Return sequences that decode.
+
+    Two tokens of each are known, and the step of the third is in flight.
+    """
     harness = Harness(limits(), overlap=True, **options)
     harness.add(*(request(number, [number + 1, 2], 30) for number in range(prompts)))
     for _ in range(3):
@@ -221,7 +227,7 @@ def test_a_slot_that_changes_hands_in_flight_takes_no_token_of_its_former_owner(
     assert harness.scheduler.stats().generation_tokens == 2 + 4
 
 
-def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
+def test_the_step_in_flight_is_processed_after_all_requests_left() -> None:
     harness = decoding(prompts=3)
     harness.scheduler.cancel_all()
     assert not harness.scheduler.idle
@@ -233,7 +239,10 @@ def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
 
 @pytest.mark.parametrize("at", ["pack", "launch", "listener", "result"])
 def test_a_step_that_fails_with_another_in_flight(at) -> None:
-    """Both steps' requests were those that fail; no other is harmed, and what the device made up is not told."""
+    """A failed step ends the requests of both steps.
+
+    No other request is harmed, and no made-up token is told.
+    """
     harness = decoding(prompts=2)
     harness.step("boom", at)
     harness.add(request(7, [3], 5))
@@ -247,7 +256,7 @@ def test_a_step_that_fails_with_another_in_flight(at) -> None:
     assert harness.scheduler.stats().generation_tokens == len(told)
 
 
-def test_a_swap_that_fails_ends_what_runs(monkeypatch) -> None:
+def test_a_failed_swap_ends_running_requests(monkeypatch) -> None:
     harness = Harness(limits(max_num_batched_tokens=64), overlap=True, defrag_threshold=0)
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
     monkeypatch.setattr(harness.parts, "swap", lambda swaps: 1 / 0)
@@ -276,7 +285,7 @@ def test_an_interrupt_leaves_a_loop_that_can_finish(part, monkeypatch) -> None:
 
 
 class Visitor:
-    """A transport that brings one message per step, then asks to drain."""
+    """Transport that brings one message per step, then asks to drain."""
 
     def __init__(self, harness: Harness, now: bool) -> None:
         self.harness = harness
@@ -292,7 +301,7 @@ class Visitor:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("now", [True, False])
-def test_the_loop_drains_what_is_in_flight(overlap, now) -> None:
+def test_the_loop_drains_requests_in_flight(overlap, now) -> None:
     harness = Harness(limits(), overlap=overlap)
     harness.loop.transport = Visitor(harness, now)
     harness.loop.launch_timer = LaunchTimer(lambda: 0.0)  # steps take no time, so the loop waits for no arrivals

@@ -18,7 +18,7 @@ def record():
 
 def test_the_page_is_one_file(record):
     page = render(record)
-    assert page == render(Record.from_json(record.to_json()))  # and a function of the record alone
+    assert page == render(Record.from_json(record.to_json()))  # and a function of only the record
     links = re.findall(r"(?:src|href|url|@import|action)\s*[=(]\s*[\"']?([^\"')\s>]+)", page)
     assert links
     assert [link for link in links if not link.startswith(("#i", "data:,"))] == []
@@ -66,7 +66,7 @@ def test_an_empty_record_has_a_page():
 
 
 def test_a_table_stays_readable():
-    """A plan may drop more candidates than a browser shows well; all others are always there."""
+    """A table stays readable: it shows few of the dropped candidates, and all other entries."""
     entries = [ItemRecord(f"(decode, {i})", "decode", {"rows": i}, outcome="dropped") for i in range(MOST_DROPPED + 7)]
     record = Record(entries=[*entries, ItemRecord("(decode, 9999)", "decode", {"rows": 9999}, outcome="failed")])
     page = render(record)

@@ -79,7 +79,7 @@ def test_the_logged_sets_are_captured(ratio):
 
 
 def test_equal_shares_interleave_as_logged():
-    """11 prompts, all of decode, then the 12th prompt."""
+    """Equal shares interleave as logged: 11 prompts, all of decode, then the 12th prompt."""
     _, order = run(POOL, prompt_ratio=0.5)
     assert [phase for phase, _, _ in order] == ["prompt"] * 11 + ["decode"] * 48 + ["prompt"] * 4
     text = [
@@ -119,18 +119,21 @@ def test_orders():
 
 
 def test_the_first_estimate_is_the_plans():
-    """The original has none, so its first graph may take more than there is."""
+    """The first estimate is the plan's.
+
+    The original has none, so its first graph may take more than is free.
+    """
     done, order = run(100, expected=dict.fromkeys((*PROMPTS, *DECODES), 101))
     assert order == []
     assert len(done["prompt"].skipped) == 24
 
 
-def test_what_fits_exactly_is_captured():
+def test_a_graph_that_fits_exactly_is_captured():
     done, _ = run(100, cost=lambda *_: 30, expected=dict.fromkeys((*PROMPTS, *DECODES), 30), prompt_ratio=0.3)
     assert len(done["prompt"].captured) == 1
 
 
-def test_a_share_that_is_exceeded_is_told():
+def test_an_exceeded_share_is_reported():
     done, order = run(1000, cost=lambda *_: 400, expected=dict.fromkeys((*PROMPTS, *DECODES), 1))
     assert done["prompt"].notes == ["(prompt, 1, 128) took 400 bytes where 1 were expected: 100 over the share"]
     assert [phase for phase, _, _ in order].count("prompt") == 1
@@ -161,7 +164,7 @@ def test_out_of_memory_passes_one_over_and_is_not_tried_again():
 @given(
     st.integers(0, 2000), st.floats(0, 1), st.lists(st.integers(0, 300), min_size=24, max_size=24), st.integers(1, 40)
 )
-def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_told(pool, ratio, prompt_bytes, decode_bytes):
+def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_reported(pool, ratio, prompt_bytes, decode_bytes):
     costs = dict(zip(PROMPTS, prompt_bytes, strict=True))
     done, order = run(pool, cost=lambda phase, shape: costs.get(shape, decode_bytes), prompt_ratio=ratio)
     assert len(order) == len({shape for _, _, shape in order})

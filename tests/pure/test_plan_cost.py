@@ -1,11 +1,11 @@
-"""What a plan's costs are computed from."""
+"""The model sizes for a plan's costs."""
 
 from preheat.plan.cost import ModelSizes
 from tests.specs import LLAMA_8B, llama
 
 
 def test_sizes_of_models():
-    """By hand, from the sizes that the models publish."""
+    """Sizes equal numbers computed by hand from the sizes that the models publish."""
     sizes = ModelSizes.of(LLAMA_8B)
     assert sizes.layer_params == 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336 + 2 * 4096)
     assert (sizes.head_params, sizes.kv_bytes_per_token) == (128256 * 4096, 128 << 10)

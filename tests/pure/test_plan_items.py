@@ -27,7 +27,7 @@ SIZES = ModelSizes.of(llama(hidden=64, inner=64, layers=1, heads=1, kv_heads=1, 
 
 
 def uncovered(settings) -> set[str]:
-    """Fields of SamplingParams that no setting moves from the default and that is not declared out of scope."""
+    """Return fields of SamplingParams that no setting moves from the default, and that are not out of scope."""
     moved = {
         field.name
         for params in settings
@@ -94,7 +94,10 @@ def test_a_sampler_on_the_host_runs_each_setting_once_and_each_program():
 
 
 def test_the_plan_of_a_cpu_has_few_items():
-    """Its sampler made 728 of 818 items, which took most of a start."""
+    """The plan of a CPU has few items.
+
+    Once its sampler made 728 of 818, and these took most of a start.
+    """
     limits = Limits(
         max_model_len=2048, max_num_seqs=CPU.max_num_seqs, max_num_batched_tokens=CPU.max_num_batched_tokens,
         max_num_prefill_seqs=None, block_size=64, num_blocks=2049,
@@ -112,7 +115,7 @@ def test_the_plan_of_a_cpu_has_few_items():
 
 
 def test_every_item_of_the_sampler_names_a_program():
-    """Of the level that its setting asks for, at each number of rows."""
+    """Each sampler item names a program of its setting's level, at each number of rows."""
     found = {item.program for item in sampler_items(1, 4)}
     assert found == {Program("sampler", rows, level) for rows in (1, 4) for level in Level}
     assert SamplerItem(4, "logprobs", False).program == Program("sampler", 4, Level.GREEDY)
@@ -161,7 +164,7 @@ def test_shapes_name_themselves(shape, text, dims):
     assert shape.dims == tuple(dims.values())
 
 
-def test_what_holds_what():
+def test_a_bucket_holds_the_steps_that_fit_it():
     need = StepSize("prompt", 3, 900, 400)
     assert Bucket.prompt(4, 512).holds(need)
     assert Bucket.mixed(1024, 4).holds(need)
@@ -213,7 +216,7 @@ class EchoItem(Item):
 
 
 class Echoes:
-    """As much of a warm-up as the kind needs."""
+    """The parts of a warm-up that the kind needs."""
 
     def __init__(self):
         self.heard = []
@@ -223,7 +226,7 @@ class Echoes:
 
 
 def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
-    """It is planned with its cost, recorded, and run."""
+    """A new kind is one class and one line: it is planned with its cost, recorded, and run."""
     monkeypatch.setattr("preheat.plan.plan.KINDS", (*KINDS, EchoItem))
     limits = Limits(
         max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
@@ -273,7 +276,10 @@ def plan_of_everything():
 
 
 def test_programs_of_different_kinds_are_different_keys():
-    """A step with adapters is no step of the draft model, and four images are not four pairs of blocks."""
+    """Programs of different kinds are different keys.
+
+    A step with adapters is no step of the draft model, and four images are not four pairs of blocks.
+    """
     programs = {item.program for item in plan_of_everything().items if item.program}
     assert len(programs) == len(set(map(str, programs)))
     assert {program.kind for program in programs} == {"forward", "sampler", "encoder", "swap", "offload"}

@@ -69,7 +69,7 @@ def test_exponential_may_cut_each_doubling_into_equal_parts(span, parts, values)
         ((0, 8, 64), 0, 50, (0, 1, 2, 4, 8, 16, 32, 64)),
     ],
 )
-def test_padding_aware_leaves_out_what_pads_little(span, pad_max, pad_percent, values):
+def test_padding_aware_leaves_out_sizes_that_save_little_padding(span, pad_max, pad_percent, values):
     assert bucket_sizes("padding_aware", *span, pad_max=pad_max, pad_percent=pad_percent) == values
 
 
@@ -92,7 +92,7 @@ def test_padding_aware_keeps_its_promise_above_the_step(span, percent, pad_max):
     low, step, high = span
     values = bucket_sizes("padding_aware", low, step, high, pad_max=pad_max, pad_percent=percent)
     for below, value in itertools.pairwise(values):
-        if below > step and value - below > step:  # neighbours in the step have nothing between them to keep
+        if below > step and value - below > step:  # neighbors in the step have nothing between them to keep
             assert value - below - 1 <= max(pad_max, step)
             assert (value - below - 1) / value <= percent / 100 + 1e-9 or value - below <= step
 

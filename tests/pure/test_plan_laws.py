@@ -1,4 +1,7 @@
-"""The laws of a plan: cover, round trip, account as far as a plan goes, closed. Without any engine."""
+"""The laws of a plan, without any engine.
+
+They are cover, round trip, account as far as a plan goes, and closed.
+"""
 
 import dataclasses
 
@@ -32,7 +35,7 @@ limits = st.builds(
 
 @st.composite
 def options(draw):
-    """Any policy and strategy, with some ranges set: low maxima leave gaps that the fallback must fill."""
+    """Draw any policy and strategy, with some ranges set: low maxima leave gaps that the fallback must fill."""
     policy = draw(st.sampled_from(["unified", "split"]))
     names = ["prompt_bs", "prompt_seq", "decode_bs"]
     if policy == "split":
@@ -55,7 +58,7 @@ def options(draw):
 
 
 def draw_need(data, phase, at: Limits, sharing: bool, at_widths: tuple[int, ...] = ()) -> StepSize:
-    """Any need that a step within the limits can have, found without the plan's own idea of what those are."""
+    """Draw any need of a step within the limits, without the plan's own idea of possible needs."""
     pool = at.num_blocks - 1
     blocks_of = lambda tokens: -(-tokens // at.block_size)  # noqa: E731
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
@@ -88,7 +91,10 @@ def within_budgets(shape: Bucket, at: Limits) -> bool:
 
 
 def plan_of(at: Limits, how: PlanOptions, **more) -> Plan:
-    """The plan, of settings that a boot takes: `Limits.of` refuses more drafts than leave room for a prompt."""
+    """Return the plan of settings that a boot takes.
+
+    `Limits.of` refuses drafts that leave no room for a prompt.
+    """
     assume(max(how.verify_widths, default=0) < at.max_model_len)
     try:
         return make_plan(at, how, **more)
@@ -112,7 +118,7 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
 
 @settings(max_examples=100, deadline=None)
 @given(limits, options(), st.data())
-def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how, data):
+def test_closed_fit_chooses_the_cheapest_of_the_plan_and_reports_misses(at, how, data):
     misses = []
     plan = plan_of(at, how, on_miss=lambda need, shape: misses.append((need, shape)))
     before = plan.dispatcher.buckets
@@ -133,8 +139,10 @@ def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how
 @settings(max_examples=150, deadline=None)
 @given(limits, st.sampled_from(STRATEGIES), st.data())
 def test_reach_rows_that_share_a_prefix_have_a_bucket_of_their_size(at, strategy, data):
-    """By the usual ranges: a decoding step takes no fallback, and a bucket of less than twice its blocks beyond those
-    that the cache has.
+    """Rows that share a prefix have a bucket of their size.
+
+    They take no fallback, with the usual ranges. A bucket beyond the cache's blocks has less than twice the step's
+    blocks.
     """
     misses = []
     how = PlanOptions(bucketing_policy="split", bucketing_strategy=strategy, allow_large_plan=True)
@@ -176,8 +184,8 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
 
 @settings(max_examples=60, deadline=None)
 @given(limits, options(), st.data())
-def test_what_is_shadowed_is_never_missed(at, how, data):
-    """With the shadowed shapes put back, no need gets another shape."""
+def test_shadowed_shapes_are_never_missed(at, how, data):
+    """No need gets another shape if the shadowed shapes are put back."""
     plan_of(at, how)
     for phase in candidates(at, how):
         part = build_phase(phase.region, phase.buckets, phase.fallback)
@@ -189,7 +197,7 @@ def test_what_is_shadowed_is_never_missed(at, how, data):
 
 
 def test_the_cover_law_can_fail():
-    """A ladder without its maximum, and no fallback, leaves needs out."""
+    """Control: a ladder without its maximum, and no fallback, leaves needs out."""
     region = MixedRegion(100, 4, 100)
     table = Dispatcher(
         [dataclasses.replace(build_phase(region, [Bucket.mixed(64, 4)], Bucket.mixed(100, 4)), fallback=None)]
@@ -199,7 +207,7 @@ def test_the_cover_law_can_fail():
 
 
 def test_cheapest_is_not_first_in_order():
-    """The first shape in order that holds (1, 100) would be (1, 2048); two rows of 128 cost less."""
+    """The cheapest shape is chosen, not the first: for (1, 100) two rows of 128 cost less than (1, 2048)."""
     region = PromptRegion(8, 2048, 8192)
     shapes = [Bucket.prompt(1, 64), Bucket.prompt(1, 2048), Bucket.prompt(2, 128)]
     table = Dispatcher([build_phase(region, shapes, Bucket.mixed(8192, 8))])

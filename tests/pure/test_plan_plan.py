@@ -59,8 +59,8 @@ def test_the_default_plan_of_an_8b_model_pads_little():
     assert plan.items[0].bucket == Bucket.mixed(8192, 256)
 
 
-def test_padding_is_what_it_says():
-    """Against the definition, on every need in turn."""
+def test_reported_padding_equals_its_definition():
+    """The reported padding equals its definition, computed on every need in turn."""
     plan = make_plan(LIMITS, PlanOptions())
     extra = [plan.fit(StepSize("decode", rows, rows)).rows / rows - 1 for rows in range(1, 257)]
     assert plan.padding["decode"].mean == pytest.approx(sum(extra) / 256)
@@ -118,7 +118,7 @@ def test_sampling_is_padded_to_planned_sizes():
 
 @pytest.mark.parametrize("policy", ["unified", "split"])
 def test_no_more_rows_are_sampled_than_the_cache_has_blocks_for(policy):
-    """Else warm-up would be asked for a step that cannot be."""
+    """No more rows are sampled than the cache has blocks for, else warm-up would need an impossible step."""
     plan = make_plan(replace(LIMITS, num_blocks=28), PlanOptions(bucketing_policy=policy))
     assert plan.sampler_sizes[-1] == 27
 
@@ -224,7 +224,7 @@ def test_the_buckets_command():
 
 
 def test_options_carry_the_settings_names():
-    """What the plan reads of the settings exists there, with the same default."""
+    """Each setting that the plan reads exists under its name, with the same default."""
     missing = {name for name in vars(PlanOptions()) if name not in Settings.__dataclass_fields__}
     assert missing == {
         "pads_context", "host_sampler", "grammars", "draft_model", "measures_drafts", "pools", "verify_widths",

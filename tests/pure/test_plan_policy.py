@@ -55,7 +55,7 @@ def test_the_logged_buckets_come_out_line_by_line():
 
 
 def test_the_story_of_three_sequences():
-    """412 tokens each: padded to (4, 512), until one leaves or one grows beyond."""
+    """Sequences of 412 tokens are padded to (4, 512), until one leaves or one grows beyond."""
     plan = make_plan(LIMITS, LOGGED)
     assert plan.fit(StepSize("prompt", 3, 3 * 412, 412)) == Bucket.prompt(4, 512)
     assert plan.fit(StepSize("decode", 3, 3, 413)) == Bucket.decode(4, longest=512)
@@ -104,7 +104,10 @@ def test_the_defaults_of_the_twelve_variables(seqs, length, block):
 
 
 def test_sizes_double_beyond_the_blocks_that_the_cache_has():
-    """As far as rows that share their prefixes can need them; a maximum that is asked for is the last one."""
+    """Sizes double beyond the cache's blocks as far as rows with shared prefixes need.
+
+    A given maximum is the last.
+    """
     few = replace(LIMITS, num_blocks=21)
     for sharing, asked, most in ((True, None, [32, 40, 64]), (False, None, []), (True, 20, [])):
         options = PlanOptions(bucketing_policy="split", enable_prefix_caching=sharing, decode_block_bucket_max=asked)
@@ -123,7 +126,7 @@ def test_exponential_sizes_have_the_number_of_points_of_the_original():
     assert decode.axes[1].values == bucket_sizes("exponential", 128, 128, 16384, count=15)
 
 
-def test_no_bucket_is_above_what_a_step_can_need():
+def test_no_bucket_is_above_the_largest_step():
     small = Limits(
         max_model_len=300,
         max_num_seqs=8,
@@ -184,7 +187,10 @@ def test_unified_has_one_key_for_all_contexts():
 
 @pytest.mark.parametrize("seqs", [1, 2, 3, 32, 100, 255, 256, 1000])
 def test_powers_of_two_and_the_most_rows_are_never_padded_in_unified(seqs):
-    """There the tiles of kernels end, so that a step beyond one does the work of twice the rows."""
+    """Powers of two and the most rows are never padded under the unified policy.
+
+    Tiles of kernels end there, so a step just beyond does the work of twice the rows.
+    """
     limits = replace(LIMITS, max_num_seqs=seqs, num_blocks=17 * seqs)
     plan = make_plan(limits, PlanOptions())
     sizes = [rows for rows in {1 << n for n in range(11)} | {seqs} if rows <= seqs]
@@ -217,7 +223,10 @@ def test_skipping_warm_up_skips_the_mistake_too(caplog):
 
 
 def test_a_minimum_above_the_default_maximum_is_a_range_of_one():
-    """It may come from the environment of a longer model."""
+    """A minimum above the default maximum is a range of one.
+
+    It may come from the environment of a longer model.
+    """
     prompt, _ = candidates(LIMITS, PlanOptions(bucketing_policy="split", prompt_seq_bucket_min=4096))
     assert prompt.axes[1].values == (2048,)
 
@@ -227,9 +236,9 @@ def test_a_minimum_above_the_default_maximum_is_a_range_of_one():
     [
         (
             {"decode_block_bucket_max": 4},
-            "VLLM_DECODE_BLOCK_BUCKET_* without effect: the length of contexts is no part",
+            "VLLM_DECODE_BLOCK_BUCKET_* has no effect: the length of contexts is not part",
         ),
-        ({"bucketing_strategy": "linear", "bucket_pad_max": 4}, "VLLM_PROMPT_SEQ_BUCKET_*: its padding is without"),
+        ({"bucketing_strategy": "linear", "bucket_pad_max": 4}, "VLLM_PROMPT_SEQ_BUCKET_*: its padding has no effect"),
     ],
 )
 def test_ranges_without_effect_are_named(more, message, caplog):
@@ -245,8 +254,11 @@ def test_a_range_alone_is_linear_and_the_others_stay_as_they_are():
     assert decode.axes[0].strategy == "padding_aware"
 
 
-def test_equal_rows_are_one_program_where_contexts_are_no_part_of_it():
-    """They were as many programs as buckets, with padding of contexts that nothing paid for."""
+def test_buckets_of_equal_rows_are_one_program_without_contexts():
+    """Buckets of equal rows are one program if contexts are no part of it.
+
+    Once each bucket was a program, with padding of contexts for nothing.
+    """
     limits = replace(LIMITS, max_num_seqs=16, block_size=16, num_blocks=4096)
     options = PlanOptions(bucketing_policy="split", bucketing_strategy="linear", pads_context=False)
     plan, padded = make_plan(limits, options), make_plan(limits, replace(options, pads_context=True))
@@ -265,7 +277,10 @@ def test_equal_rows_are_one_program_where_contexts_are_no_part_of_it():
 
 
 def test_prompts_that_fit_no_bucket_together_wait_for_each_other():
-    """Else every step of several prompts ran as the fallback, of the whole budget."""
+    """Prompts that fit no bucket together wait for each other.
+
+    Else every step of several prompts would run as the fallback of the whole budget.
+    """
     plan = make_plan(LIMITS, PlanOptions(bucketing_policy="split", prompt_bs_bucket_max=2))
     budget = LIMITS.max_num_batched_tokens
     assert plan.padded(2, 300, 200) == 512
@@ -297,7 +312,7 @@ def test_a_file_replaces_both_ladders(tmp_path, caplog):
     assert plan.fit(StepSize("mixed", 3, 600)) == Bucket.mixed(8192, 4)
 
 
-def test_entries_of_a_file_are_cut_to_what_a_step_can_need(tmp_path):
+def test_entries_of_a_file_are_cut_to_the_largest_step(tmp_path):
     path = tmp_path / "buckets.txt"
     path.write_text("([2, 4], 1, range(8, 32, 8))\n(4, 1, 64)\n(9, 1, 8)\n(2, 9000)\n(1, 9000)\n")
     limits = replace(LIMITS, max_model_len=1024, max_num_batched_tokens=2048)  # 8 blocks a row

@@ -1,4 +1,4 @@
-"""Prefix caching: what is found is exactly the longest prefix of full blocks that was published."""
+"""Prefix caching finds exactly the longest published prefix of full blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def test_prompt_logprobs_read_nothing() -> None:
 
 
 def test_a_request_reads_nothing_where_it_wants_that() -> None:
-    """What it computes is there for others."""
+    """A request that asks for it reads no blocks.
+
+    Other requests still read its blocks.
+    """
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 9, skip_reading_prefix_cache=True)
     assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=True))) == []

@@ -1,4 +1,7 @@
-"""A prompt that cannot fit is refused before it is encoded; one that may fit never is."""
+"""A prompt that cannot fit is refused before it is encoded.
+
+A prompt that may fit never is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_no_text_has_fewer_tokens_than_its_characters_say(name: str, text: str) 
 
 
 def dropping() -> dict[str, Backend]:
-    """Tokenizers for which a text of any length may be few tokens."""
+    """Return tokenizers for which a text of any length may be few tokens."""
     stripped, split, absorbing = byte_level(), byte_level(), byte_level()
     stripped.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
     split.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), split.pre_tokenizer])
@@ -65,7 +68,7 @@ def test_no_bound_where_text_may_be_dropped(name: str) -> None:
     assert chars_per_token(backend) is None
     text = {"rstrip": "<|end|>" + " " * 500, "fuse": "z" * 500, "unknown": "z" * 500, "words": "z" * 500}
     shortest = backend.encode(text.get(name, " " * 500), add_special_tokens=False).ids
-    assert len(shortest) < 500 / 2 or name == "replace"  # what a bound of the longest token could not allow
+    assert len(shortest) < 500 / 2 or name == "replace"  # a bound by the longest token would not allow it
 
 
 class Counting(Tokenizer):
@@ -104,7 +107,7 @@ def refuse(size: str) -> None:
 
 @pytest.fixture(scope="module", params=["byte_level", "words"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counting:
-    """One with a bound on the characters of a token, and one without."""
+    """Write a tokenizer with a bound on the characters of a token, and one without."""
     folder = tmp_path_factory.mktemp(request.param)
     backend = byte_level() if request.param == "byte_level" else dropping()["strip"]
     backend.save(str(folder / "tokenizer.json"))
@@ -140,7 +143,9 @@ def test_a_long_text_is_measured_before_it_is_encoded(tokenizer: Counting) -> No
 
 
 @pytest.mark.parametrize("cut", [-1, 3])
-def test_what_is_cut_off_is_bounded_too(processor: InputProcessor, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_to_be_truncated_is_bounded_too(
+    processor: InputProcessor, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = processor.tokenizer
     assert isinstance(tokenizer, Counting)
     params = SamplingParams(truncate_prompt_tokens=cut, max_tokens=1)
@@ -181,7 +186,10 @@ def test_too_many_token_ids_are_not_looked_at(processor: InputProcessor) -> None
 
 
 def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path) -> None:
-    """The longest pause of another thread is a small part of the time that a long text takes."""
+    """Other threads run while a text is encoded.
+
+    Their longest pause is a small part of the time that a long text takes.
+    """
     byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer, pauses, done = Tokenizer(tmp_path), [0.0], threading.Event()
     text = " ".join(f"word{number * 7919}" for number in range(150_000))

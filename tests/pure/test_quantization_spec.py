@@ -1,4 +1,4 @@
-"""What a config says of quantization, layer by layer; everything else is refused by name."""
+"""A config's quantization, layer by layer; everything unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -109,14 +109,17 @@ def test_ignored_modules_stay_plain(ignored: list[str]) -> None:
 
 
 def test_a_module_around_linear_layers_is_not_ignored() -> None:
-    """Its children are quantized all the same; a part of a name means nothing either."""
+    """The children of an ignored module are quantized all the same.
+
+    A part of a name means nothing either.
+    """
     for ignored in ("model.layers.1", "model.layers.0.mlp", "mlp", "down_proj"):
         assert schemes(spec_of(ct(ignore=["lm_head", ignored]))).keys() == set(LAYERS)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
-def test_names_may_be_those_of_another_layout(prefix: str) -> None:
-    """Of models that see images: the Hub's, and transformers 5's."""
+def test_names_of_another_layout_are_understood(prefix: str) -> None:
+    """Names may be of another layout of models that see images: the Hub's, or transformers 5's."""
     llava = {
         "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA | {"model_type": "llama"},
         "image_token_index": 0,
@@ -143,7 +146,7 @@ def test_gptq_says_which_layers_are_plain() -> None:
     assert schemes(spec_of(config | {"modules_in_block_to_quantize": chosen})).keys() == mlp
     left = schemes(spec_of(config | {"dynamic": {r"-:.*self_attn": {}}}))
     assert left.keys() == mlp
-    with pytest.raises(ModelError, match=r"'re:\(' is no regular expression"):
+    with pytest.raises(ModelError, match=r"'re:\(' is not a regular expression"):
         spec_of(config | {"dynamic": {"-:(": {}}})
 
 
@@ -153,7 +156,7 @@ def test_a_name_means_whole_words() -> None:
 
 
 def test_layers_may_have_different_schemes() -> None:
-    """Names count before kinds, and groups before later ones."""
+    """Layers may have different schemes: names count before kinds, and groups before later ones."""
     mixed = ct(format="mixed-precision")
     mixed["config_groups"] = {
         "a": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS, "format": "float-quantized"},
@@ -210,7 +213,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "quantized embeddings are not supported: target 'Embedding'": ct(targets=["Linear", "Embedding"]),
     "quantized embeddings are not supported: model.embed_tokens": ct(targets=[r"re:.*embed.*"]),
     "target 'Conv2d'": ct(targets=["Conv2d"]),
-    "no regular expression": ct(ignore=["re:("]),
+    "not a regular expression": ct(ignore=["re:("]),
     "ignore must be a list of names": ct(ignore="lm_head"),
     "config_groups must be an object": ct(config_groups=[1]),
     "weights must be an object": ct(weights=None),
@@ -219,7 +222,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_supported_is_named(message: str) -> None:
+def test_unsupported_quantization_is_named(message: str) -> None:
     with pytest.raises(ModelError) as error:
         spec_of(REFUSED[message])
     assert message in error.value.message
@@ -252,7 +255,7 @@ def test_a_method_that_the_checkpoint_has_not_is_an_error(config: Any, asked: st
     assert error.value.param == "quantization"
 
 
-def test_a_backend_refuses_what_it_has_no_kernels_for() -> None:
+def test_a_backend_refuses_schemes_without_kernels() -> None:
     awq = {
         "quant_method": "awq",
         "bits": 4,
@@ -266,7 +269,7 @@ def test_a_backend_refuses_what_it_has_no_kernels_for() -> None:
         check_supported(spec_of(ct()), "bfloat16", partial(supports, HPU))
 
 
-def test_bytes_are_those_of_codes_and_scales() -> None:
+def test_bytes_count_codes_and_scales() -> None:
     plain = spec_of(None)
     linear = sum(leaf.weights for path, leaf in plain.linears() if path != "head")
     outputs = sum(leaf.outputs for path, leaf in plain.linears() if path != "head")
@@ -299,9 +302,7 @@ ANY = st.recursive(
 @given(
     st.sampled_from(sorted(SAID)), st.dictionaries(st.sampled_from(NAMES), ANY, min_size=1, max_size=3), st.booleans()
 )
-def test_whatever_a_config_holds_it_makes_a_spec_or_an_error_of_ours(
-    name: str, changes: dict[str, Any], deep: bool
-) -> None:
+def test_any_config_makes_a_spec_or_a_model_error(name: str, changes: dict[str, Any], deep: bool) -> None:
     config = SAID[name][0]
     if deep and "config_groups" in config:
         group = config["config_groups"]["group_0"]

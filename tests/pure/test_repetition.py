@@ -1,4 +1,4 @@
-"""Texts that repeat themselves: what is found is what the definition says, token by token."""
+"""Texts that repeat themselves are found as by the definition, token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from preheat.frontend.repetition import RepetitionChecker, checker_of
 
 
 def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
-    """The definition: for some size, the last tokens are so many times the same pattern."""
+    """Return whether, for some size, the last tokens are ``min_count`` times the same pattern."""
     return any(
         len(tokens) >= size * params.min_count
         and tokens[-size * params.min_count :] == tokens[-size:] * params.min_count
@@ -38,7 +38,10 @@ def test_found_as_the_definition_says(tokens: list[int], least: int, more: int, 
 
 @given(size=st.integers(1, 40), count=st.integers(2, 30), before=st.integers(0, 200))
 def test_found_with_the_last_token_and_no_earlier(size: int, count: int, before: int) -> None:
-    """However far into a text: what is kept of it is moved now and then."""
+    """A repetition is found with its last token and no earlier, however far into a text.
+
+    The kept tokens of a text are moved now and then.
+    """
     params = RepetitionDetectionParams(max_pattern_size=size, min_count=count)
     checker = RepetitionChecker(params)
     tokens = [*range(100, 100 + before), *(list(range(size)) * count)]
@@ -61,7 +64,7 @@ def test_none_is_looked_for_without_a_size() -> None:
         ({"size": 1}, "size"),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, int], said: str) -> None:
+def test_meaningless_repetition_settings_are_refused(given: dict[str, int], said: str) -> None:
     with pytest.raises(InvalidRequest, match="repetition_detection") as caught:
         check_params({"repetition_detection": given})
     assert said in caught.value.message and str(caught.value.param).startswith("repetition_detection")

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the rule against a plain model of it, and what it forgets."""
+"""The replica of a request: the rule against a plain model of it, and its forgetting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def router(size: int, blocks: int = MANY) -> Router:
 
 @dataclass
 class Model:
-    """The rule in its plainest form: all prompts that a replica was given are kept, and compared block by block."""
+    """Plain form of the rule.
+
+    It keeps all prompts given to a replica, and compares them block by block.
+    """
 
     size: int
     prompts: list[list[list[int]]] = field(default_factory=list)
@@ -50,7 +53,7 @@ class Model:
         return max(map(blocks, self.prompts[replica]), default=0)
 
     def best(self, prompt: list[int]) -> set[int]:
-        """All replicas that the two parts of the rule leave."""
+        """Return all replicas that the two parts of the rule leave."""
         loads = list(map(len, self.unfinished))
         allowed = [replica for replica in range(self.size) if loads[replica] - min(loads) <= AHEAD]
         longest = max(self.common(replica, prompt) for replica in allowed)
@@ -81,7 +84,7 @@ def test_the_longest_prefix_then_the_fewest_requests(size: int, actions: list) -
 
 
 @given(st.lists(prompts, max_size=60), st.integers(0, 6))
-def test_what_is_remembered_is_bounded(asked: list[list[int]], blocks: int) -> None:
+def test_the_routers_memory_is_bounded(asked: list[list[int]], blocks: int) -> None:
     tested = router(2, blocks)
     for id, prompt in enumerate(asked):
         tested.route(request(id, prompt))
@@ -98,7 +101,10 @@ def test_the_end_of_a_chain_is_forgotten_first() -> None:
 
 
 def test_nothing_is_left_out_of_a_prefix() -> None:
-    """The same tokens with another salt, adapter or image are another prompt for the cache, so for the router too."""
+    """Another salt, adapter or image makes another prompt.
+
+    That holds for the router as for the cache, even if the tokens are equal.
+    """
     tested = router(2)
     prompt = list(range(2 * BLOCK))
     image = Segment(0, 2, Image(b"a", b""))
@@ -133,7 +139,7 @@ def test_a_replica_that_is_asked_for() -> None:
     assert tested.route(request(3, prompt, data_parallel_rank=0)) == 0
 
 
-def test_what_steps_say_is_booked() -> None:
+def test_the_router_books_the_engines_reports() -> None:
     tested = router(2)
     one, other = tested.route(request(1, [1])), tested.route(request(2, [2]))
     assert {one, other} == {0, 1} and tested.loads() == [(0, 1), (0, 1)]
@@ -194,7 +200,7 @@ def test_each_replica_sees_its_own_gpus() -> None:
         {"kv_events_config": {"enable_kv_cache_events": True}},
     ],
 )  # fmt: skip
-def test_what_replicas_cannot_do_is_refused_by_name(more: dict) -> None:
+def test_options_that_exclude_replicas_are_refused_by_name(more: dict) -> None:
     with pytest.raises(SettingsError, match=f"data_parallel_size.* leave {list(more)[-1]} out"):
         Settings(data_parallel_size=2, **more)
     Settings(**more)

@@ -1,4 +1,4 @@
-"""Without a proposer the scheduler composes, step by step, what it composed before rows could have draft tokens."""
+"""Without a proposer, the scheduler's steps equal its steps of before rows could have draft tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ BEFORE = {
     (True, False): "4adc471b929b394a",
     (True, True): "1b77e977efdfe5e9",
 }
-"""Hashes of all steps of 40 random workloads, taken from the scheduler as it was; by overlap and mixed steps."""
+"""Hashes of all steps of 40 random workloads, by overlap and mixed steps.
+
+They come from the scheduler as it was.
+"""
 
 
 def workload(seed: int, overlap: bool, mixed: bool, **options) -> Harness:
-    """Requests that share prefixes, are preempted, compacted, cancelled and stopped, under cramped random limits."""
+    """Return requests that share prefixes, are preempted, compacted, cancelled and stopped, under cramped limits.
+
+    The limits are random.
+    """
     rng = random.Random(seed)
     size = limits(
         max_model_len=36,
@@ -37,7 +43,7 @@ def workload(seed: int, overlap: bool, mixed: bool, **options) -> Harness:
 
 
 def steps_of(harness: Harness) -> list[tuple[object, ...]]:
-    """Run the workload of ``harness``; all that its schedules say."""
+    """Run the workload of ``harness``, and return the contents of its schedules."""
     rng, seen = harness.rng, []
 
     def step() -> None:
@@ -63,6 +69,6 @@ def steps_of(harness: Harness) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(("overlap", "mixed"), BEFORE)
-def test_the_schedule_is_what_it_was(overlap, mixed) -> None:
+def test_schedules_match_recorded_hashes(overlap, mixed) -> None:
     text = repr([steps_of(workload(seed, overlap, mixed)) for seed in range(40)])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == BEFORE[overlap, mixed]

@@ -41,7 +41,7 @@ PROMPTS = st.one_of(
 
 
 class Anything(RuleBasedStateMachine):
-    """Random requests, cancels and failing steps under random, mostly cramped, limits, with and without overlap."""
+    """Random requests, cancels and failing steps under random, mostly cramped limits, with and without overlap."""
 
     @initialize(data=st.data())
     def build(self, data) -> None:
@@ -127,7 +127,7 @@ TestAnything.settings = settings(max_examples=120, stateful_step_count=40, deadl
 
 
 def crowded(preempting: bool = True, **options) -> Harness:
-    """Sequences that together outgrow the cache, so that some are preempted."""
+    """Run sequences that together outgrow the cache, so that some are preempted."""
     harness = Harness(limits(num_blocks=17 if preempting else 65, max_model_len=64), **options)
     harness.add(*(request(number, [number, 1, 2, 3, 4], 40) for number in range(4)))
     harness.run()
@@ -159,7 +159,7 @@ def shared_prefix(second: list[int], salt: str = "") -> Harness:
     return harness
 
 
-def test_a_cached_prefix_is_used_up_to_what_differs() -> None:
+def test_a_cached_prefix_is_used_up_to_the_first_difference() -> None:
     assert shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 3]).outcomes[1].starts == [8]
     assert shared_prefix([1, 2, 3, 4, 9, 6, 7, 8, 9]).outcomes[1].starts == [4]
     assert shared_prefix([9, 2, 3, 4, 5, 6, 7, 8, 9]).outcomes[1].starts == [0]
@@ -168,7 +168,10 @@ def test_a_cached_prefix_is_used_up_to_what_differs() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_computed_before_a_reset_is_found(overlap) -> None:
-    """Not even what a step in flight has computed; a sequence that runs goes on, on the blocks that it has."""
+    """Nothing computed before a reset is found, not even by a step in flight.
+
+    A running sequence goes on with its blocks.
+    """
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     harness = Harness(limits(), overlap=overlap)
     harness.add(request(0, prompt, 20))
@@ -269,7 +272,7 @@ def test_who_decodes_is_not_held_up_for_long(mixed_tokens, chunks) -> None:
 
 
 def test_a_bound_on_mixed_steps_starves_no_request() -> None:
-    """Twice the rows that decode, and what a prompt's first token is padded to, may always run."""
+    """Twice the decoding rows, and the padded first token of a prompt, may always run."""
     harness = Harness(limits(max_num_batched_tokens=64, max_num_seqs=8), mixed_tokens=2, padded=to_eights)
     harness.add(*(request(number, [number], 30) for number in range(6)))
     harness.step()
@@ -349,7 +352,7 @@ def test_stop_ids_wait_for_min_tokens(more) -> None:
     assert (finish.reason, finish.stop_id) == ("stop", stop)
 
 
-def test_steps_are_settled_once_in_the_order_they_run() -> None:
+def test_results_are_processed_once_in_the_order_of_steps() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(request(0, [1]))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -367,7 +370,7 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
     scheduler.check()
 
 
-def test_limits_under_which_someone_could_never_run_are_refused() -> None:
+def test_limits_that_exclude_allowed_requests_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"max_model_len 64 needs 16 blocks.*num_gpu_blocks_override"):
         Scheduler(limits(num_blocks=16))
     with pytest.raises(SettingsError, match="max_num_seqs"):
@@ -377,7 +380,7 @@ def test_limits_under_which_someone_could_never_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 4), ([1] * 60, 5), ([1], 0)])
-def test_what_could_never_run_is_not_queued(prompt, max_tokens) -> None:
+def test_impossible_requests_are_not_queued(prompt, max_tokens) -> None:
     scheduler = Scheduler(limits())
     bad = request(0, prompt)
     bad.max_tokens = max_tokens
@@ -397,7 +400,10 @@ def test_stats_count_each_token_once_despite_preemption() -> None:
 
 
 def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
-    """Equal ones in order of arrival; a preempted one waits at its old place."""
+    """Equal priorities run in order of arrival.
+
+    A preempted sequence waits at its old place.
+    """
     scheduler = Scheduler(limits(max_num_seqs=2))
     for number, priority in enumerate((5, 0, -3, 0), 1):
         scheduler.add(msgspec.structs.replace(request(number, [1] * 8, max_tokens=4), priority=priority))
@@ -419,8 +425,11 @@ def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("lacking", ["slots", "blocks"])
-def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
-    """For a request that does not yield, and for no other; no token changes."""
+def test_yielding_requests_make_way_and_go_on_later(lacking, overlap) -> None:
+    """Yielding sequences make way only for a request that does not yield.
+
+    No token changes.
+    """
     room = {"slots": {"max_num_seqs": 2}, "blocks": {"num_blocks": 19, "max_num_seqs": 3}}[lacking]
     harness = Harness(limits(**room, max_model_len=48), overlap=overlap)
 
@@ -441,7 +450,7 @@ def test_those_that_yield_make_way_and_go_on_later(lacking, overlap) -> None:
     harness.verify()
 
 
-def test_one_that_starts_late_goes_before_those_of_higher_priority() -> None:
+def test_a_late_sequence_is_ordered_by_its_priority() -> None:
     scheduler = Scheduler(limits(max_num_seqs=3))
     for number, priority in ((1, 2), (2, 2), (3, 1)):
         scheduler.add(msgspec.structs.replace(request(number, [1] * 4, max_tokens=4), priority=priority))
@@ -467,7 +476,7 @@ class ScannedQueue(WaitingQueue):
 
 
 def comparisons(monkeypatch, queue: type[WaitingQueue], count: int) -> int:
-    """How often two sequences are compared while ``count`` of them are queued and leave in random order."""
+    """Return how often two sequences are compared while ``count`` of them are queued and leave in random order."""
     seen = 0
 
     def equal(self, other) -> bool:
@@ -493,7 +502,7 @@ def test_leaving_the_queue_compares_no_sequences(monkeypatch) -> None:
 
 
 def calls_of(action: Callable[[], object]) -> int:
-    """Function calls, built-in ones too, that ``action`` makes; none of a garbage collection, which comes later."""
+    """Return the number of function calls of ``action``, built-in ones too, without garbage collections."""
     count = 0
 
     def counting(frame, event, argument) -> None:
@@ -520,7 +529,7 @@ def beat(scheduler: Scheduler) -> Schedule:
 
 
 def waited_for(waiting: int) -> Scheduler:
-    """So many requests, four of which have their place."""
+    """Return a scheduler of ``waiting`` requests, with four of them in slots."""
     scheduler = Scheduler(limits())
     for number in range(waiting):
         scheduler.add(request(number, [1, 2, 3]))
@@ -529,7 +538,7 @@ def waited_for(waiting: int) -> Scheduler:
 
 
 def decoding(rows: int) -> Scheduler:
-    """So many rows in the middle of a block."""
+    """Return a scheduler with ``rows`` rows in the middle of a block."""
     scheduler = Scheduler(
         limits(max_num_seqs=rows, max_num_batched_tokens=3 * rows, num_blocks=17 * rows, block_size=8)
     )
@@ -554,7 +563,7 @@ def test_a_decoding_step_loops_over_no_rows() -> None:
     assert calls_of(lambda: beat(many)) > calls_of(lambda: beat(few)) + 250
 
 
-def test_running_rows_own_what_their_tables_say() -> None:
+def test_the_check_sees_a_changed_block_table() -> None:
     harness = Harness(limits())
     harness.add(request(0, [1] * 9))
     harness.step()

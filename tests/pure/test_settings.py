@@ -101,7 +101,7 @@ def test_environment_names_are_unique():
 
 
 @pytest.mark.parametrize("opt", [opt for opt in OPTIONS.values() if isinstance(opt.later, str)], ids=lambda o: o.name)
-def test_what_comes_later_is_refused_except_at_its_default(opt):
+def test_unimplemented_options_take_only_their_default(opt):
     other = {
         bool: lambda: not opt.default,
         int: lambda: 2 if opt.default != 2 else 3,
@@ -163,14 +163,17 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"model": None}, "model: None is not text"),
     ],
 )
-def test_bad_values_say_what_is_wrong(args, message):
+def test_errors_of_values_name_the_mistake(args, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
         Settings.load(args, env={})
 
 
 @pytest.mark.parametrize("opt", OPTIONS.values(), ids=lambda opt: opt.name)
 def test_no_value_of_any_option_is_a_traceback(opt):
-    """Numbers that no processor counts with, and bytes that end a path."""
+    """No value of any option is a traceback.
+
+    Some values are numbers too large for a processor, or bytes that end a path.
+    """
     values = {int: [2**70, -(2**70), 2**64], str: ["a\0b"], tuple: [("a", "b\0")], dict: [{"model": "a\0"}]}
     for value in values.get(opt.kinds[0], []):
         with pytest.raises(SettingsError) as refused:
@@ -208,7 +211,7 @@ def test_unknown_variables_are_warned_about(name, caplog):
         ("a: [", "cannot read"),
     ],
 )
-def test_bad_config_files_say_what_is_wrong(text, message, tmp_path):
+def test_errors_of_config_files_name_the_mistake(text, message, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=message) as error:
@@ -247,7 +250,7 @@ def test_every_kind_of_option_has_a_flag(name):
     assert getattr(Settings.load(given_flags, env={}), name) == value
 
 
-def test_help_shows_what_can_be_set():
+def test_help_shows_every_settable_option():
     parser = argparse.ArgumentParser()
     add_flags(parser, OPTIONS.values())
     text = parser.format_help()

@@ -1,4 +1,4 @@
-"""Shards: what each rank has of a model, and what no model can be divided into."""
+"""Shards: each rank's share of a model, and refused divisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
-from preheat.model.shard import shard, sums_leaves
+from preheat.model.shard import shard, sums_k_splits
 from preheat.model.specs import LinearSpec, ModelSpec, leaves
 from preheat.settings import Settings
 from tests.specs import LLAMA_8B, llama
@@ -53,7 +53,7 @@ def test_ranks_have_each_row_and_column_once(spec, world):
             edges = [each.columns for each in mine]
             assert edges[0][0] == 0 and edges[-1][1] == whole.inputs == mine[0].stored_inputs
             assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
-            assert sum(each.leaves for each in mine) == 4
+            assert sum(each.k_splits for each in mine) == 4
         else:
             rows = [row for each in mine for row in rows_of(each)]
             repeats = path.endswith("qkv") and spec.num_kv_heads < world
@@ -63,7 +63,10 @@ def test_ranks_have_each_row_and_column_once(spec, world):
 
 
 def test_the_parts_of_a_layer_stay_in_order():
-    """Queries, then keys, then values; gates, then ups; heads with the keys that they look at."""
+    """The parts of a layer stay in order.
+
+    The orders are queries, keys, values; gates, ups; and heads with the keys that they look at.
+    """
     first, last = (shard(LLAMA_8B, rank, 4).layers[0] for rank in (0, 3))
     assert [name.rpartition(".")[2] for name, _ in first.attention.qkv.pieces()] == ["q_proj", "k_proj", "v_proj"]
     assert [rows for _, rows in last.attention.qkv.pieces()] == [(3072, 4096), (768, 1024), (768, 1024)]
@@ -78,15 +81,18 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks():
 
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, MOE], ids=["8b", "moe"])
-def test_what_is_one_product_does_not_depend_on_the_number_of_ranks(spec):
-    """The sizes of tiles and leaves, on which the order of a library's sum may depend."""
+def test_sizes_of_products_do_not_depend_on_the_number_of_ranks(spec):
+    """Sizes of tiles and K splits are equal on all sizes of groups.
+
+    The order of a library's sum may depend on them.
+    """
     for path in linears(spec):
         sizes = set()
         for world in (1, 2, 4):
             mine = linears(shard(spec, 0, world))[path]
-            leaf = mine.inputs // mine.leaves if mine.leaves else mine.inputs
+            split = mine.inputs // mine.k_splits if mine.k_splits else mine.inputs
             # The head's last tile may be smaller, on the rank that has it.
-            sizes.add((leaf, *sorted(set(mine.tiles[:1] if path == "head" else mine.tiles))))
+            sizes.add((split, *sorted(set(mine.tiles[:1] if path == "head" else mine.tiles))))
         assert len(sizes) == 1, path
 
 
@@ -95,9 +101,9 @@ def test_every_rank_has_every_token_of_the_vocabulary_between_them():
     assert [head.order for head in heads] == [((0, 63),), ((63, 126),), ((126, 189),), ((189, 250),)]
 
 
-def test_eight_ranks_have_a_leaf_each():
+def test_eight_ranks_have_a_k_split_each():
     spec = shard(LLAMA_8B, 7, 8)
-    assert spec.layers[0].mlp.down.leaves == 1 and spec.layers[0].mlp.down.inputs == 14336 // 8
+    assert spec.layers[0].mlp.down.k_splits == 1 and spec.layers[0].mlp.down.inputs == 14336 // 8
 
 
 def test_alibi_goes_with_its_heads():
@@ -117,7 +123,7 @@ def test_alibi_goes_with_its_heads():
         ({"vocab": 5}, 4, "5 tokens of the vocabulary"),
     ],
 )
-def test_what_cannot_be_divided_is_named(sizes, world, said):
+def test_sizes_that_cannot_be_divided_are_named(sizes, world, said):
     usual = {"hidden": 64, "inner": 64, "layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 64}
     spec = llama(**usual | sizes)
     with pytest.raises(ModelError, match=said) as error:
@@ -125,7 +131,7 @@ def test_what_cannot_be_divided_is_named(sizes, world, said):
     assert error.value.param == "tensor_parallel_size"
 
 
-def test_what_nobody_has_said_how_to_cut_is_refused():
+def test_a_format_without_a_cut_is_refused():
     layer = DENSE.layers[0]
     other = replace(layer.mlp, down=replace(layer.mlp.down, format="other"))
     with pytest.raises(ModelError, match="stored as other yet"):
@@ -139,9 +145,9 @@ def test_norms_and_embeddings_are_whole():
 
 
 def test_settings():
-    assert not sums_leaves(Settings())
-    assert sums_leaves(Settings(tp_invariant=True)) and sums_leaves(Settings(tensor_parallel_size=2))
+    assert not sums_k_splits(Settings())
+    assert sums_k_splits(Settings(tp_invariant=True)) and sums_k_splits(Settings(tensor_parallel_size=2))
     with pytest.raises(SettingsError, match="1, 2, 4 or 8, got 3"):
         Settings(tensor_parallel_size=3)
-    with pytest.raises(SettingsError, match="tp_invariant is the only order"):
+    with pytest.raises(SettingsError, match="only add in the order of tp_invariant"):
         Settings(tensor_parallel_size=2, tp_invariant=False)

@@ -1,4 +1,4 @@
-"""Rows with draft tokens: whatever is drafted, right or wrong, the tokens are those of plain decoding."""
+"""Rows with draft tokens, right or wrong, have the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pure.test_same_schedule import steps_of, workload
 
 
 def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **options) -> Harness:
-    """One more request every so many steps, in a small cache, with a proposer."""
+    """Run a request every ``every`` steps, in a small cache, with a proposer."""
     size = limits(max_model_len=36, num_blocks=10 + spare, max_num_batched_tokens=16)
     harness = Harness(size, overlap=overlap, proposer=proposer, **options)
     for number, (prompt, max_tokens, more) in enumerate(asked):
@@ -45,7 +45,10 @@ def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **op
 def test_any_drafts_give_the_tokens_of_plain_decoding(
     asked, most, right, overlap, spare, every, threshold, seed
 ) -> None:
-    """Preempted, compacted, shared, stopped by ids and lengths, with logprobs, as ``drafted`` compares."""
+    """Any drafts give plain decoding's tokens: preempted, compacted, shared, stopped, with logprobs.
+
+    ``drafted`` compares them.
+    """
     harness = drafted(asked, Scripted(most, right, seed), overlap, spare, every, defrag_threshold=threshold)
     assert harness.scheduler.idle
     assert harness.scheduler.stats().blocks_used == 0
@@ -73,7 +76,7 @@ def test_right_drafts_save_steps() -> None:
     assert steps[1] < steps[0] < plain
 
 
-def test_several_tokens_of_a_step_are_told_in_order() -> None:
+def test_several_tokens_of_a_step_are_reported_in_order() -> None:
     class All(Scripted):
         def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
             known = slots.tokens[slot, : slots.device_len[slot]].tolist()
@@ -119,8 +122,8 @@ def test_a_row_with_drafts_in_flight_is_in_no_other_step(monkeypatch) -> None:
     assert max(together) == 1 < len(together)
 
 
-def test_drafts_take_only_what_is_left() -> None:
-    """Neither budget nor blocks that others want, nor more than the sequence's length."""
+def test_drafts_take_only_the_rest_of_budget_blocks_and_length() -> None:
+    """Drafts take neither budget nor blocks of other rows, nor more than the sequence's length."""
     harness = Harness(limits(max_num_batched_tokens=8), proposer=Scripted(6, 1.0, seed=1))
     harness.add(request(0, [1, 2], 30))
     harness.step()
@@ -137,7 +140,10 @@ def test_drafts_take_only_what_is_left() -> None:
 
 
 def test_rejected_drafts_are_never_published() -> None:
-    """The harness looks at every block that can be found after every step."""
+    """Rejected drafts are never published.
+
+    The harness looks at every block that can be found after every step.
+    """
     harness = drafted(MANY, Scripted(6, 0.5), False, spare=60)
     assert harness.scheduler.stats().accepted_tokens > 0
     harness.add(request(50, [0, 1, 2, 3, 4, *harness.outcomes[0].tokens[:12]], 4))
@@ -175,7 +181,7 @@ class Silent(Scripted):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> None:
+def test_a_silent_proposer_does_not_change_the_schedule(seed) -> None:
     plain = steps_of(workload(seed, False, True))
     assert steps_of(workload(seed, False, True, proposer=Scripted(0, 1.0))) == plain
     silent = Silent(3, 1.0)
@@ -190,7 +196,10 @@ def test_a_proposer_of_no_tokens_is_not_asked() -> None:
 
 
 def calls_of(scheduler: Scheduler) -> list[int]:
-    """Gets, for each step from now on, how many functions of Python and of C scheduling it called."""
+    """Return a list.
+
+    Each further step adds its number of calls of Python and C functions.
+    """
     right, counts = scheduler.schedule, list[int]()
 
     def seen(frame: object, event: str, what: object) -> None:
@@ -211,8 +220,11 @@ def calls_of(scheduler: Scheduler) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_where_drafts_do_not_pay_a_step_costs_the_host_what_it_does_without(overlap) -> None:
-    """The proposer is hardly ever asked, and nearly all steps call as few functions as without one."""
+def test_drafts_that_do_not_pay_cost_the_host_nothing(overlap) -> None:
+    """If drafts do not pay, the proposer is hardly ever asked.
+
+    Most steps then call as few functions as without it.
+    """
     calls, wrong = [], Scripted(4, 0.0)
     for proposer in (None, wrong):
         harness = Harness(limits(max_model_len=256, num_blocks=200), overlap=overlap, proposer=proposer)

@@ -1,4 +1,7 @@
-"""The store: the same boot finds what was left, another does not, and nothing in it can stop a boot."""
+"""The store: the same boot finds its records, another does not.
+
+None of its contents can stop a boot.
+"""
 
 import dataclasses
 import logging
@@ -96,7 +99,11 @@ def test_another_version_is_another_boot(name, monkeypatch):
 
 
 def test_free_memory_alone_changes_nothing():
-    """The number of blocks follows it, from boot to boot; items that depend on it have other names."""
+    """Free memory alone changes no fingerprint.
+
+    Items that depend on the number of blocks have other names. The number of blocks follows the free memory from boot
+    to boot.
+    """
     more = dataclasses.replace(LIMITS, num_blocks=40)
     assert fingerprint(parts(plan(more))) == fingerprint(parts())
     split = {"bucketing_policy": "split"}
@@ -136,7 +143,7 @@ def test_a_file_that_is_no_checkpoint_has_a_fingerprint_too(content, tmp_path):
     assert file_part(path)[:2] == ["odd.safetensors", len(content)]
 
 
-def test_a_second_boot_reuses_what_ran(tmp_path):
+def test_a_second_boot_reuses_items_that_ran(tmp_path):
     first = Store(tmp_path, "f")
     assert first.last is None
     assert first.costs() == {}

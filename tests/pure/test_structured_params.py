@@ -1,4 +1,4 @@
-"""Structured outputs before anything is compiled: parameters, settings, files of grammars, what a schema becomes."""
+"""Structured outputs before compilation: parameters, settings, files of grammars, rules from a schema."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         ({"json": {}, "call_token_ids": (5,)}, "give after_token_id too"),
     ],
 )
-def test_what_means_nothing_is_refused(values, why):
+def test_meaningless_structured_outputs_are_refused(values, why):
     with pytest.raises(ValueError, match=why):
         StructuredOutputsParams(**values)
 
 
-def test_they_travel_and_say_what_they_are():
+def test_structured_outputs_travel_with_their_kind():
     for name, value in zip(NAMES, ({"a": [1]}, "a", ["b"], "c", True, {"d": {}}), strict=True):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**{name: value}), temperature=0)
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -115,13 +115,13 @@ def test_a_file_that_cannot_be_used_says_where(tmp_path, text, why):
 
 
 def names_of(**asked: object) -> set[str]:
-    """What may come first in an object of the schema."""
+    """Return the names that may come first in an object of the schema."""
     rules = json_rules(StructuredOutputsParams(**asked), asked["json"], "json")
     return {name for name in ("a", "b") if _reads(rules, f'{{"{name}":1}}')}
 
 
 def _reads(rules: Rules, value: str) -> bool:
-    """Whether ``value`` is of the rules: by taking each of them as what it stands for."""
+    """Return whether ``value`` fits the rules, with each rule replaced by its contents."""
 
     def whole(node: Node, depth: int = 0) -> Node:
         match node:
@@ -178,13 +178,16 @@ ANY = {"type": "any_text"}
         ({"json": {"enum": ["b" * 70_000, "c" * 70_000]}}, "at most 131,072"),
         ({"json": {"properties": {"a": {"type": []}}}}, r"type must be one of .* \(at \$\.properties\.a\.type\)"),
         ({"json": {"$defs": {"a": {"minLength": -1}}}}, r"minLength must be .* \(at \$\.\$defs\.a\.minLength\)"),
-        ({"json": {"items": {"maxlength": 3}}}, r"maxlength is no keyword .* maxLength is \(at \$\.items\.maxlength\)"),
+        (
+            {"json": {"items": {"maxlength": 3}}},
+            r"maxlength is not a keyword .* maxLength is \(at \$\.items\.maxlength\)",
+        ),
         ({"json": {"type": "string", "pattern": "a(b"}}, r"unclosed group at position 1 .*\(at \$\.pattern\)"),
-        ({"json": '{"const": Infinity}'}, "Infinity is no number"),
+        ({"json": '{"const": Infinity}'}, "Infinity is not a number"),
         ({"grammar": " "}, "structured_outputs.grammar: it is empty"),
         ({"structural_tag": {"tags": []}}, "tags is not supported"),
         ({"structural_tag": {"format": {}}}, "format must be an object with a type"),
-        ({"structural_tag": {"format": {"type": "dispatch"}}}, "type dispatch, which is not supported"),
+        ({"structural_tag": {"format": {"type": "dispatch"}}}, "type dispatch is not supported"),
         ({"structural_tag": {"format": {"type": "or", "elements": []}}}, "at least one format"),
         ({"structural_tag": {"format": {"type": "regex"}}}, "format: pattern of regex is missing"),
         ({"structural_tag": {"format": ANY | {"max_tokens": 3}}}, "max_tokens of any_text is not supported"),
@@ -216,7 +219,10 @@ class Counting:
 
 
 def test_the_state_goes_where_the_sequence_goes():
-    """Into the slot, out of it, and with the sequence through a preemption; min_tokens is its own affair."""
+    """A state follows its sequence into a slot, out of it, and through a preemption.
+
+    min_tokens does not depend on it.
+    """
     from preheat.schedule.blocks import BlockPool
     from preheat.schedule.running import RunningSequences
 

@@ -1,4 +1,4 @@
-"""Templates that are no friends: whatever they do, at boot or on a message, its time and memory are bounded."""
+"""Hostile templates: at boot or on a message, their time and memory are bounded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def strict():
-    """Processes with less time than real ones, so that the tests take less."""
+    """Use processes with less time than real ones, so that the tests take less."""
     usual = template_process._helpers, template_process.CPU_SECONDS
     kind = Kind("preheat.frontend.template_work:make_work", b"", 0.25, template_process.MEMORY)
     template_process._helpers, template_process.CPU_SECONDS = Helpers(kind, template_process.AT_ONCE), 0.25
@@ -67,7 +67,7 @@ def strict():
 
 
 def largest_child() -> int:
-    """Return the KiB of the largest child so far, also of those of other tests."""
+    """Return the KiB of the largest child so far, including children of other tests."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
@@ -81,7 +81,7 @@ def test_a_hostile_template_is_stopped_and_the_next_one_rendered(name):
 
 
 def test_compiling_is_bounded_too():
-    """Jinja computes constants when it compiles."""
+    """Compiling is bounded too, as Jinja computes constants when it compiles."""
     with pytest.raises(TemplateExhausted):
         variables(HOSTILE["a power"])
 
@@ -92,7 +92,7 @@ def tokenizer(folder: Path, **config: object) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def test_at_boot_the_file_and_what_it_did_are_named(tmp_path):
+def test_errors_at_boot_name_the_template_file_and_its_fault(tmp_path):
     inside, beside = tmp_path / "inside", tmp_path / "beside"
     inside.mkdir()
     beside.mkdir()
@@ -154,8 +154,8 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(value=JSON, text=st.text(st.characters()))
-def test_a_process_renders_what_this_one_would(value, text):
-    """Whole numbers of any size, lone surrogates, order of keys: as if nothing had been sent."""
+def test_a_process_renders_as_this_process_would(value, text):
+    """A process renders as this one would: integers of any size, lone surrogates, order of keys."""
     known = {"value": value, "text": text}
     source = "{{ text }}|{{ value | tojson }}|{{ value }}|{{ text | length }}"
     assert render(source, known) == template_work._compiled(source).render(known)

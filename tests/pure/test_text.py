@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.detokenize import WindowDetokenizer
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from tests.tokenizers import TEXT, byte_level, sentencepiece
@@ -48,12 +48,15 @@ ids = st.lists(st.integers(0, 420), max_size=40)
 
 
 def run_of(tokenizer: Tokenizer, id: int) -> bool:
-    """Whether ``id`` is a byte token."""
+    """Return whether ``id`` is a byte token."""
     return re.fullmatch("<0x[0-9A-F]{2}>", tokenizer._backend.id_to_token(id) or "") is not None
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
-    """The library's ``decode``, but characters in a run of byte tokens stay, whatever else is in the run."""
+    """Return the library's ``decode``, with one exception.
+
+    Characters in a run of byte tokens stay, whatever else is in the run.
+    """
     ids = [id for id in ids if tokenizer._backend.id_to_token(id) and not (skip and id in tokenizer.special_ids)]
     head = tokenizer.encode("h", False)
     text = ""
@@ -97,7 +100,10 @@ def test_deltas_join_to_the_whole_decode(
 def test_a_run_of_byte_tokens_is_sent_as_the_library_streams_it(
     tokenizers: dict[str, Tokenizer], text: str, prompt: str
 ) -> None:
-    """``DecodeStream`` of tokenizers is the reference for when a character is sent; it needs no later token."""
+    """A character is sent at the token where ``DecodeStream`` of tokenizers sends it.
+
+    It needs no later token.
+    """
     tokenizer = tokenizers["unstripped"]
     ids = [id for char in text for id in spelled(tokenizer, char)]
     stream, detokenizer = DecodeStream(skip_special_tokens=True), tokenizer.detokenizer([])
@@ -130,7 +136,7 @@ def spelled(tokenizer: Tokenizer, char: str) -> list[int]:
 def test_a_stop_string_is_found_with_the_token_that_completes_it(
     tokenizers: dict[str, Tokenizer], name: str, ids: list[int], skip: bool
 ) -> None:
-    """Text that is certain is not held back: at most the last three tokens wait for others."""
+    """Certain text is not held back: at most the last three tokens wait for others."""
     tokenizer = tokenizers[name]
     detokenizer, sent = tokenizer.detokenizer([], skip), ""
     for end, id in enumerate(ids, 1):
@@ -141,8 +147,11 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_token_costs_the_same_wherever_it_is(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
-    """Nothing is decoded again and again: neither a run of U+FFFD nor tokens without a text make a window grow."""
+def test_the_cost_of_a_token_does_not_depend_on_its_position(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
+    """Nothing is decoded again and again.
+
+    Neither a run of U+FFFD nor tokens without a text make a window grow.
+    """
     sizes: list[int] = []
 
     def decode(ids: list[int]) -> str:
@@ -289,7 +298,7 @@ def test_only_conversations_with_tools_have_the_template_for_tools(tmp_path: Pat
 
 
 def test_a_model_that_sees_images_has_the_template_of_its_processor(tmp_path: Path) -> None:
-    """transformers' processor reads a file of its own before all others, and its config before the tokenizer's."""
+    """As in transformers, a processor's template file comes first, and its config before the tokenizer's."""
 
     def found(image_token: str | None) -> str:
         return ChatTemplate(saved(tmp_path, byte_level(), chat_template="config"), None, image_token).render([])
@@ -321,22 +330,22 @@ def test_defaults_are_variables_of_every_conversation(tokenizers: dict[str, Toke
         ChatTemplate(tokenizers["bytes"], source, defaults={"tools": [], "messages": []})
 
 
-def test_messages_are_told_in_one_way() -> None:
-    """All names of a thought, arguments as objects, nothing empty."""
+def test_messages_take_one_form() -> None:
+    """Messages take one form: all names of a thought, arguments as objects, nothing empty."""
     call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     for name in ("reasoning", "reasoning_content"):
         message = {"role": "assistant", name: "why", "content": None, "tool_calls": [call], "name": []}
         thoughts = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "why")
         expected = {"role": "assistant", **thoughts, "tool_calls": [plain]}
-        assert told([message]) == [expected]
-        assert told(told([message])) == [expected]
-    assert told([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]
+        assert chat_messages([message]) == [expected]
+        assert chat_messages(chat_messages([message])) == [expected]
+    assert chat_messages([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]
     for bad in ("x", {"function": {}}, {"function": {"name": "f", "arguments": "{"}}):
         with pytest.raises(InvalidRequest, match=r"messages\[1\]\.tool_calls\[0\]"):
-            told([{"role": "user"}, {"role": "assistant", "tool_calls": [bad]}])
+            chat_messages([{"role": "user"}, {"role": "assistant", "tool_calls": [bad]}])
     with pytest.raises(InvalidRequest, match=r"messages\[0\] must be an object"):
-        told(["hello"])
+        chat_messages(["hello"])
 
 
 def test_an_empty_message_is_continued_behind_its_header(tokenizers: dict[str, Tokenizer]) -> None:
@@ -383,7 +392,10 @@ def test_templates(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
 
 
 def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: the match with the first end, the longest of those."""
+    """Return the text cut by the definition of stop strings.
+
+    The match with the first end counts, the longest if several end there.
+    """
     matches = [
         (start + len(stop), -len(stop), stop)
         for stop in stops

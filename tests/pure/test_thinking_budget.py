@@ -1,4 +1,7 @@
-"""Budgets of reasoning: what is spent and what follows, as a function of the tokens alone."""
+"""Budgets of reasoning, as a function of only the tokens.
+
+They decide the tokens spent, and the forced ones after them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def behind(thinking: Thinking, tokens: list[int]) -> Budget:
 
 
 def held(thinking: Thinking, wishes: list[int]) -> list[int]:
-    """What a text becomes whose model wishes for these tokens."""
+    """Return the text of a model that wishes for these tokens."""
     budget, said = behind(thinking, []), list[int]()
     for wish in wishes:
         forced = budget.forced([])
@@ -40,7 +43,7 @@ def held(thinking: Thinking, wishes: list[int]) -> list[int]:
 
 
 def reasoning(thinking: Thinking, tokens: list[int]) -> list[int]:
-    """The reasoning in ``tokens``, by the definition of where it begins and ends."""
+    """Return the reasoning in ``tokens``, by the definition of where it begins and ends."""
     if not thinking.within:
         first = next((place for place, token in enumerate(tokens) if token != SPACE), len(tokens))
         if tokens[first : first + 1] != [START]:
@@ -52,7 +55,10 @@ def reasoning(thinking: Thinking, tokens: list[int]) -> list[int]:
 
 @given(left=st.integers(0, 6), within=st.booleans(), wishes=SAID)
 def test_the_reasoning_has_as_many_tokens_as_it_may(left: int, within: bool, wishes: list[int]) -> None:
-    """Nothing changes but where it would go on: there comes the end, and what follows is the model's own."""
+    """The reasoning has at most ``left`` tokens.
+
+    Only the token where it would go on becomes the end. All tokens behind it are the model's own.
+    """
     thinking = limit(left, within)
     said, wished = held(thinking, wishes), reasoning(thinking, wishes)
     assert reasoning(thinking, said) == wished[:left]
@@ -66,7 +72,10 @@ def test_the_reasoning_has_as_many_tokens_as_it_may(left: int, within: bool, wis
 def test_drafts_and_a_text_that_goes_on_elsewhere(
     left: int, within: bool, last: tuple[int, ...], wishes: list[int]
 ) -> None:
-    """Behind drafts it is as behind tokens, wherever the text is cut; a fresh state gets there from the tokens."""
+    """Behind drafts the forced tokens are the same as behind tokens, wherever the text is cut.
+
+    A fresh state gets there from the tokens.
+    """
     thinking = limit(left, within, last)
     said = held(thinking, wishes)
     for cut in range(len(said) + 1):
@@ -74,7 +83,7 @@ def test_drafts_and_a_text_that_goes_on_elsewhere(
             assert behind(thinking, said[:cut]).forced(said[cut:end]) == behind(thinking, said[:end]).forced([])
 
 
-def test_several_tokens_end_it() -> None:
+def test_an_end_of_several_tokens_is_forced() -> None:
     assert held(limit(2, last=(8, 9, END)), [TEXT] * 8) == [TEXT, TEXT, 8, 9, END, TEXT, TEXT, TEXT]
 
 
@@ -89,14 +98,14 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> ReasoningFormat:
 def test_a_prompt_that_has_its_first_tokens(
     form: ReasoningFormat, prompt: list[int], wishes: list[int], budget: int
 ) -> None:
-    """A text that goes on from any of its tokens within the reasoning ends that where it would have ended."""
+    """A text that goes on from any token of its reasoning ends the reasoning at the same token."""
     ids = {START: form.start_id, END: form.end_id}
     prompt, wishes = ([ids.get(token, token) for token in tokens] for tokens in (prompt, wishes))
     thinking = form.thinking(budget, [*prompt, form.start_id])
     assert thinking is not None and thinking.within and thinking.left == budget
     said = held(thinking, wishes)
     for cut in range(len(reasoning(thinking, said)) + 1):
-        if form.start_id in said[:cut]:  # a second start, which does not begin it anew
+        if form.start_id in said[:cut]:  # a second start begins no new reasoning
             break
         onwards = form.thinking(budget, [*prompt, form.start_id, *said[:cut]])
         assert onwards is not None and held(onwards, wishes[cut:]) == said[cut:]
@@ -121,7 +130,7 @@ def test_numbers_of_tokens(wrong: object) -> None:
         check_params({"thinking_token_budget": wrong})
 
 
-def test_no_limit_is_none() -> None:
+def test_a_negative_budget_means_no_limit() -> None:
     assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
     assert SamplingParams(thinking_token_budget=0).masked == ("thinking_token_budget",)
     assert Request(1, [1], SamplingParams(), 0, 8).thinking is None

@@ -1,4 +1,4 @@
-"""How long a warm-up will still take, learned from what has run."""
+"""The rest of a warm-up's time, learned from the items that have run."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def test_nothing_has_run_yet():
 
 
 def test_kinds_are_off_by_factors_of_their_own():
-    """A first boot on a CPU: a step takes four times its estimate and a sampler item ten times."""
+    """On a first CPU boot, a step takes four times its estimate and a sampler item ten times."""
     steps, draws = items("mixed", 10, 0.1), items("sampler", 100, 0.01)
     left = TimeLeft([*steps, *draws])
     for step in steps:
@@ -38,7 +38,7 @@ def test_items_that_never_run_are_no_reason_for_a_negative_time():
     assert left.seconds() == 0
 
 
-def test_it_is_never_nothing():
+def test_the_rest_is_at_least_one_second():
     assert time_left(0.0) == time_left(0.4) == "about 1 s left"
     assert progress(1200, 3400, "(decode, 8)", 12.4) == (
         "Warming up: 1,200 of 3,400 items, about 12 s left ((decode, 8))"

@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what they find, and that it never depends on how the text was cut."""
+"""Parsers of tool calls find the same calls however the text is cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TOOLS = [WEATHER, Tool("f"), Tool("g")]
 
 
 def parts(parser: StreamParser, *pieces: str) -> tuple[str, dict[int, tuple[str, str]]]:
-    """Content and calls, joined from the parts; arguments only of calls that have begun."""
+    """Return content and calls, joined from the parts.
+
+    Arguments may come only for calls that have begun.
+    """
     content = ""
     calls: dict[int, tuple[str, str]] = {}
     for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
@@ -40,13 +43,13 @@ def parts(parser: StreamParser, *pieces: str) -> tuple[str, dict[int, tuple[str,
 
 
 def parsed(name: str, text: str, **options):
-    """Content and calls, their arguments read."""
+    """Return content and calls with their arguments read."""
     content, calls = parts(TOOL_PARSERS[name](TOOLS, **options), text)
     return content, [(tool, read(arguments)) for tool, arguments in calls.values()]
 
 
 def read(arguments: str) -> dict:
-    """A JSON object, whose names come once each, on all levels."""
+    """Return a JSON object, and assert that each name comes once, on all levels."""
 
     def once(pairs: list) -> dict:
         assert len(dict(pairs)) == len(pairs)
@@ -55,7 +58,7 @@ def read(arguments: str) -> dict:
     return json.loads(arguments, object_pairs_hook=once)
 
 
-def test_the_tables_are_those_of_the_options() -> None:
+def test_options_and_tables_name_the_same_parsers() -> None:
     assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(sorted(CASES))
     assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
 
@@ -64,7 +67,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "tools.md"
 
 
 def rows(head: str) -> dict[str, list[str]]:
-    """The cells of the document's table below ``head``, by each of the names in their first one."""
+    """Return the cells of the document's table below ``head``, by each of the names in their first one."""
     table = DOCUMENT.read_text(encoding="utf-8").partition(head)[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table]
     return {name: row for row in cells for name in re.findall("`(.*?)`", row[0])}
@@ -95,7 +98,7 @@ def test_the_document_shows_the_marks_of_each_way_to_reason() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), [(n, *case) for n in CASES for case in CASES[n]])
-def test_what_is_found(name: str, text: str, content: str, calls: list) -> None:
+def test_each_parser_finds_its_calls(name: str, text: str, content: str, calls: list) -> None:
     assert parsed(name, text) == (content, calls)
     assert parsed(name, text, parallel=False) == (content, calls[:1])
 
@@ -146,7 +149,7 @@ def test_cuts_change_nothing(text: str, cuts: list[int]) -> None:
 
 
 def test_the_property_can_fail() -> None:
-    """The control: a parser that holds nothing back misses a marker that is cut."""
+    """Control: a parser that holds nothing back misses a marker that is cut."""
 
     class Hasty(TOOL_PARSERS["hermes"]):
         def _held(self, markers: tuple[str, ...]) -> int:
@@ -233,7 +236,7 @@ def test_an_escape_may_be_cut_anywhere() -> None:
         st.sampled_from([*'{}[]:,"\\ \n-1.e', '"a"', '"b":', "true", "None", "x", r"\u00", "é"]), max_size=20
     )
 )
-def test_whatever_a_model_writes_is_valid_in_the_end(tokens: list[str]) -> None:
+def test_completed_arguments_are_valid_json(tokens: list[str]) -> None:
     read(whole_object("{" + "".join(tokens)))
 
 

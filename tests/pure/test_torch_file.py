@@ -1,4 +1,7 @@
-"""The file of a tensor that a client sends is read in bounded time: what its pickle makes is small at every step."""
+"""A client's tensor file is read in bounded time.
+
+The objects of its pickle stay small at every step.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from hypothesis import strategies as st
 from preheat.utils import torch_file
 from preheat.utils.torch_file import MAX_ENTRIES, MAX_PARTS, MAX_PICKLE, read_tensor
 
-DOUBLE = b"q\0h\0\x86"  # a pair of what is on the stack, twice
+DOUBLE = b"q\0h\0\x86"  # pairs the top of the stack with itself
 SMALL = [b"K\1", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"X\1\0\0\0x", b")", b"N", b"ccollections\nOrderedDict\n"]
 OPCODES = [*SMALL, b"(", b"t", b"\x85", b"\x86", b"\x87", b"q\0", b"q\1", b"h\0", b"h\1", b"Q", b"R", DOUBLE]
 
 
 def tensor_file(shape: bytes, stride: bytes = b"(K\2K\1t", offset: bytes = b"K\0", entries: int = 0) -> bytes:
-    """What ``torch.save`` writes, with these parts of the pickle."""
+    """Return a file of ``torch.save`` with these parts of the pickle."""
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\4tQ"
     pickle = b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + shape + stride
     made = io.BytesIO()
@@ -36,7 +39,7 @@ def number(bits: int) -> bytes:
 
 
 def many(item: bytes, count: int) -> bytes:
-    """A tuple that has ``item`` so often, which is made once."""
+    """Return a tuple with ``count`` references to one ``item``."""
     return b"(" + item + b"q\5" + b"h\5" * (count - 1) + b"t"
 
 
@@ -64,7 +67,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_what_is_large_is_refused(what: str) -> None:
+def test_large_pickles_are_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"larger than|few parts|one tensor|one plain tensor"):
         read_tensor(LARGE[what])
 
@@ -82,7 +85,7 @@ def test_nothing_large_is_ever_made(program: bytes) -> None:
 
 
 def test_a_pair_of_pairs_would_be_large() -> None:
-    """What the law forbids can be written: with one pair more it is refused."""
+    """Control: one pair of pairs more would be too large, and is refused."""
     assert torch_file._parts(torch_file._followed(b")" + DOUBLE * 5 + b".")) == MAX_PARTS - 1
     with pytest.raises(ValueError, match="larger than"):
         torch_file._followed(b")" + DOUBLE * 6 + b".")

@@ -14,7 +14,7 @@ from preheat.utils.trace import Trace, open_trace, untraced
 
 
 class Work:
-    """Something to trace."""
+    """Work to trace."""
 
     def run(self, number):
         if number < 0:
@@ -23,7 +23,10 @@ class Work:
 
 
 def events(path):
-    """The events of a trace, checked to have what Chrome's format asks of each kind."""
+    """Return the events of a trace, after a check of their fields.
+
+    Chrome's format asks for fields of each kind of event.
+    """
     found = json.loads(path.read_text())
     for event in found:
         assert {"name", "ph", "pid", "tid"} <= event.keys()
@@ -54,7 +57,7 @@ def test_the_file_is_whole_after_every_event(tmp_path):
         assert len(events(trace.path)) == count
 
 
-def test_a_traced_call_still_does_what_it_did(tmp_path):
+def test_a_traced_call_behaves_as_before(tmp_path):
     trace, work = open_trace(True, tmp_path), Work()
     call = trace.calls({"run": lambda args, result: {"in": args[0], "out": result}})
     assert [call("run", work.run, 3), call("other", work.run, number=0)] == [6, 0]
@@ -98,7 +101,7 @@ def test_threads_do_not_tear_each_others_events(tmp_path):
     assert len({event["tid"] for event in found}) == 4
 
 
-def test_what_a_killed_process_leaves_can_be_read(tmp_path):
+def test_the_trace_of_a_killed_process_can_be_read(tmp_path):
     code = (
         "import os, pathlib, preheat.utils.trace\n"
         "trace = preheat.utils.trace.open_trace(True, pathlib.Path.cwd())\n"

@@ -50,7 +50,7 @@ def test_seconds_between_measured_sizes_and_beyond_never_fall():
     assert [measured(size) for size in (1, 2, 4, 6, 8, 16)] == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
 
 
-def test_what_is_printed_is_a_bucket_file():
+def test_the_printed_text_is_a_bucket_file():
     measured = {"mixed": {8: (1.0, 1.0), 64: (8.0, 8.0)}, "decode": {1: (1.0, 1.0), 4: (1.1, 1.1)}}
     text = bucket_file({"mixed": {17: 100, 20: 3}}, measured, 4)
     assert parse_bucket_file(text) == [(4, 24), (4, 64), (1, 1), (4, 1)]

@@ -1,4 +1,7 @@
-"""The page at / is one file that needs nothing else, and is there unless the server is told otherwise."""
+"""The page at / is one file that needs nothing else.
+
+It is there unless the server is told otherwise.
+"""
 
 import asyncio
 import re
@@ -12,7 +15,7 @@ from preheat.settings import Settings
 
 
 def get(path: str, **options: object) -> tuple[int, dict[str, str]]:
-    """Status and headers of an answer, before the engine is there."""
+    """Return status and headers of an answer, before the engine is there."""
     sent = []
 
     async def send(message):
@@ -27,7 +30,7 @@ def get(path: str, **options: object) -> tuple[int, dict[str, str]]:
     return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
 
-def test_it_is_there_at_once_and_without_a_key():
+def test_the_page_is_served_at_once_and_without_a_key():
     status, headers = get("/", api_key=["secret"])
     assert status == 200 and headers["content-type"].startswith("text/html")
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
@@ -35,12 +38,12 @@ def test_it_is_there_at_once_and_without_a_key():
     assert all(re.fullmatch(r"'sha256-[\w+/]{43}='", policy[kind]) for kind in ("script-src", "style-src"))
 
 
-def test_no_ui_removes_it():
+def test_no_ui_removes_the_page():
     assert get("/", ui=False)[0] == 404
     assert get("/live", ui=False)[0] == 200
 
 
-def test_it_needs_nothing_else():
+def test_the_page_loads_no_other_file():
     page = _FILE.read_text()
     assert re.findall(r"""(?:src|href)=["']([^"']*)""", page) == [
         "data:,",

@@ -1,4 +1,4 @@
-"""A body is what it would be without the fields that nobody knows, wherever they are."""
+"""A body with unknown fields anywhere is read as without them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FREE = {"schema", "input_schema", "parameters", "input"}  # objects of the clien
 
 
 def objects(value: Any, at: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """The objects in ``value`` that have fields, and their names."""
+    """Yield the objects in ``value`` that have fields, and their names."""
     if isinstance(value, list):
         return [found for item in value for found in objects(item, f"{at}[]")]
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""The values of layers: each feature sets fields of its own, and a backend says of a value whether it can run it."""
+"""The values of layers: each feature sets fields of its own.
+
+A backend tells for a value whether it can run it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ INT4 = Scheme(code="int4", scales="group", group=32)
 
 
 def layers(values: Any) -> dict[str, Matmul]:
-    """Every matrix by its path; those of experts have one word more."""
+    """Return every matrix by its path.
+
+    Paths of experts have one word more.
+    """
     found = {}
     for path, value in values:
         own = {"": value} if isinstance(value, Matmul) else {".gate_up": value.gate_up, ".down": value.down}
@@ -105,7 +111,7 @@ def routed(scheme: Scheme | None, *, split: bool, adapted: bool, divided: bool =
 
 
 def refused(facts: Facts, scheme: Scheme | None, split: bool, adapted: bool, experts: bool) -> type:
-    """What boots have refused so far: formats without kernels, then what a device lacks, then terms."""
+    """Return the expected answer: HPU refuses activation scales and K splits when quantized, and serves no terms."""
     if facts is HPU and scheme is not None and (scheme.activations or split):
         return Refused
     return WithoutTerms if facts is HPU and adapted else Ok
@@ -113,7 +119,7 @@ def refused(facts: Facts, scheme: Scheme | None, split: bool, adapted: bool, exp
 
 @pytest.mark.parametrize("facts", [CPU, CUDA, HPU], ids=lambda facts: facts.name)
 @pytest.mark.parametrize("scheme", [None, FP8, INT4], ids=lambda scheme: scheme.kind if scheme else "plain")
-def test_a_device_supports_what_it_has_served_so_far(facts, scheme):
+def test_devices_support_the_values_that_they_serve(facts, scheme):
     for split in (False, True):
         for adapted in (False, True):
             for make in (dense, routed):

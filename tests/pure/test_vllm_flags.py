@@ -36,7 +36,7 @@ OF_OURS = {opt.flag for opt in OPTIONS.values()}
 
 
 def recipes() -> list[tuple[str, str]]:
-    """Each line, and the reason why it is refused, if it is."""
+    """Return each line, and the reason of its refusal, if any."""
     found: list[tuple[str, str]] = []
     for line in (DATA / "recipes.txt").read_text().splitlines():
         if line.startswith("    "):
@@ -48,7 +48,7 @@ def recipes() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_parser() -> Iterator[None]:
-    """One parser for all lines of this file: making one takes longer than parsing a line."""
+    """Use one parser for all lines of this file: making one takes longer than parsing a line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "_parser", cache(cli._parser))
         yield
@@ -62,7 +62,7 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(*words: str) -> Settings:
-    """The settings of ``preheat serve`` with these words."""
+    """Return the settings of ``preheat serve`` with these words."""
     values = _values(["serve", *map(dashed, words)])
     values.pop("run")
     return _load(values)
@@ -76,26 +76,29 @@ def test_every_flag_of_vllm_is_an_option_or_a_row(flag: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FOREIGN)))
 def test_each_row_answers_the_parser(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With a value that nobody would guess: what is refused says why, what is unused is warned about."""
+    """Each row answers with an odd value: a refused flag gives its reason, an unused flag warns."""
     row = FOREIGN[name]
     given = [] if row.switch else ["7"]
     if row.verdict == "refused":
         with pytest.raises(SettingsError, match=re.escape(row.says)):
             settings("m", row.flag, *given)
-        for taken in row.taken:
+        for taken in row.accepted:
             assert settings("m", row.flag, taken) == settings("m")
         if row.switch:
             assert settings("m", f"--no-{row.flag[2:]}") == settings("m")
     elif row.verdict != "sets":
         with caplog.at_level(logging.WARNING):
             assert settings("m", row.flag, *given) == settings("m")
-        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} without effect: {row.says}"] * (
+        assert [record.getMessage() for record in caplog.records] == [f"{row.flag} has no effect: {row.says}"] * (
             row.verdict == "unused"
         )
 
 
 def test_the_table_is_one() -> None:
-    """No flag has two rows, or a row and an option; what a row sets, and what its reason names, is there."""
+    """No flag has two rows, or a row and an option.
+
+    Options set or named by a row exist.
+    """
     words = [
         word.partition("=")[0] for table in (SETS, ALWAYS, UNUSED, REFUSED) for word in " ".join(table.values()).split()
     ]
@@ -127,7 +130,7 @@ def test_there_are_enough_recipes() -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), [pair for page in PAGES for pair in pairs(page)])
 def test_lines_of_the_pages_are_right(theirs: str, ours: str) -> None:
-    """Ours starts, and a line of vLLM is changed only if it would not."""
+    """Our command line starts, and differs from vLLM's only where vLLM's would not start."""
     program, command, *words = shlex.split(ours)
     assert (program, command in {"serve", "run-batch"}) == ("preheat", True)
     if command == "run-batch":
@@ -174,7 +177,7 @@ def test_lines_of_the_pages_are_right(theirs: str, ours: str) -> None:
         ("--allowed-headers a b", {"allowed_headers": ("a", "b")}),
     ],
 )
-def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -> None:
+def test_forms_of_vllm_are_understood(line: str, expected: dict[str, Any]) -> None:
     made = settings("m", *line.split())
     assert {name: getattr(made, name) for name in expected} == expected
     assert made == Settings.load({"model": "m", **expected})
@@ -186,20 +189,20 @@ def test_forms_of_vllm_mean_what_they_say(line: str, expected: dict[str, Any]) -
         ("--max-model-len 1.5K", "'1.5K' is not a whole number"),
         ("--max-model-len 1/3k", "is not a whole number"),
         ("--max-num-seqs auto", "'auto' is not a whole number"),
-        ("--hf-overrides.a", "--hf-overrides.a needs a value behind it"),
+        ("--hf-overrides.a", "--hf-overrides.a needs a value after it"),
         ("--hf-overrides 3 --hf-overrides.a 1", "'3' is not a JSON object"),
-        ("--kernel-config.moe_backend triton", "kernels are chosen by the plan"),
+        ("--kernel-config.moe_backend triton", "the plan chooses kernels"),
         ("--max-num-seqs.a 1", "is not a whole number"),
         ("--nnodes 2", "--nnodes 2 is not 1: ranks are"),
         ("--tool-call-parser.x 1", "is not one of"),
         ("-n 2", "--nnodes 2 is not 1"),
         ("-ep", "--enable-expert-parallel: experts are spread"),
         ("-ep true", "--enable-expert-parallel: experts are spread"),
-        ("--attention-backend", "--attention-backend: kernels are chosen"),
+        ("--attention-backend", "--attention-backend: the plan chooses kernels"),
         ("--distributed-executor-backend uni -tp 2", "uni runs one rank"),
     ],
 )
-def test_what_makes_no_sense_is_said(line: str, message: str) -> None:
+def test_senseless_flags_are_refused_with_the_reason(line: str, message: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(message)):
         settings("m", *line.split())
 
@@ -211,7 +214,7 @@ OBJECTS = st.dictionaries(KEYS, LEAVES | INNER, min_size=1, max_size=3)
 
 
 def dotted(value: object, path: str) -> list[str]:
-    """The words that give an object by its keys."""
+    """Return the words that give an object by its keys."""
     if isinstance(value, dict):
         return [word for key, each in value.items() for word in dotted(each, f"{path}.{key}")]
     return [path, json.dumps(value)]
@@ -267,7 +270,7 @@ def test_files_and_keywords_read_the_same_table(tmp_path: Path, caplog: pytest.L
         assert made.speculation is not None
         assert made.served_model_name == ("a", "b")
     assert [record.getMessage() for record in caplog.records] == [
-        "--trust-remote-code without effect: no code of a checkpoint is ever run"
+        "--trust-remote-code has no effect: no code of a checkpoint is ever run"
     ]
     with pytest.raises(SettingsError, match="one batch"):
         Settings.load({"enable_dbo": True}, env={})
@@ -295,10 +298,10 @@ def test_hints_are_for_typos_alone(name: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("VLLM_ATTENTION_BACKEND", "kernels are chosen by the plan"),
-        ("VLLM_CPU_KVCACHE_SPACE", "write --kv-cache-memory-bytes"),
-        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "one engine reads prompts and decodes"),
-        ("VLLM_ROCM_USE_AITER_MOE", "kernels are chosen"),
+        ("VLLM_ATTENTION_BACKEND", "the plan chooses kernels"),
+        ("VLLM_CPU_KVCACHE_SPACE", "use --kv-cache-memory-bytes"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "one engine both reads prompts and decodes"),
+        ("VLLM_ROCM_USE_AITER_MOE", "the plan chooses kernels"),
         ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "--hf-overrides"),
         ("VLLM_NEVER_HEARD_OF", "Unknown environment variable VLLM_NEVER_HEARD_OF is ignored"),
         ("VLLM_SKIP_WARMPU", "did you mean VLLM_SKIP_WARMUP?"),
@@ -313,7 +316,7 @@ def test_variables_are_warned_about_with_the_reason(name: str, reason: str, capl
 
 
 @pytest.mark.parametrize("name", ["VLLM_USE_V1", "VLLM_NO_USAGE_STATS", "VLLM_SERVICE_HOST", "VLLM_PORT_8000_TCP_ADDR"])
-def test_nothing_is_said_about_what_is_always_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_without_a_choice_raise_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     Settings.load(env={name: "1"})
     assert caplog.records == []
 

@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: its kernels are bound, compiled if asked for, and never run. No GPU is needed.
+"""A simulated Hopper GPU.
 
-Inside :func:`watched` the CUDA backend's layers are called with tensors of torch's device "meta". Each launch and each
-new tensor is noted in order.
+Its kernels are bound, compiled if asked for, and never run. No GPU is needed. Inside :func:`watched` the CUDA backend's
+layers are called with tensors of torch's device "meta". Each launch and each new tensor is noted in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ VIEWS = ("view", "unsqueeze", "squeeze", "slice", "select", "transpose", "permut
 
 
 class Launch(NamedTuple):
-    """A kernel and all that its program depends on. ``constants`` are the values of arguments that are compiled in."""
+    """A kernel and everything that its program depends on.
+
+    ``constants`` are values of compiled-in arguments.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -43,8 +46,10 @@ class Launch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In a line: the name, the grid, how it is launched, the constants and the types of the other arguments but
-        whole numbers."""
+        """The launch in a line.
+
+        It has the name, the grid, launch options, constants, and types of arguments except whole numbers.
+        """
         names = self.kernel.arg_names
         values = {names[path[0]] + "".join(f".{at}" for at in path[1:]): _shown(self.constants[path])
                   for path in sorted(self.constants)}  # fmt: skip
@@ -58,11 +63,11 @@ class Launch(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the compiled program depends on: all but the grid."""
+        """Everything that the compiled program depends on: the launch without its grid."""
         return f"{self.text} {sorted(map(str, self.attrs.items()))}".replace(str(self.grid), "", 1)
 
     def compiled(self) -> Any:
-        """The program for Hopper."""
+        """Compile and return the program for Hopper."""
         source = self.kernel.ASTSource(self.kernel, self.signature, self.constants, self.attrs)
         return triton.compile(source, target=TARGET, options=self.options.__dict__)
 
@@ -84,7 +89,7 @@ class Seen:
 
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
-    """What is launched and allocated inside goes to ``seen``."""
+    """Note the launches and allocations of the block in ``seen``."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
         seen.events.append(_bound(kernel, args, grid, more))
@@ -94,7 +99,7 @@ def watched(seen: Seen) -> Iterator[None]:
 
 
 def _bound(kernel: Any, args: tuple[Any, ...], grid: Any, more: dict[str, Any]) -> Launch:
-    """As ``triton.JITFunction.run`` does it."""
+    """Bind a launch as ``triton.JITFunction.run`` does."""
     more = {"debug": False, "instrumentation_mode": "", **more}
     *_, backend, binder = kernel.device_caches[0]
     bound, specialization, options = binder(*args, **more)
@@ -121,8 +126,8 @@ class _Tensors(TorchDispatchMode):
 
 @contextmanager
 def card() -> Iterator[None]:
-    """A Hopper GPU for all who ask, on the device "meta"."""
-    import preheat.backends.cuda.backend  # noqa: F401 - whose modules are changed
+    """Simulate a Hopper GPU on the device "meta" for the whole process."""
+    import preheat.backends.cuda.backend  # noqa: F401 - loads the modules that are patched
     from preheat.backends.cuda import hopper, launch
 
     active = SimpleNamespace(

@@ -1,14 +1,14 @@
 """The digests of many small models on a CPU: ``python -m tools.oracles.digests --write FILE | --against FILE``.
 
 A cell is a model of :mod:`tools.oracles.models`, a dtype, a number of ranks, and adapters, or none, or all splits on
-one rank. Its value is the digest that ``preheat verify --digest`` compares, which is that of the logits of a few
-contexts in one large step, with random adapters too; or the reason why there is none. The check at boot has compared
-decoding with them.
+one rank. Its value is the digest that ``preheat verify --digest`` compares, or the reason why there is none. The digest
+covers the logits of a few contexts in one large step, with random adapters too. The check at boot has compared decoding
+with them.
 
-An interrupt stores what was found; ``--missing`` goes on from there.
+An interrupt stores the values so far; ``--missing`` goes on from there.
 
-A cell is booted in a process of its own, with one thread. That is forked, and so are its ranks, because importing torch
-would take longer than the cell.
+A cell is booted in a process of its own, with one thread. The process is a fork, and so are its ranks, because
+importing torch would take longer than the cell.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.oracles.models import ASKED, FAMILIES, FORMATS, Weights, config
 
 TIMEOUT = 300.0
 MAIN = ("plain", "fp8", "awq")
-"""The formats that every family is tried in; :data:`THOROUGH` are tried in all."""
+"""The formats of every family; families of :data:`THOROUGH` have all formats."""
 
 THOROUGH = ("LlamaForCausalLM", "Qwen2MoeForCausalLM")
 OPTIONS: dict[str, Any] = {
@@ -50,7 +50,10 @@ WITH: dict[str, dict[str, Any]] = {
     "splits": {"tp_invariant": True},
     "splits, adapters": _ADAPTERS | {"tp_invariant": True},
 }
-"""What an engine has besides. On one rank splits are all of a layer's: more of them meet than on several ranks."""
+"""Further options of an engine.
+
+On one rank a layer keeps all its splits: more of them meet than on several ranks.
+"""
 
 
 PRELOADED = (
@@ -63,7 +66,7 @@ PRELOADED = (
 """Imported once for all cells."""
 
 CHECKS = ("finite", "decode", "adapters", "images", "pooled")
-"""Those that have a part in the digest, and one that decodes; :mod:`tools.planted_faults` runs all."""
+"""The checks with a part in the digest, and one that decodes; :mod:`tools.planted_faults` runs all."""
 
 INC = {"mode": "QUANTIZE", "scale_method": "unit_scale", "blocklist": {"types": [], "names": ["experts"]}}
 """INC's configuration: a rule that needs no measured ranges."""
@@ -90,7 +93,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """All of them."""
+    """Yield all cells."""
     for family in FAMILIES:
         for stored in FORMATS if family in THOROUGH else MAIN:
             thorough = family in THOROUGH and stored in MAIN
@@ -99,7 +102,10 @@ def cells() -> Iterator[Cell]:
 
 
 def _shared(thorough: bool) -> Iterator[tuple[int, str]]:
-    """Ranks, and what there is besides. With adapters, logits without any are in the digest too."""
+    """Yield ranks and further options.
+
+    With adapters, the digest also covers logits without any.
+    """
     yield from itertools.product((1, 2), ("plain", "adapters"))
     yield from [(1, "splits"), (1, "splits, adapters"), (4, "adapters")]
     if thorough:
@@ -107,7 +113,7 @@ def _shared(thorough: bool) -> Iterator[tuple[int, str]]:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What the bits depend on besides the code."""
+    """Return everything that the bits depend on besides the code."""
     import numpy
     import torch
 
@@ -125,7 +131,10 @@ def fingerprint() -> dict[str, Any]:
 
 
 def digest(cell: Cell, folder: Path) -> str:
-    """What the boot of ``cell`` says of itself; ``folder`` is for its model."""
+    """Boot ``cell`` and return its digest.
+
+    Returns the reason if there is none. ``folder`` is for its model.
+    """
     import preheat.boot
     from preheat.core import Ready
     from preheat.errors import PreheatError
@@ -160,7 +169,10 @@ def digest(cell: Cell, folder: Path) -> str:
 
 
 def first_program() -> type:
-    """An item for one program alone: a plan needs some, and the checks run what they need."""
+    """Return an item class for one program alone.
+
+    A plan needs some, and the checks run the programs they need.
+    """
     from preheat.plan.items import ForwardItem
 
     class First(ForwardItem):
@@ -195,7 +207,7 @@ class Forked(subprocess.Popen):
 
 
 def forked_rank(rank: int) -> Any:
-    """In place of what starts a rank as a new interpreter."""
+    """Start a rank as a fork, in place of a new interpreter."""
     from preheat.parallel import ranks, worker
 
     ours, theirs = Pipe()
@@ -210,7 +222,10 @@ def forked_rank(rank: int) -> Any:
 
 
 def in_a_fork(cell: Cell) -> tuple[int, Connection]:
-    """A process that boots ``cell``, and the connection by which it says what it found."""
+    """Fork a process that boots ``cell``.
+
+    Returns its id and the connection for its result.
+    """
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -230,7 +245,10 @@ def in_a_fork(cell: Cell) -> tuple[int, Connection]:
 
 
 def found(jobs: int, only: str, known: Collection[str] = ()) -> dict[str, str]:
-    """The value of every cell whose name matches, but for ``known`` ones; few ranks first. An interrupt ends it."""
+    """Return the value of every cell with a matching name.
+
+    ``known`` cells are left out. An interrupt ends it. Cells with few ranks run first.
+    """
     import torch
 
     from preheat.parallel import ranks
@@ -262,7 +280,7 @@ def found(jobs: int, only: str, known: Collection[str] = ()) -> dict[str, str]:
 
 
 def _said(line: Connection) -> str:
-    """What a cell's process said."""
+    """Return the result of a cell's process."""
     try:
         return line.recv() if line.poll() else "crashed: it took too long"
     except EOFError:

@@ -1,7 +1,7 @@
 """The files of the oracles: written before a change, compared after it.
 
-A file holds what its numbers depend on besides the code (``of``), and the numbers themselves (``cells``). Numbers of
-another machine or library are not compared: the command says what differs, and its status is 2.
+A file holds everything besides the code that its numbers depend on (``of``), and the numbers themselves (``cells``).
+Numbers of another machine or library are not compared: the command prints the differences, and its status is 2.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 Cells = Mapping[str, Any]
 
 SHOWN = 40
-"""How many differences are printed."""
+"""The most differences that are printed."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """``--write FILE`` or ``--against FILE``, and ``--only PATTERN``."""
+    """Return a parser of ``--write FILE`` or ``--against FILE``, and ``--only PATTERN``."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     way = made.add_mutually_exclusive_group(required=True)
     way.add_argument("--write", metavar="FILE", type=Path, help="store what is found")
@@ -33,15 +33,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def chosen(names: list[str], only: str) -> list[str]:
-    """The ``names`` in which the pattern ``only`` occurs."""
+    """Return the ``names`` in which the pattern ``only`` occurs."""
     return [name for name in names if re.search(only, name)]
 
 
 def finish(
     args: argparse.Namespace, of: Cells, find: Callable[[], Cells], change: Callable[[Any], Any] | None = None
 ) -> int:
-    """Find the cells, then store or compare them, as ``args`` say: the exit status. ``change`` makes of a cell what is
-    compared of it.
+    """Find the cells, then store or compare them as ``args`` say.
+
+    Returns the exit status. ``change`` reduces a cell to the part that is compared.
     """
     if args.write is not None:
         cells = dict(sorted(find().items()))
@@ -78,8 +79,10 @@ def _short(cell: Any) -> str:
 
 
 def _text(content: Cells) -> str:
-    """JSON with a cell in each line, so that a difference between two files can be read. Texts of cells that are lists
-    are written once; such a cell has their numbers.
+    """Return JSON with a cell in each line.
+
+    A difference between two files can then be read. The texts of cells that are lists are written once; such a cell has
+    their numbers.
     """
     texts: dict[str, int] = {}
     lines = []
@@ -93,12 +96,15 @@ def _text(content: Cells) -> str:
 
 
 def cells_in(path: Path) -> dict[str, Any]:
-    """The cells of the file ``path``; none if there is none."""
+    """Return the cells of the file ``path``.
+
+    The result is empty if it does not exist.
+    """
     return _cells(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _cells(content: Cells) -> dict[str, Any]:
-    """The cells of a file, with their texts."""
+    """Return the cells of a file, with their texts."""
     texts = content.get("texts", [])
     cells = content["cells"].items()
     return {name: [texts[at] for at in cell] if isinstance(cell, list) else cell for name, cell in cells}

@@ -1,12 +1,12 @@
 """The launch traces of all kinds of layers: ``python -m tools.oracles.launches --write FILE | --against FILE``.
 
-A cell is a kind of layer of the CUDA backend and a number of rows: plain, codes of four and eight bits, float8, inputs
-that ranks share, experts, each with and without adapters. It holds in order what a call launches and allocates: each
-kernel with its grid, warps, stages, programmatic dependent launch, constants and types, each operation of torch that
-makes or changes a tensor, and each exchange between ranks. No kernel runs, and no GPU is needed.
+A cell is a kind of layer of the CUDA backend and a number of rows: plain, codes of four and eight bits, float8, split
+inputs, experts, each with and without adapters. It holds the launches and allocations of a call, in order: each kernel
+with its grid, warps, stages, programmatic dependent launch, constants and types, each operation of torch that makes or
+changes a tensor, and each exchange between ranks. No kernel runs, and no GPU is needed.
 
-A kernel or a constant that has another name is a difference. ``--renamed`` compares without names: grids, warps,
-stages, overlap, allocations and exchanges, in order.
+A renamed kernel or constant is a difference. ``--renamed`` compares without names: grids, warps, stages, overlap,
+allocations and exchanges, in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def found(only: str) -> dict[str, list[str]]:
 
 
 def _bare(text: str) -> str:
-    """A launch without the names of kernel, constants and arguments; a grid of (n, 1) is one of (n,)."""
+    """Return a launch without the names of kernel, constants and arguments; a grid (n, 1) becomes (n,)."""
     launch = re.match(r"\w+ (\(.*?\) warps=\d+ stages=\d+(?: pdl)?(?: maxnreg=\d+)?(?: unfused)?)", text)
     return re.sub(r"(?:, 1)+\)|,\)", ")", launch[1], count=1) if launch else text
 

@@ -1,6 +1,6 @@
-"""Layers of the CUDA backend of every kind, on the card that is not there: see :mod:`tools.oracles.card`.
+"""Layers of every kind of the CUDA backend on the simulated card: see :mod:`tools.oracles.card`.
 
-This is the one file of the oracles that names what the backend makes layers with.
+Only this file of the oracles names the backend's parts that make layers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROWS = (1, 16, 40, 256, 2048)
 """Each is another choice of kernels, and 2,048 have long blocks of adapters."""
 
 UNUSED = (16, 2048)
-"""Rows of steps in which none has an adapter, of layers that have adapters."""
+"""Rows of steps without adapters, in layers that have adapters."""
 
 PLACES, MAX_RANK = 3, 40
 
@@ -70,7 +70,7 @@ SCHEMES: dict[str, Scheme | None] = {
 
 
 class Card(CudaBackend):
-    """The backend, on the card that is not there, with the tables that come with preheat."""
+    """The backend on the simulated card, with the tables that come with preheat."""
 
     fingerprint = "no card"
 
@@ -82,7 +82,7 @@ class Card(CudaBackend):
 
 
 class Other(RankSums):
-    """A rank of several; what the others say is not there."""
+    """A rank of several; the other ranks' values are empty tensors."""
 
     def __init__(self, world: int, seen: Seen) -> None:
         self.rank, self.world, self._seen = 0, world, seen
@@ -93,7 +93,10 @@ class Other(RankSums):
 
 
 class Made(NamedTuple):
-    """A layer, how it is called with so many rows, and the rows of its adapters, if it has some."""
+    """A layer: its call with a number of rows.
+
+    ``rows`` are the rows of its adapters, if it has some.
+    """
 
     call: Callable[[int], Any]
     rows: Any = None
@@ -110,7 +113,7 @@ def dense(
     inputs: int = 4096, activation: Any = None, clip: float | None = None, bias: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Made:  # fmt: skip
-    """A layer whose rows are split, or that is whole."""
+    """Return a layer with split rows, or a whole one."""
     given = weight(scheme, sum(outputs), inputs, dtype=dtype)
     biases = torch.empty(sum(outputs), dtype=dtype, device=META) if bias else None
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
@@ -122,17 +125,17 @@ def dense(
 
 
 def name_of(dtype: torch.dtype) -> Any:
-    """What values call a dtype."""
+    """Return the name of a dtype in values."""
     return str(dtype).removeprefix("torch.")
 
 
 def terms(adapted: bool, outputs: Sequence[int], dtype: torch.dtype, **more: Any) -> tuple[LowRank, ...]:
-    """Room for adapters in a layer of these parts."""
+    """Return the room for adapters in a layer of ``outputs`` parts."""
     return (LowRank(tuple(outputs), PLACES, MAX_RANK, name_of(dtype), **more),) if adapted else ()
 
 
 def value_of(scheme: Scheme | None, outputs: int, inputs: int, dtype: torch.dtype, **more: Any) -> Matmul:
-    """The value of a layer."""
+    """Return the value of a layer."""
     read = (scheme.activations if scheme else None) or "plain"
     return Matmul(outputs=outputs, inputs=inputs, weight=WeightFormat(name_of(dtype), scheme), input=read, **more)
 
@@ -141,7 +144,10 @@ def split(
     backend: Card, scheme: Scheme | None, adapted: bool, seen: Seen, *, world: int, among: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Made:  # fmt: skip
-    """A layer whose inputs ``world`` ranks share; ``among``: its adapters' first matrices too."""
+    """Return a layer with inputs split over ``world`` ranks.
+
+    ``among``: its adapters' first matrices are split too.
+    """
     ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
     rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
@@ -159,7 +165,7 @@ def experts(
     backend: Card, scheme: Scheme | None, adapted: bool, seen: Seen, *, world: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Made:  # fmt: skip
-    """Experts, whole or with inner numbers that ``world`` ranks share."""
+    """Return experts, whole or with inner numbers split over ``world`` ranks."""
     inner = INNER // world if world else INNER
     gate_up = weight(scheme, COUNT, 2 * inner, HIDDEN, dtype=dtype)
     down = weight(scheme, COUNT, HIDDEN, inner, dtype=dtype)
@@ -190,7 +196,7 @@ def experts(
 
 
 def embedding(backend: Card) -> Made:
-    """The adapters of a table of embeddings."""
+    """Return the adapters of a table of embeddings."""
     rows = backend.adapters.rows(max(ROWS), PLACES)
     table = torch.empty(4096, 2048, dtype=torch.bfloat16, device=META)
     value = value_of(None, 2048, 4096, torch.bfloat16, terms=terms(True, [2048], torch.bfloat16, source="tokens"))
@@ -201,7 +207,7 @@ def embedding(backend: Card) -> Made:
 
 
 def kinds(backend: Card, seen: Seen) -> Iterator[tuple[str, Callable[[], Made]]]:
-    """Every kind of layer by name, and what makes it."""
+    """Yield every kind of layer: its name, and a function that makes it."""
     for adapted in (False, True):
         more = ", adapters" * adapted
         for name, scheme in SCHEMES.items():
@@ -236,7 +242,10 @@ FINISHES: dict[str, dict[str, Any]] = {
 
 
 def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each row of the shipped tables with a kernel of ours, and each reference configuration: what runs it."""
+    """Yield each row of the shipped tables and each reference.
+
+    A row has a kernel of ours. Each comes with a function that runs it.
+    """
     for table in tables_for(NAME, CAPABILITY, None):
         for entry in table.entries:
             kernel = entry.choice.choice if isinstance(entry.choice, Expanded) else entry.choice
@@ -268,7 +277,7 @@ def _of(shape: LinearShape) -> str:
 
 
 def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
-    """A layer of ``shape`` by the kernel ``choice``."""
+    """Run a layer of ``shape`` by the kernel ``choice``."""
     given = weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype)
     held = given if isinstance(given, Tensor) else DeviceWeight.of(given, dealt=shape.dealt)
     x = torch.empty(rows, shape.inputs, dtype=shape.dtype, device=META)
@@ -276,7 +285,7 @@ def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
 
 
 def _experts_by(config: ExpertsConfig, shape: ExpertsShape, tokens: int) -> object:
-    """Experts by the kernels of ``config``."""
+    """Run experts by the kernels of ``config``."""
     sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
     given = [weight(shape.scheme, *size, dtype=shape.dtype) for size in sizes]
     held = [each if isinstance(each, Tensor) else DeviceWeight.of(each) for each in given]
@@ -287,7 +296,10 @@ def _experts_by(config: ExpertsConfig, shape: ExpertsShape, tokens: int) -> obje
 
 
 def traces(backend: Card, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Seen]]:
-    """By kind and number of rows: what a call does. With adapters also in a step in which no row has one."""
+    """Yield the trace of each kind and number of rows.
+
+    With adapters also of a step in which no row has one.
+    """
     seen = Seen()
     for kind, make in kinds(backend, seen):
         wanted = [f"{kind}, {count} rows" for count in ROWS if chosen(f"{kind}, {count} rows")]
@@ -317,7 +329,7 @@ def traces(backend: Card, chosen: Callable[[str], bool]) -> Iterator[tuple[str, 
 
 
 def _taken(seen: Seen) -> Seen:
-    """A copy of what was seen."""
+    """Return a copy of ``seen``."""
     copy = Seen()
     copy.events = list(seen.events)
     return copy

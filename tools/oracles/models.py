@@ -1,4 +1,7 @@
-"""The models of the oracles: a small one of each family, in each way in which weights are stored."""
+"""The models of the oracles.
+
+There is a small one of each family, in each storage format of weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "max_position_embeddings": 512,
 }  # fmt: skip
-"""An adapter's inputs are cut into parts of 512, so that ``intermediate_size`` has two; four ranks share four heads."""
+"""Sizes of the models.
+
+An adapter's inputs are cut into parts of 512: ``intermediate_size`` has two. Four ranks share four heads.
+"""
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 640}
 PHI: dict[str, Any] = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 512}
@@ -49,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": {"model_type": "starcoder2", "use_bias": True},
     "LlamaModel": {"model_type": "llama"},
 }  # fmt: skip
-"""By architecture: what differs from :data:`SIZES`. ``LlamaModel`` has no head: its engine pools."""
+"""By architecture: the differences from :data:`SIZES`. ``LlamaModel`` has no head: its engine pools."""
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("GPTBigCodeForCausalLM", "MPTForCausalLM"), tuple(name for name in SIZES if name != "vocab_size")),
@@ -60,7 +66,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 ROUTERS = ["lm_head", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate"]
 BLOCKS = {"head_dim": 128, "intermediate_size": 1024, "moe_intermediate_size": 1024,
           "shared_expert_intermediate_size": 1024}  # fmt: skip
-"""Sizes of models whose weights have a scale for each block of 128 x 128: ranks divide whole blocks."""
+"""Sizes of models with a scale for each weight block.
+
+A block is 128 x 128; ranks divide whole blocks.
+"""
 
 
 def _compressed(style: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -108,14 +117,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "gptq 8": _gptq(8, checkpoint_format="gptq_v2"),
     "inc": {},
 }  # fmt: skip
-"""How weights are stored: fields of config.json. What is rounded while loading has none: see :data:`ASKED`."""
+"""Storage formats of weights: fields of config.json. Formats rounded while loading have none: see :data:`ASKED`."""
 
 ASKED: dict[str, dict[str, Any]] = {"fp8 online": {"quantization": "fp8"}, "inc": {"quantization": "inc"}}
 """The options of formats that a checkpoint does not name."""
 
 
 def config(family: str, stored: str) -> dict[str, Any]:
-    """The ``config.json`` of the model of ``family`` whose weights are ``stored`` in a way of :data:`FORMATS`."""
+    """Return the ``config.json`` of a model of ``family``.
+
+    Its weights are ``stored`` in a format of :data:`FORMATS`.
+    """
     sizes = {name: value for name, value in SIZES.items() if name not in ELSEWHERE.get(family, ())}
     found = {"architectures": [family], "torch_dtype": "float32", **sizes, **FAMILIES[family]}
     changes = FORMATS[stored]
@@ -123,9 +135,10 @@ def config(family: str, stored: str) -> dict[str, Any]:
 
 
 class Weights:
-    """What fills the tensors of a model that is ``stored`` in a way of :data:`FORMATS`, in place of
-    :class:`preheat.model.sources.DummyTensors`: its scales are all equal and its zero points too, here they differ, so
-    that one in a wrong place changes the digest. Groups are shuffled where ``desc_act`` lets them be.
+    """The contents of a model's tensors, ``stored`` in a format of :data:`FORMATS`.
+
+    It replaces :class:`preheat.model.sources.DummyTensors`, where all scales are equal, and all zero points. Here they
+    differ, so that one in a wrong place changes the digest. Groups are shuffled where ``desc_act`` allows it.
     """
 
     def __init__(self, stored: str) -> None:

@@ -1,11 +1,11 @@
-"""The compiled kernels of products: ``python -m tools.oracles.ptx --write FILE | --against FILE``. No GPU is needed.
+"""The compiled kernels of products: ``python -m tools.oracles.ptx --write FILE | --against FILE``.
 
-A cell is a row of a shipped table, a reference configuration, or a kind of layer of :mod:`tools.oracles.layers`; it
-holds of each kernel that a call launches, compiled for sm_90: the stream of arithmetic instructions in order, and the
-layouts of the operands of each product, as digests; bytes of shared memory; instructions that spill registers; and how
-many instructions there are. The first four decide the bits and nearly the speed: one of another value is a difference.
-The number of all instructions is only told, because addresses may be computed in another way (``--strict`` compares
-it).
+No GPU is needed. A cell is a row of a shipped table, a reference configuration, or a kind of layer of
+:mod:`tools.oracles.layers`. It holds, for each kernel of a call compiled for sm_90: digests of the stream of arithmetic
+instructions in order and of the layouts of each product's operands; bytes of shared memory; instructions that spill
+registers; and the number of instructions. The first four decide the bits and nearly the speed: one of another value is
+a difference. The number of all instructions is only printed, because addresses may be computed in another way
+(``--strict`` compares it).
 
 Kernels that compute no product (norms, sums of ranks, routing) are left out.
 """
@@ -38,7 +38,10 @@ DOTS = ("tt.dot ", "warp_group_dot ", "warpgroup_mma ")
 
 
 def program(launch: Launch) -> str:
-    """What is compared of a kernel, in a line; empty if it computes no product."""
+    """Return the compared facts of a kernel in a line.
+
+    The result is empty if it computes no product.
+    """
     found = launch.compiled()
     ptx, text = found.asm["ptx"].partition(".section")[0], found.asm["ttgir"]
     layouts = _layouts(text)
@@ -55,7 +58,7 @@ def program(launch: Launch) -> str:
 
 
 def _layouts(text: str) -> list[str]:
-    """The types of the operands of each product, with their layouts in full."""
+    """Return the types of the operands of each product, with their layouts in full."""
     named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
     found = []
     for line in text.splitlines():
@@ -70,13 +73,13 @@ def _digest(parts: list[str]) -> str:
 
 
 class Programs:
-    """What is compared of each launch; the same program is compiled once."""
+    """The compared facts of each launch; equal programs are compiled once."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def of(self, seen: Seen) -> list[str]:
-        """Of the products among what was launched, in order."""
+        """Return the lines of the launched products, in order."""
         lines = [self._of(launch) for launch in seen.launches]
         return [line for line in lines if line]
 
@@ -88,7 +91,10 @@ class Programs:
 
 
 def found(only: str) -> dict[str, list[str]]:
-    """By cell; an interrupt ends it. What was compiled is in Triton's cache, so a second run is quick."""
+    """Return the lines by cell; an interrupt ends it.
+
+    Triton caches compiled kernels, so a second run is quick.
+    """
     programs, cells = Programs(), dict[str, list[str]]()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with card(), suppress(KeyboardInterrupt):

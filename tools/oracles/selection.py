@@ -1,8 +1,8 @@
-"""What serves which layer: ``python -m tools.oracles.selection --write FILE | --against FILE``.
+"""The kernel of each layer: ``python -m tools.oracles.selection --write FILE | --against FILE``.
 
-A cell is a shape of the shipped tables, or one that no table knows, with the rows at which the choice changes: what the
-tables and the rule choose at each number of rows from 1 to 8,192, for layers without adapters, and for layers with
-some, in steps in which rows have adapters. No GPU is needed.
+A cell is a shape of the shipped tables, or an unknown one. It holds the choices of the tables and the rule at each
+number of rows from 1 to 8,192, as ranges of rows. There are cells for layers without adapters, and for layers with
+adapters in steps in which rows have adapters. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def ranges(choose: Callable[[int], Any]) -> str:
-    """The choices with the numbers of rows from which they count."""
+    """Return the choices, each with the number of rows from which it counts."""
     chosen = ((rows, _short(choose(rows))) for rows in ROWS)
     return "; ".join(f"{next(group)[0]} {text}" for text, group in groupby(chosen, key=lambda each: each[1]))
 
 
 def _short(choice: Any) -> str:
-    """Of tiles and the like: class and fields; of several: all."""
+    """Return a choice as text.
+
+    A tile is its class and fields; a list is all its choices.
+    """
     if isinstance(choice, list):
         return " + ".join(map(_short, choice))
     if hasattr(choice, "_fields"):
@@ -54,7 +57,7 @@ def _short(choice: Any) -> str:
 
 
 def shapes() -> Iterator[LinearShape]:
-    """Those of the tables, then others."""
+    """Yield the shapes of the tables, then others."""
     for table in tables_for(NAME, CAPABILITY, None):
         yield from dict.fromkeys(entry.shape for entry in table.entries)
     for scheme in SCHEMES.values():

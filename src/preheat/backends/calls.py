@@ -9,7 +9,7 @@ from preheat.backends.base import K, R
 
 
 class Calls(Generic[K, R]):
-    """Calls the function: for devices without graphs, and for what others do not capture."""
+    """Calls the function, for devices without graphs and for programs that are not captured."""
 
     def __init__(self, body: Callable[[K], R]) -> None:
         self._body = body
@@ -21,7 +21,7 @@ class Calls(Generic[K, R]):
         return self._body(key)
 
     def capture(self, key: K) -> None:
-        """There is nothing to capture."""
+        """Do nothing: there is no graph to make."""
 
     def forget(self, key: K) -> None:
-        """Nor to give up."""
+        """Do nothing: there is no graph to give up."""

@@ -1,5 +1,7 @@
-"""How cold events are noticed: numbers that only grow, kept by torch or by a hook of ours, so that a step in which
-nothing was cold costs one comparison for each. Every backend says which origins it watches; docs/cold-events.md.
+"""Detection of cold events: numbers that only grow, kept by torch or by a hook.
+
+A step without cold events costs one comparison for each number. Every backend says which origins it watches;
+docs/cold-events.md.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ from preheat.utils.dynamo import compilations, compile_seconds, graph_breaks
 How = Literal["hook", "counter", "none"]
 
 MAX_DETAILS = 64
-"""Events of one hook that are kept in words until they are taken; all of them are counted."""
+"""Events of one hook kept in words until they are taken; all events are counted."""
 
 STEP = ("preheat.schedule.", "preheat.execution.")
-"""The packages that the loop calls in a step: everything that a step runs has one of them among its callers."""
+"""The packages that the loop calls in a step.
+
+Everything run by a step has one of them among its callers.
+"""
 
 SELDOM = 8
-"""Steps after which a number is looked at that takes tens of microseconds to read."""
+"""Steps between two looks at a number that takes tens of microseconds to read."""
 
 
 class Counted:
-    """An origin of cold events, such as a compiler, over ``read``, a number that grows with each event;
-    ``describe(n)`` puts the last n events in words.
+    """An origin of cold events, such as a compiler, over a number that grows with each event.
 
-    It is read each ``every``-th time; what happened in between is reported then.
+    ``read`` returns the number; ``describe(n)`` puts the last n events in words. The number is read each ``every``-th
+    time; events in between are reported then.
     """
 
     def __init__(
@@ -39,25 +44,25 @@ class Counted:
         self.name, self._read, self._describe = name, read, describe
         self._seen, self._every, self._asked = read(), every, 0
 
-    def taken(self) -> Sequence[str]:
-        """What happened since the last call, in words; empty when nothing did."""
+    def new_events(self) -> Sequence[str]:
+        """Return the events since the last call, in words; empty without events."""
         self._asked += 1
         if self._asked % self._every:
             return ()
         count = self._read()
         if count == self._seen:
             return ()
-        new = count - self._seen if count > self._seen else count  # less than before: it was cleared
+        new = count - self._seen if count > self._seen else count  # a smaller number was cleared in between
         self._seen = count
         return self._describe(new) if new else ()
 
     def forget(self) -> None:
-        """What happened until now is not told."""
+        """Drop all events until now."""
         self._seen = self._read()
 
 
 class Tally:
-    """What a hook has reported: how many events, and the last of them in words."""
+    """Events reported by a hook: their number, and the latest in words."""
 
     def __init__(self) -> None:
         self.count, self._details = 0, deque[str](maxlen=MAX_DETAILS)
@@ -74,7 +79,7 @@ class Tally:
 
 
 def dynamo(undo: ExitStack) -> Counted:
-    """Graphs that Dynamo compiles; whatever Inductor builds is built for one of them. Never imports Dynamo."""
+    """Count graphs compiled by Dynamo; Inductor builds code only for such graphs. Never imports Dynamo."""
     return Counted("dynamo", _graphs, _last_graphs)
 
 
@@ -90,7 +95,10 @@ def _last_graphs(number: int) -> list[str]:
 
 
 def imports(undo: ExitStack) -> Counted:
-    """Import statements that a step runs and no earlier one ran; imports by other code of the process do not count."""
+    """Count import statements run by a step and by no earlier step.
+
+    Imports by other code of the process do not count.
+    """
     finder = ImportFinder()
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
@@ -98,7 +106,10 @@ def imports(undo: ExitStack) -> Counted:
 
 
 class ImportFinder(MetaPathFinder):
-    """Finds nothing: it is asked first about each module that is not loaded yet, and counts those that a step wants."""
+    """A finder that finds nothing and counts the modules imported by a step.
+
+    Python asks it first about each module that is not loaded yet.
+    """
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -109,7 +120,7 @@ class ImportFinder(MetaPathFinder):
 
 
 def _is_asked_by_a_step() -> bool:
-    """Whether a step is among the callers, with no other import between it and this one."""
+    """Return whether a step is among the callers, with no other import in between."""
     frame, imports = sys._getframe(), 0
     while frame is not None and imports < 2:
         code = frame.f_code
@@ -122,19 +133,20 @@ def _is_asked_by_a_step() -> bool:
 
 @dataclass(frozen=True)
 class Watched:
-    """How an origin is watched on a platform: what is looked at, or why nothing is."""
+    """How an origin is watched on a platform: the object of the look, or why there is none."""
 
     how: How
     text: str
     make: Callable[[ExitStack], Counted] | None = None
 
 
-NO_RECIPES = Watched("none", "recipes are made by the graph compiler of another platform")
-NO_FALLBACK = Watched("none", "there is no device beside the host, or every operation is a kernel of the device")
+NO_RECIPES = Watched("none", "only Gaudi's graph compiler makes recipes")
+NO_LLVM_FUNCTIONS = Watched("none", "no function of a layer is compiled for it")
+NO_FALLBACK = Watched("none", "there is no device beside the host, or the device has kernels for all operations")
 DYNAMO_COUNTERS: Mapping[str, Callable[[], tuple[int, float | None]]] = {
     "compilations": lambda: (compilations(), compile_seconds()),
     "fallbacks": lambda: (graph_breaks(), None),
 }
-"""What a step compiled and where it fell back, where torch.compile is the only compiler."""
+"""Compilations and fallbacks of a step, where torch.compile is the only compiler."""
 DYNAMO = Watched("counter", "graphs that Dynamo has compiled", dynamo)
-IMPORTS = Watched("hook", "a finder of modules, which looks whether a step is asking", imports)
+IMPORTS = Watched("hook", "a module finder that checks whether a step is importing", imports)

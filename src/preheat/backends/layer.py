@@ -1,4 +1,4 @@
-"""A linear layer made of a backend's products, one for each of its tiles or splits; see :mod:`preheat.ops.matmul`."""
+"""A linear layer made of a backend's products, one for each tile or K split; see :mod:`preheat.ops.matmul`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from preheat.ops.values import Finish, Matmul, SumOrder
 
 
 class Product(Protocol):
-    """``x`` [rows, inputs] times one matrix [outputs, inputs], and its bias: [rows, outputs], a new tensor."""
+    """``x`` [rows, inputs] times one matrix [outputs, inputs], plus its bias: [rows, outputs], a new tensor."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -27,12 +27,14 @@ class Product(Protocol):
 P = TypeVar("P", bound=Product)
 
 Make = Callable[[Tensor, "Tensor | None"], P]
-"""Makes the backend's product of a weight [outputs, inputs] and a bias [outputs]."""
+"""Returns the backend's product of a weight [outputs, inputs] and a bias [outputs]."""
 
 
 class Products(Protocol):
-    """The products of a layer: for ``x`` [rows, inputs of this rank] the fp32 sums [rows, outputs] of each split, or of
-    a layer that is not split its outputs in the dtype of ``x``. ``parts`` are prepared by some backends.
+    """The products of a layer, one for each tile or K split.
+
+    For ``x`` [rows, inputs of this rank] they return the fp32 sums [rows, outputs] of each K split. A layer without K
+    splits returns its outputs in the dtype of ``x``. Some backends prepare ``parts``.
     """
 
     @property
@@ -45,21 +47,25 @@ class Products(Protocol):
 
 
 class Terms(AdapterSlots, Protocol):
-    """What the adapters of a step's rows add to a layer."""
+    """Adapter terms of a step's rows, added to a layer."""
 
     def shrink(self, x: Tensor) -> Sequence[Any]:
-        """``x`` [rows, inputs of this rank] times the first matrices: for each adapter and part the fp32 ``sums``."""
+        """Multiply ``x`` [rows, inputs of this rank] by the first adapter matrices.
+
+        Returns the fp32 ``sums`` of each adapter and part.
+        """
 
     def expand(self, y: Tensor, shrunk: Sequence[Any], roots: Sequence[Tensor]) -> None:
-        """Add to ``y`` [rows, outputs], in place, what :meth:`shrink` gave, whose sums of all ranks are ``roots``."""
+        """Add the results of :meth:`shrink` to ``y`` [rows, outputs], in place; ``roots`` are their sums over ranks."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """The matrices of all slots."""
+        """Return the matrices of all adapter slots."""
 
 
 class Tiles(Generic[P]):
-    """Products over all inputs, one after the other, whose outputs follow each other: a library may add in another
-    order where there are more outputs, and ranks have different numbers of tiles.
+    """Products over all inputs, one for each tile of outputs.
+
+    A library may add in another order where there are more outputs, and ranks have different numbers of tiles.
     """
 
     def __init__(self, parts: Sequence[P]) -> None:
@@ -67,7 +73,7 @@ class Tiles(Generic[P]):
 
     @classmethod
     def of(cls, make: Make[P], weight: Tensor, bias: Tensor | None, tiles: Sequence[int]) -> Tiles[P]:
-        """Of ``weight`` [outputs, inputs] and ``bias`` in ``tiles`` of so many outputs each; none: in one."""
+        """Split ``weight`` [outputs, inputs] and ``bias`` into tiles of ``tiles`` outputs; none: one tile."""
         if not tiles:
             return cls([make(weight, bias)])
         biases = [None] * len(tiles) if bias is None else torch.split(bias, list(tiles))
@@ -85,13 +91,14 @@ class Tiles(Generic[P]):
 
 
 class Splits(Generic[P]):
-    """The products of a matrix [outputs, inputs] that is cut into splits of its inputs, each fp32. Libraries round
-    their results to the dtype of their inputs, so products are made in fp32, which holds every product of the dtype's
-    numbers.
+    """The fp32 products of a matrix [outputs, inputs], one for each K split.
+
+    Libraries round their results to the dtype of their inputs. So products are made in fp32, which holds every product
+    of the dtype's numbers.
     """
 
     def __init__(self, make: Make[P], weight: Tensor, order: SumOrder) -> None:
-        self._size = weight.shape[1] // order.own
+        self._size = weight.shape[1] // order.own_k_splits
         self.parts = [make(part.float().contiguous(), None) for part in torch.split(weight, self._size, 1)]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
@@ -104,8 +111,10 @@ class Splits(Generic[P]):
 
 
 class Layer:
-    """The layer of ``value``, made of ``products``. ``finish`` follows them, where they do not end with it themselves;
-    the bias is theirs, unless the inputs are split.
+    """The layer of ``value``, made of ``products``.
+
+    ``finish`` follows the products, unless they end with it themselves. The products add the bias, unless the inputs
+    are split.
     """
 
     def __init__(
@@ -128,11 +137,11 @@ class Layer:
 
     @property
     def parts(self) -> Sequence[Product]:
-        """The products, for a backend that prepares them."""
+        """Return the products, for a backend that prepares them."""
         return self._products.parts
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor of its dtype."""
+        """Return [rows, outputs] for ``x`` [rows, inputs of this rank]: a new tensor of the same dtype."""
         if self._rounding is not None:
             x = simulate(x, self._rounding, self._most)
         terms = self.slots
@@ -142,14 +151,17 @@ class Layer:
         return y if self._limit is None else clip(y, self._limit)
 
     def _whole(self, sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The layer's outputs of its products: of all ranks, where these share the inputs."""
+        """Return the outputs from the products' sums; ranks add theirs if they share the inputs."""
         return self._rounded(all_ranks(tree_sum(sums), self._ranks), dtype) if self._split else sums[0]
 
     def _rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return (total if self._bias is None else total + self._bias).to(dtype)
 
     def _with_terms(self, x: Tensor, terms: Terms) -> Tensor:
-        """The outputs with the terms of this step. Sums of terms travel with the layer's own, in one exchange."""
+        """Return the outputs with the terms of this step.
+
+        Sums of terms travel with the layer's own sums, in one exchange.
+        """
         sums, shrunk = self._products(x), terms.shrink(x)
         if not shrunk:
             return self._whole(sums, x.dtype)
@@ -175,20 +187,20 @@ class Layer:
 
 
 def all_ranks(partial: Tensor, ranks: Collective | None) -> Tensor:
-    """The sum of all ranks' fp32 ``partial``, in the tree's order."""
-    assert ranks is not None, "a layer whose inputs are split has ranks, if only one"
+    """Return the sum of all ranks' fp32 ``partial``, in the tree's order."""
+    assert ranks is not None, "a layer with split inputs has at least one rank"
     return tree_sum(ranks.gather(partial).unbind())
 
 
 def all_ranks_at_once(parts: Sequence[Tensor], ranks: Collective | None) -> list[Tensor]:
-    """The same of several fp32 tensors, in one exchange."""
+    """Return the sums over all ranks of several fp32 tensors, in one exchange."""
     found = all_ranks(torch.cat([part.reshape(-1) for part in parts]), ranks)
     sums = torch.split(found, [part.numel() for part in parts])
     return [mine.view(part.shape) for mine, part in zip(sums, parts, strict=True)]
 
 
 def tiles_of_all_ranks(parts: Sequence[Tensor], ranks: Collective) -> list[Tensor]:
-    """Of each of ``parts`` [tiles of a rank, ...], which ranks divide, all tiles in their order, in one exchange."""
+    """Gather ``parts`` [tiles of a rank, ...] from all ranks in one exchange; return all tiles in order."""
     found = ranks.gather(torch.cat([each.reshape(-1) for each in parts]))
     sizes = [each.numel() for each in parts]
     whole = zip(torch.split(found, sizes, 1), parts, strict=True)
@@ -196,5 +208,5 @@ def tiles_of_all_ranks(parts: Sequence[Tensor], ranks: Collective) -> list[Tenso
 
 
 def in_order(shrunk: Tensor) -> Tensor:
-    """``shrunk`` of each rank, [ranks, tiles of a rank, rows, TILE], by the tiles' numbers."""
+    """Return ``shrunk`` [ranks, tiles of a rank, rows, TILE] of all ranks, by the tiles' numbers."""
     return shrunk.transpose(0, 1).flatten(0, 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.02
 LOOK_TIMEOUT = timedelta(seconds=2)
-"""How long one look at the store may take. A store of a file waits for its file, which goes when a rank dies."""
+"""Time limit of one look at the store.
+
+A store of a file waits for its file, and the file disappears when a rank dies.
+"""
 
 
-def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device: torch.device | None = None) -> None:
-    """Be a rank in the group of a ``kind`` ("nccl", "hccl"), whose ranks find each other as ``meeting`` says.
+def join_group(
+    kind: str, rendezvous: Rendezvous, check: Callable[[], None], *, device: torch.device | None = None
+) -> None:
+    """Join the group of ranks of a ``kind`` ("nccl", "hccl"); they meet by ``rendezvous``.
 
-    While one waits for the others ``check`` is called, which raises where a rank has died. Raises SettingsError if this
-    process is in a group already.
+    While this rank waits for the others, ``check`` is called; it raises if a rank has died. Raises SettingsError if
+    this process is in a group already.
     """
     if dist.is_initialized():
         raise SettingsError(
@@ -33,7 +38,7 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
             param="tensor_parallel_size",
         )
     check()
-    store, world = meeting.store(), meeting.world
+    store, world = rendezvous.store(), rendezvous.world
     patience = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(LOOK_TIMEOUT)
     mine = 1
@@ -41,14 +46,17 @@ def join_group(kind: str, meeting: Meeting, check: Callable[[], None], *, device
         mine = 0
         time.sleep(LOOK_SECONDS)
     store.set_timeout(patience)
-    dist.init_process_group(kind, store=store, rank=meeting.rank, world_size=world, device_id=device)
+    dist.init_process_group(kind, store=store, rank=rendezvous.rank, world_size=world, device_id=device)
 
 
 def _present(store: Store, mine: int, check: Callable[[], None]) -> int:
-    """Add ``mine`` to the number of ranks that are there, and return the number. Raises what ``check`` raises."""
+    """Add ``mine`` to the number of present ranks, and return the number.
+
+    Raises any error of ``check``.
+    """
     check()
     try:
         return int(store.add("present", mine))
     except (RuntimeError, OSError):
-        check()  # the reason, where there is one: the store of a dead rank's group is gone
+        check()  # without the store of a dead rank's group, the reason is the better error
         raise

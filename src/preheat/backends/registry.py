@@ -24,19 +24,20 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 FACTS: Mapping[str, Facts] = {facts.name: facts for facts in (CPU, CUDA, HPU)}
-"""What is known of every platform, by name."""
+"""Facts of every platform, by name."""
 
 ENVIRONMENTS: Mapping[str, Callable[[], Iterable[Finding]]] = {
     CPU.name: cpu_environment.findings,
     CUDA.name: cuda_environment.findings,
     HPU.name: hpu_environment.findings,
 }
-"""What `preheat doctor` looks at, by platform."""
+"""Findings for `preheat doctor`, by platform."""
 
 
 def facts_of(device: str) -> Facts:
-    """What a plan is made for before anybody has looked at the machine: ``auto`` counts as a CPU, unless there is a
-    Gaudi, which can be seen without torch.
+    """Return the facts used for a plan before anybody has looked at the machine.
+
+    ``auto`` counts as a CPU, unless there is a Gaudi, visible without torch.
     """
     if device == AUTO:
         return HPU if detected() else CPU
@@ -44,7 +45,7 @@ def facts_of(device: str) -> Facts:
 
 
 def wake(device: str) -> None:
-    """Begin what takes time and needs no torch, such as waking a GPU, while torch is still being imported."""
+    """Begin slow work that needs no torch, such as waking a GPU, while torch is still being imported."""
     if device in (AUTO, CUDA.name):
         from preheat.backends.cuda.early import wake_gpu
 
@@ -52,10 +53,10 @@ def wake(device: str) -> None:
 
 
 def pick_backend(device: str, rank: int = 0) -> Backend:
-    """The backend for ``--device``, on the GPU with the number ``rank``; ``auto`` takes a Gaudi or an NVIDIA GPU where
-    it can be used, and logs why not elsewhere.
+    """Return the backend for ``--device``, on GPU number ``rank``.
 
-    Raises SettingsError, with the reason, where a device is asked for by name and cannot be used.
+    ``auto`` takes a Gaudi or an NVIDIA GPU where it can be used, and logs why not elsewhere. Raises SettingsError, with
+    the reason, if a device is asked for by name and cannot be used.
     """
     if device == HPU.name or (device == AUTO and detected()):
         from preheat.backends.hpu.backend import HpuBackend

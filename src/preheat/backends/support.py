@@ -1,4 +1,4 @@
-"""What the facts of a backend say of a layer, before weights are read. No torch."""
+"""Support of a layer by a backend's facts, before weights are read. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from preheat.backends.base import Facts
 from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
 
 DIVIDED = (
-    "with --fully-sharded-loras, for which ranks would exchange once more in each of these layers, before the "
-    "activation: leave it out"
+    "with --fully-sharded-loras, because ranks would exchange data once more in each such layer, before the "
+    "activation: leave the option out"
 )
 
 
 def supports(facts: Facts, value: Value) -> Support:
-    """Whether a backend of these ``facts`` runs the layer of ``value``. A backend may know more."""
+    """Return whether a backend of these ``facts`` runs the layer of ``value``; a backend may know more."""
     parts = matmuls(value)
     for scheme in (part.weight.scheme for part in parts):
         if scheme is not None and scheme.kind not in facts.quantized:
@@ -35,12 +35,12 @@ def supports(facts: Facts, value: Value) -> Support:
 
 
 def matmuls(value: Value) -> tuple[Matmul, ...]:
-    """The layers of ``value``: itself, or those of its experts."""
+    """Return the layers of ``value``: itself, or the layers of its experts."""
     return (value,) if isinstance(value, Matmul) else (value.gate_up, value.down)
 
 
 def _traits(value: Matmul) -> Iterator[str]:
-    """The traits of a layer, see :data:`preheat.combinations.TRAITS`."""
+    """Yield the traits of a layer, see :data:`preheat.combinations.TRAITS`."""
     if value.terms:
         yield "adapters"
     if value.order.tiles or value.order.is_split:

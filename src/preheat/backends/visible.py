@@ -1,4 +1,4 @@
-"""Which devices a replica of the engine sees. No torch here."""
+"""The devices visible to a replica of the engine. No torch here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(settings: Settings, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which a replica sees its own GPUs: as many as it has ranks, in the order of those that are
-    visible here. Empty where there is one engine, or it runs on a CPU. Raises SettingsError for too few.
+    """Return the environment variables that show a replica only its own GPUs.
+
+    A replica gets as many GPUs as it has ranks, in the order of the visible GPUs. Empty where there is one engine, or
+    it runs on a CPU. Raises SettingsError for too few GPUs.
     """
     size, ranks, given = settings.data_parallel_size, settings.tensor_parallel_size, environment.get(VISIBLE)
     if size == 1 or settings.device not in ("auto", "cuda") or given == "":

@@ -1,7 +1,7 @@
-"""The way of a request to the scheduler's queue.
+"""Preparation of requests before the scheduler's queue.
 
-What a request needs is made beside the loop, by threads: its adapter is read, then its grammar compiled. It waits for
-them here, and joins the queue then; the others go on.
+Threads beside the loop read a request's adapter, then compile its grammar. The request waits for them here, and joins
+the queue then; other requests go on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from preheat.schedule.scheduler import Scheduler
 
 
 class Admission:
-    """Queues requests. ``grammars`` serve structured outputs, ``adapters`` LoRA, or say why not. ``reject`` answers a
-    request that cannot be served, ``report`` tells what became of an adapter.
+    """The way of requests to the scheduler's queue.
+
+    ``grammars`` serve structured outputs and ``adapters`` LoRA; a string instead is the reason why there are none.
+    ``reject`` answers a request that cannot be served, ``report`` reports the outcome for an adapter.
     """
 
     def __init__(
@@ -36,11 +38,11 @@ class Admission:
 
     @property
     def pending(self) -> bool:
-        """Whether something is being read or compiled."""
+        """Whether an adapter is being read or a grammar compiled."""
         return any(service.pending for service in self._services)
 
     def add(self, request: Request) -> None:
-        """Take a request; one that cannot be served is rejected."""
+        """Accept a request, or reject one that cannot be served."""
         try:
             if not request.lora_name:
                 self._compile(request)
@@ -52,7 +54,7 @@ class Admission:
             self._refuse(request, error)
 
     def take(self, wait: float = 0.0) -> None:
-        """Let those go on that have what they need; waits up to ``wait`` seconds for the first one."""
+        """Pass on prepared requests; wait up to ``wait`` seconds for the first one."""
         adapters, grammars = self._adapters, self._grammars
         if not isinstance(adapters, str) and adapters.pending:
             for request, error in adapters.take(wait):
@@ -70,15 +72,15 @@ class Admission:
                     self._queue(request, state)
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request; False if it does not wait here."""
+        """Forget a request; return False if it does not wait here."""
         return any(service.cancel(request_id) for service in self._services)
 
     def cancel_all(self) -> list[int]:
-        """Forget all requests; the ids of those that waited."""
+        """Forget all waiting requests, and return their ids."""
         return [*chain.from_iterable(service.cancel_all() for service in self._services)]
 
     def change(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Begin to read an adapter, or to let one go; the report follows when that is done."""
+        """Begin to load or unload an adapter; a report follows."""
         if isinstance(self._adapters, str):
             error = WireError.of(InvalidRequest(self._adapters))
             self._report(AdapterReport(message.name, message.id, error))
@@ -88,7 +90,7 @@ class Admission:
             self._adapters.unload(message)
 
     def _compile(self, request: Request) -> None:
-        """Go on with a request whose adapter is there."""
+        """Compile the grammar, if any, of a request whose adapter is loaded."""
         masked = request.params.masked
         if not masked:
             self._queue(request, None)
@@ -102,7 +104,8 @@ class Admission:
         adapter = None if isinstance(self._adapters, str) else self._adapters.chosen(request)
         try:
             self._scheduler.add(request, grammar, adapter)
-        except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
+        except PreheatError as error:
+            # The frontend rejects such requests; one that slips through must not stop the loop.
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: PreheatError) -> None:

@@ -1,8 +1,7 @@
 """Commands of an operator: pause and resume, new weights, sleep and wake. No torch here.
 
-A command takes effect between two steps. While the engine is paused no step runs, and requests that arrive are held
-back. What a command does to the device, the :class:`Operator` does. Where one waits for a trainer it does so in a
-thread, and steps go on.
+A command takes effect between two steps. While the engine is paused no step runs, and new requests are held back. The
+:class:`Operator` does the work on the device. A command that waits for a trainer does so in a thread, and steps go on.
 """
 
 from __future__ import annotations
@@ -24,45 +23,48 @@ logger = logging.getLogger(__name__)
 
 
 POLL_SECONDS = 0.001
-"""How long an idle loop waits for a thread at once."""
+"""Seconds that an idle loop waits for a thread at once."""
 
 
 class Operator(Protocol):
-    """What commands do to the device, with nothing in flight. An error leaves everything as it was."""
+    """Work on the device for commands, with no step in flight. After an error everything is unchanged."""
 
     state: EngineState
 
     def update(self, command: Command) -> None:
-        """Let the command's tensors be the weights; running sequences are computed again."""
+        """Replace the weights by the command's tensors; running sequences are computed again."""
 
     def beside(self, command: Command) -> Callable[[], None] | None:
-        """What must be waited for before ``command`` is carried out, while steps go on; None: nothing."""
+        """Return the work that ``command`` waits for, or None.
+
+        Steps go on meanwhile.
+        """
 
     def gather(self) -> None:
-        """From now on tensors that a trainer sends are kept until :meth:`finish`."""
+        """From now on keep a trainer's tensors until :meth:`finish`."""
 
     def finish(self, command: Command) -> None:
-        """As :meth:`update`, with all that was gathered."""
+        """Replace the weights by all gathered tensors, as :meth:`update` does."""
 
     def check_sleep(self, level: int) -> None:
-        """Raise InvalidRequest if it cannot sleep so."""
+        """Raise InvalidRequest if the engine cannot sleep at this level."""
 
     def sleep(self, level: int) -> None:
-        """Give back memory: with level 1 that of the cache, with level 2 that of the weights too."""
+        """Release memory: at level 1 the cache's, at level 2 the weights' too."""
 
     def wake(self, tags: list[str]) -> bool:
-        """Take memory again, of what ``tags`` name or of all; whether nothing sleeps any more."""
+        """Take memory again, for ``tags`` or for all; return whether nothing sleeps any more."""
 
 
 class Beside(NamedTuple):
-    """A command and what it waits for."""
+    """A command, and the work in a thread that it waits for."""
 
     command: Command
     done: Future[None]
 
     @classmethod
     def start(cls, command: Command, work: Callable[[], None]) -> Beside:
-        """``work`` begins in a thread, which does not keep the process alive."""
+        """Begin ``work`` in a thread that does not keep the process alive."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -78,7 +80,10 @@ class Beside(NamedTuple):
 
 
 class Control:
-    """Carries out the commands that reach ``loop``. ``paused``: it must not step."""
+    """The commands of an operator, carried out on ``loop``.
+
+    The loop must not step while ``paused``.
+    """
 
     def __init__(self, loop: Loop, operator: Operator | None) -> None:
         self._loop, self._operator = loop, operator
@@ -90,22 +95,25 @@ class Control:
 
     @property
     def receiving(self) -> bool:
-        """Whether a command waits for something beside the loop."""
+        """Whether a command waits for work beside the loop."""
         return self._beside is not None
 
     def arrive(self, request: Request) -> None:
-        """Take a request, or hold it back."""
+        """Accept a request, or hold it back."""
         if self.paused or self._waiting is not None:
             self._held[request.id] = request
         else:
             self._loop.admission.add(request)
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request that is held back; False if it is not."""
+        """Forget a held request; return False if it is not held."""
         return self._held.pop(request_id, None) is not None
 
     def drain(self) -> None:
-        """The engine is about to end: what is held back runs, unless it sleeps."""
+        """Prepare for the engine's end.
+
+        Held requests run. If the engine sleeps, all requests are dropped.
+        """
         if self._state.sleeping is None:
             self._resume()
         else:
@@ -117,7 +125,10 @@ class Control:
         self._try(command, self._begin)
 
     def proceed(self) -> None:
-        """Carry out the command that waits, if all requests have ended, or what it waits for is there."""
+        """Carry out a waiting command if it can proceed.
+
+        It waits for its work in a thread, or for the end of all requests.
+        """
         if self._beside is not None:
             command, done = self._beside
             wait([done], POLL_SECONDS if self.paused or self._loop.idle else 0)
@@ -130,7 +141,7 @@ class Control:
             self.take(command)
 
     def _try(self, command: Command, act: Callable[[Command], bool]) -> None:
-        """``act``, and answer with its error, or if it says that ``command`` is done."""
+        """Call ``act``, and answer with its error, or if it reports ``command`` done."""
         try:
             answers = act(command)
         except EngineDead:
@@ -144,11 +155,13 @@ class Control:
                 self._answer(command)
 
     def _begin(self, command: Command) -> bool:
-        """Carry out ``command``; False if it waits."""
+        """Carry out ``command``; return False if it must wait."""
         if self._waiting is not None and command.name != "resume":
-            raise InvalidRequest(f"{self._waiting.name} waits for running requests: resume first, or wait too")
+            raise InvalidRequest(f"{self._waiting.name} is waiting for running requests to end: resume first, or wait")
         if self._beside is not None and command.name not in ("pause", "resume"):
-            raise InvalidRequest(f"{self._beside.command.name} waits for the trainer: {command.name} after it")
+            raise InvalidRequest(
+                f"{self._beside.command.name} is waiting for the trainer: send {command.name} when it has ended"
+            )
         if command.name in ("pause", "sleep") and not self._halt(command):
             self._waiting = command
             return False
@@ -160,12 +173,12 @@ class Control:
         return self._act(command)
 
     def _halt(self, command: Command) -> bool:
-        """Stop stepping; False if running requests must be waited for first."""
+        """Stop stepping; return False if running requests must end first."""
         if command.name == "sleep":
             self._may_sleep(command.level)
         if command.mode == "wait" and not self._loop.idle and not self.paused:
             return False
-        self._loop.settle()
+        self._loop.drain_steps()
         if command.mode == "abort":
             self._loop.abort_all()
         self.paused = True
@@ -177,7 +190,7 @@ class Control:
         self._operate().check_sleep(level)
 
     def _act(self, command: Command, done: Future[None] | None = None) -> bool:
-        """True, when it is done. ``done``: what it waited for, whose error it is."""
+        """Carry out ``command`` and return True. Raises the error of ``done``, its finished work in a thread."""
         if done is not None:
             done.result()
         match command.name:
@@ -186,12 +199,12 @@ class Control:
                     raise InvalidRequest("the engine sleeps: wake it up (/wake_up)")
                 self._resume()
             case "update_weights":
-                self._loop.settle()
+                self._loop.drain_steps()
                 self._operate().update(command)
             case "start_weight_update":
                 self._operate().gather()
             case "finish_weight_update":
-                self._loop.settle()
+                self._loop.drain_steps()
                 self._operate().finish(command)
             case "sleep":
                 self._operate().sleep(command.level)
@@ -209,14 +222,14 @@ class Control:
 
     def _operate(self) -> Operator:
         if self._operator is None:
-            raise InvalidRequest("this engine takes no commands")
+            raise InvalidRequest("this engine takes no operator's commands")
         return self._operator
 
     def _resume(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._answer(
-                waiting, InvalidRequest(f"{waiting.name} was given up: the engine was resumed before it began")
+                waiting, InvalidRequest(f"{waiting.name} was canceled: the engine was resumed before it began")
             )
         self.paused = False
         held, self._held = self._held, {}
@@ -226,4 +239,4 @@ class Control:
     def _answer(self, command: Command, error: Exception | None = None) -> None:
         self._state.paused = self.paused
         wire = None if error is None else WireError.of(error)
-        self._loop.transport.put(Outcome(command.id, copy(self._state), wire))  # it goes on changing
+        self._loop.transport.put(Outcome(command.id, copy(self._state), wire))  # a copy, as the state goes on changing

@@ -1,8 +1,10 @@
-"""Publishes events of the prefix cache over ZeroMQ, as vLLM does: topic, sequence number, batch.
+"""Publication of prefix cache events over ZeroMQ, as in vLLM.
 
-A batch is sent by a thread of its own. Sequence numbers, 8 bytes, count from 0; a subscriber that misses one may ask
-for it again: a request to the replay socket is the first number that is wanted, its answers are number and batch each,
-and the last one has the number -1.
+A message has a topic, a sequence number and a batch.
+
+A thread sends the batches. Sequence numbers have 8 bytes and count from 0. A subscriber that misses a batch may ask for
+it again on the replay socket. The request is the first wanted number; each answer has a number and a batch, and the
+last answer has the number -1.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _TICK_SECONDS = 0.05
 
 
 class KvPublisher:
-    """Publishes until the process ends. Raises SettingsError for an endpoint that cannot be bound."""
+    """Publisher that runs until it is closed.
+
+    Raises SettingsError for an endpoint that cannot be bound.
+    """
 
     def __init__(self, config: KvEventsConfig) -> None:
         self._topic, self._encoder, self._number = config.topic.encode(), msgspec.msgpack.Encoder(), 0
@@ -52,15 +57,18 @@ class KvPublisher:
         return socket
 
     def publish(self, batch: KvEventBatch) -> None:
-        """Never waits: of more batches than may wait the newest are lost, which their missing numbers show."""
+        """Queue a batch, and never wait. If the queue is full the batch is lost, and its number is missing."""
         try:
             self._queue.put_nowait((self._number, batch))
         except queue.Full:
-            logger.warning("Batch %d of KV events is lost: max_queue_size batches wait", self._number)
+            logger.warning(
+                "Batch %d of KV events is lost: max_queue_size batches are waiting; raise it in kv_events_config",
+                self._number,
+            )
         self._number += 1
 
     def close(self) -> None:
-        """Stop, once what waits is sent."""
+        """Stop, once all queued batches are sent."""
         self._closing.set()
         self._thread.join()
         self._context.destroy(linger=0)
@@ -79,11 +87,13 @@ class KvPublisher:
                 self._answer(self._replay)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send what a client asks for."""
+        """Send the batches that a client requests."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning(
-                "A replay of KV events was asked for in %d frames, not with a number of 8 bytes", len(frames)
+                "A request to replay KV events is ignored: it has %d frames, and must be 3 frames with a number of 8 "
+                "bytes in the last",
+                len(frames),
             )
             return
         for number, payload in list(self._sent):

@@ -1,7 +1,8 @@
-"""When to prepare the next step: late, so that new requests can join it, but before the device runs out of work.
+"""The time to prepare the next step: late, but not too late.
 
 If the next step were prepared as soon as one is in flight, requests that arrive meanwhile would wait for both. So the
-loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket.
+loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket. Then new
+requests can join the next step. But the device must not run out of work.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 LEAST = 0.0005
-"""Seconds of margin, on top of twice what preparing a step took."""
+"""Seconds of margin, added to twice the preparation time of a step."""
 EASE = 1.05
-"""The factor by which the estimate for a bucket may grow, or that for the preparation fade, in a step. The shortest
-recent time of a bucket counts: being early costs little, being late leaves the device idle."""
+"""The factor by which estimates change in a step.
+
+The estimate for a bucket may grow by it, and the preparation's estimate may fade by it. The shortest recent time of a
+bucket counts: being early costs little, being late leaves the device idle.
+"""
 
 
 class LaunchTimer:
-    """The loop reports every step to it. ``clock`` gives seconds."""
+    """Estimator of the time to prepare the next step.
+
+    The loop reports its steps. ``clock`` returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -27,17 +34,17 @@ class LaunchTimer:
         self._begun = self._ended = self._preparation = 0.0
 
     def preparing(self) -> None:
-        """The preparation of the next step begins."""
+        """Note that the preparation of the next step begins."""
         self._begun = self._clock()
 
     def launched(self, bucket: Hashable) -> None:
-        """The prepared step is in flight, behind those launched before."""
+        """Note that the prepared step is in flight, behind the steps launched before."""
         now = self._clock()
         self._preparation = max(now - self._begun, self._preparation / EASE)
         self._in_flight.append((bucket, now))
 
     def finished(self) -> None:
-        """The oldest step in flight has ended."""
+        """Note that the oldest step in flight has ended."""
         bucket, launched = self._in_flight.popleft()
         now = self._clock()
         took = now - max(launched, self._ended)
@@ -45,7 +52,10 @@ class LaunchTimer:
         self._ended = now
 
     def running(self) -> float:
-        """Seconds since the oldest step in flight began on the device; 0 without one. May be called in any thread."""
+        """Return the seconds since the oldest step in flight began on the device.
+
+        It is 0 without a step in flight. May be called in any thread.
+        """
         try:
             _, launched = self._in_flight[0]
         except IndexError:
@@ -53,8 +63,9 @@ class LaunchTimer:
         return self._clock() - max(launched, self._ended)
 
     def spare(self) -> float:
-        """Seconds until the next step must be prepared: 0 unless exactly one step is in flight and its bucket has run
-        before.
+        """Return the seconds until the next step must be prepared.
+
+        It is 0 unless exactly one step is in flight and its bucket has run before.
         """
         if len(self._in_flight) != 1:
             return 0.0

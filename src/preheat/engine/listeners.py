@@ -1,4 +1,7 @@
-"""Optional reports about every step: a log of compilations and fallbacks, and the contents of trace events."""
+"""Optional reports about every step.
+
+They are a log of compilations and fallbacks, and the fields of trace events.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` by how much ``read`` grew in a step: a number, and the seconds that went into it, if known.
+    """Log of a counter's growth per step, under ``name``.
 
-    It logs ``every`` step, or only those in which the number grew.
+    ``read`` returns the counter, and the seconds that its events took, if known. It logs ``every`` step, or only steps
+    with growth.
     """
 
     name: str
@@ -48,7 +52,7 @@ class Meter:
 
 
 class StepLog:
-    """Logs each step, then passes it on to ``inner``."""
+    """Listener that logs each step, then passes it on to ``inner``."""
 
     def __init__(self, inner: StepListener, meters: Sequence[Meter]) -> None:
         self._inner, self._meters = inner, meters
@@ -63,7 +67,10 @@ class StepLog:
 
 
 def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepListener) -> StepListener:
-    """``inner`` with the log that the settings enable, which counts from now on what ``backend`` knows of."""
+    """Wrap ``inner`` in the log that the settings enable.
+
+    The log counts the events of ``backend`` from now on.
+    """
     meters, counters = [], backend.step_counters()
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all
@@ -72,8 +79,8 @@ def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepL
         meters.append(Meter("STEP_CPU_FALLBACKS", settings.log_step_cpu_fallbacks_all, counters["fallbacks"]))
         if mode != "compile" and backend.cold_sources()["host fallback"].how == "none":
             logger.warning(
-                "In execution mode %s nothing is compiled that an operation could fall back from: the log of CPU "
-                "fallbacks only counts graph breaks of other users of torch.compile in this process",
+                "Execution mode %s compiles nothing, so no operation can fall back: the log of CPU fallbacks only "
+                "counts graph breaks of other users of torch.compile in this process",
                 mode,
             )
     return StepLog(inner, meters) if meters else inner
@@ -93,4 +100,4 @@ STEP_EVENTS: dict[str, Describe] = {
     },
     "process_results": lambda args, _: _of_schedule(args[0]),
 }
-"""What a trace shows of each part of a step."""
+"""The fields that a trace shows for each part of a step."""

@@ -1,17 +1,17 @@
 """The engine's loop: schedule, run, process results.
 
-The life of a request: the transport hands over a Request (``take``); the scheduler gives it a slot and blocks
-(``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and samples tokens
-(``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta to the frontend.
+The life of a request: the transport hands over a Request (``take``). The scheduler gives it a slot and blocks
+(``schedule``). The packer turns the step's rows into tensors (``pack``). The executor runs the model and samples tokens
+(``launch``). The scheduler applies the outcome (``process_results``). The transport carries the Delta to the frontend.
 
-With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
-Rows with drafts must be waited for; then the next step is launched before the frontend hears of the previous one.
-Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
+With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work. A
+step with drafts must be waited for first; the next step is then launched before the frontend gets the results. Until a
+step must be prepared the loop keeps listening, so that new requests can join the step.
 
-A request with an adapter or a grammar first waits beside the queue for those (``admission``). The scheduler says which
-adapters have to be put into a place on the device before a step. A step with grammars is launched as far as its logits;
-then the previous one's tokens are waited for, which the grammars need, and their masks are computed by threads while
-the device runs the model; only drawing waits for them.
+A request with an adapter or a grammar first waits beside the queue until both are ready (``admission``). The scheduler
+lists the adapters to load into adapter slots before a step. A step with grammars is launched up to its logits. The loop
+then waits for the previous step's tokens, since grammars advance by them. Threads compute the masks while the device
+runs the model; only sampling waits for them.
 """
 
 from __future__ import annotations
@@ -65,28 +65,34 @@ class EngineSide(Protocol):
     """The engine's end of the transport."""
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """The messages that arrived; waits at most ``timeout`` seconds for the first one (None: without limit)."""
+        """Return the messages that arrived.
+
+        Waits up to ``timeout`` seconds for the first one (None: without limit).
+        """
 
     def put(self, message: FromEngine) -> None:
-        """Send to the frontend."""
+        """Send a message to the frontend."""
 
 
 class StepListener(Protocol):
-    """Hears of every batch once it is launched, which is when a step can be cold, and of every compaction. An error
-    that it raises fails the step's requests.
+    """Observer of every launched batch and every compaction.
+
+    A step can be cold at its launch.
+
+    An error that it raises fails the step's requests.
     """
 
     def step(self, event: InputBatch | Swaps) -> None: ...
 
     def report(self) -> bytes:
-        """What it has recorded, for a Report."""
+        """Return the recorded data, for a Report."""
 
 
 class SilentListener:
     """A listener that records nothing, for dummy requests."""
 
     def step(self, event: InputBatch | Swaps) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def report(self) -> bytes:
         return b""
@@ -94,7 +100,10 @@ class SilentListener:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched step, or one that could not be launched and fails when its turn comes."""
+    """A launched step, or one that failed to launch.
+
+    A step that failed to launch fails when its turn comes.
+    """
 
     schedule: Schedule
     launched: LaunchedStep | None = None
@@ -103,9 +112,11 @@ class InFlightStep:
 
 
 class Loop:
-    """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
-    step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, ``adapters`` LoRA,
-    or say why not. ``operator`` does what commands ask of the device.
+    """The loop that runs requests from the transport until it is drained.
+
+    ``overlap`` needs an asynchronous device. The parts of a step are called through ``call``, by name, for the trace.
+    ``grammars`` serve structured outputs and ``adapters`` LoRA; a string instead is the reason why there are none.
+    ``operator`` does the work of commands on the device.
     """
 
     def __init__(
@@ -125,7 +136,7 @@ class Loop:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
         self.grammars, self.adapters, self.draining = grammars, adapters, False
-        self._grammars_told = GrammarStats()
+        self._grammars_reported = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
         self.admission = Admission(scheduler, grammars, adapters, self._reject, transport.put)
         self.control = Control(self, operator)
@@ -133,7 +144,7 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run, to compile or to read, nor anything in flight."""
+        """Whether there is nothing to run, compile or read, and nothing in flight."""
         return self.scheduler.idle and not self.admission.pending
 
     def run(self) -> None:
@@ -145,11 +156,14 @@ class Loop:
             self.step()
 
     def _patience(self) -> float | None:
-        """Seconds to wait for messages while no step can run; None: until one comes."""
+        """Return the seconds to wait for messages while no step can run.
+
+        None means to wait until one comes.
+        """
         if not (self.control.paused or self.scheduler.idle):
             return 0.0
         if self.control.receiving:
-            return 0.0  # it waits itself
+            return 0.0  # the control waits itself
         return TICK if self.admission.pending else None
 
     def finish(self) -> None:
@@ -158,9 +172,10 @@ class Loop:
             self.step()
 
     def step(self) -> bool:
-        """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
+        """Launch a step and process the results of the previous one.
 
-        False when idle or paused, or when nothing can run before a grammar is compiled or an adapter read.
+        Without ``overlap`` process the results of the same one. Return False when idle or paused, or when nothing can
+        run before a grammar is compiled or an adapter read.
         """
         if self.admission.pending:
             self.admission.take(self._patience() or 0.0)
@@ -188,7 +203,7 @@ class Loop:
         self._process_results(leave=1 if self.overlap and runs else 0)
 
     def _launch(self, schedule: Schedule) -> bool:
-        """Put a step in flight; False if it will fail, so that no other is launched behind it."""
+        """Put a step in flight. Return False if it will fail, so that no other step is launched behind it."""
         step = InFlightStep(schedule)
         self._in_flight.append(step)
         try:
@@ -201,7 +216,7 @@ class Loop:
                 step.launched = self.call("launch", self.executor.launch, batch)
                 self._time(step, batch)
             self.listener.step(batch)
-        except EngineDead:  # there is nothing to go on with
+        except EngineDead:  # no step can run any more
             raise
         except Exception as error:
             step.error = error
@@ -212,7 +227,10 @@ class Loop:
         step.timed = True
 
     def _launch_masked(self, step: InFlightStep, batch: InputBatch) -> LaunchedStep:
-        """Launch a step whose masks are computed meanwhile, once the tokens that they depend on are known."""
+        """Launch a step, compute its masks meanwhile, and sample.
+
+        Masks depend on the tokens of a step in flight before it, so its results are processed first.
+        """
         grammars, schedule, slots = self.grammars, batch.schedule, self.scheduler.slots
         if isinstance(grammars, str):
             raise PreheatError(f"a row has a grammar, but {grammars}")
@@ -227,12 +245,15 @@ class Loop:
         return self.call("draw", self.executor.complete, batch)
 
     def _process_results(self, leave: int = 0) -> None:
-        """Wait for all steps in flight but the last ``leave``, and send their outcomes to the frontend."""
+        """Wait for all steps in flight except the last ``leave``.
+
+        Their outcomes are sent to the frontend.
+        """
         while len(self._in_flight) > leave:
             self.transport.put(self._next_outcome())
 
     def _next_outcome(self) -> Delta:
-        """Wait for the oldest step in flight."""
+        """Wait for the oldest step in flight, and return its outcome."""
         delta = self._outcome(self._in_flight[0])
         if self._in_flight.popleft().timed:
             self.launch_timer.finished()
@@ -240,7 +261,7 @@ class Loop:
 
     def _outcome(self, step: InFlightStep) -> Delta:
         try:
-            # Waited for even after an error of the listener: the step uses the device.
+            # Wait even after an error of the listener: the step uses the device.
             result = step.launched.result() if step.launched else None
             if step.error or result is None:
                 raise step.error or PreheatError("The step was interrupted before it ran")
@@ -253,8 +274,8 @@ class Loop:
 
     def _stats(self) -> Stats:
         stats = self.scheduler.stats()
-        if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_told:
-            self._grammars_told = stats.grammars = copy(self.grammars.stats)
+        if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_reported:
+            self._grammars_reported = stats.grammars = copy(self.grammars.stats)
         return stats
 
     def _compact(self) -> None:
@@ -275,7 +296,7 @@ class Loop:
             self.transport.put(self.scheduler.lose_cache(error))
 
     def take(self, timeout: float | None) -> None:
-        """Handle what arrived through the transport."""
+        """Handle messages from the transport."""
         messages = self.transport.take(timeout)
         for message in messages:
             match message:
@@ -290,7 +311,7 @@ class Loop:
                 case LoadAdapter() | UnloadAdapter():
                     self.admission.change(message)
                 case ResetPrefixCache():
-                    self.settle()  # they publish blocks too
+                    self.drain_steps()  # steps in flight publish blocks too
                     self.scheduler.reset_prefix_cache()
                 case Drain():
                     self.draining = True
@@ -300,18 +321,21 @@ class Loop:
                         self.admission.cancel_all()
         if messages:
             self.control.proceed()
-            if self.scheduler.pool.events is not None:  # a reset, or a command
+            if self.scheduler.pool.events is not None:  # events of a reset or a command
                 self.scheduler.pool.events.flush()
-        if messages and self.idle:  # no step will report that the last requests are gone
+        if messages and self.idle:  # no step will report the end of the last requests
             self.transport.put(Delta(stats=self._stats()))
 
-    def settle(self) -> None:
+    def drain_steps(self) -> None:
         """Process the results of all steps in flight."""
         self._process_results()
 
     def abort_all(self) -> None:
-        """End all requests with reason "abort", those too that wait for a grammar or an adapter."""
-        self.settle()
+        """End all requests with reason "abort".
+
+        Requests that wait for a grammar or an adapter end too.
+        """
+        self.drain_steps()
         delta = self.scheduler.abort_all()
         delta.finished |= dict.fromkeys(self.admission.cancel_all(), Finish("abort"))
         delta.stats = self._stats()

@@ -1,4 +1,7 @@
-"""How far the engine's start is: a bar on a terminal, and a line now and then where standard error is a file."""
+"""Display of the progress of the engine's start.
+
+It is a bar on a terminal, and otherwise a line now and then.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from preheat.plan.lines import time_left
 LINE_SECONDS = 10.0
 """Seconds between two lines."""
 
-_WIDTH = 72  # shorter than a log line, which overwrites the bar
+_WIDTH = 72  # shorter than a log line, so that log lines overwrite the bar
 
 
 class ProgressBar:
-    """Shows the engine's messages, unless ``shown`` is false or standard error is no terminal."""
+    """Progress bar of the engine's start.
+
+    It shows nothing if ``shown`` is false or standard error is no terminal.
+    """
 
     def __init__(self, shown: bool = True) -> None:
         self._bar: Any = None
-        self._disable = None if shown else True  # None: where there is no terminal
+        self._disable = None if shown else True  # None: tqdm shows nothing without a terminal
 
     def show(self, message: FromEngine) -> None:
         """Draw a Progress message; remove the bar once the engine is ready or dead."""
@@ -47,8 +53,11 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """Shows a start as :class:`ProgressBar` does, and where standard error is no terminal as a line on it every
-    :data:`LINE_SECONDS`, from a thread, as long as the start goes on (``with``).
+    """Progress as by :class:`ProgressBar`, or without a terminal as lines.
+
+    The lines go to standard error.
+
+    A thread writes a line every :data:`LINE_SECONDS` inside the context (``with``).
     """
 
     def __init__(self, shown: bool = True) -> None:
@@ -67,7 +76,7 @@ class ProgressLines:
         self._over.set()
 
     def show(self, message: FromEngine) -> None:
-        """Take a message of the engine."""
+        """Handle a message of the engine."""
         if isinstance(message, Progress):
             self._last = message
         self._bar.show(message)
@@ -78,7 +87,7 @@ class ProgressLines:
             sys.stderr.flush()
 
     def line(self) -> str:
-        """How far the start is."""
+        """Return a line about the progress."""
         last, seconds = self._last, time.monotonic() - self._began
         if not last.total:
             return f"preheat is loading the model ({seconds:.0f} s)"
@@ -87,7 +96,10 @@ class ProgressLines:
 
 
 class _LineStart:
-    """Leaves the cursor at the start of the line, so that log lines overwrite the bar instead of continuing it."""
+    """Stream that leaves the cursor at the start of the line.
+
+    So log lines overwrite the bar instead of continuing it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,8 +1,9 @@
-"""The static buffers of a step: its integers lie where programs look for them.
+"""The static buffers of a step.
 
-A step is written into pinned host memory and copied in one piece. There are two host copies: while the device may
-still read one step's, the next is written into the other. :meth:`StepBuffers.turn` hands out a copy only once the
-device has done all that was launched for the step that used the copy last.
+Its integers lie where programs look for them. A step is written into pinned host memory and copied in one piece. There
+are two host copies: while the device may still read one step's, the next is written into the other.
+:meth:`StepBuffers.turn` hands out a copy only once the device has finished all work launched for the step that used the
+copy last.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 
 ROUND = 1024
-"""A copy to the device ends at a multiple of so many words: there are few of them, whose tensors are kept."""
+"""Unit in words of the sizes of copies to the device.
+
+So few sizes occur, and their views are kept.
+"""
 MAX_LISTS = 4
 """Lists of attention's work, at most."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a program of ``tokens`` tokens finds its input, in words of 32 bits.
+    """Layout of the input of a program, in words of 32 bits.
 
-    First the length of each list and the ``sampled`` tokens, at one place for all programs; then what each token is and
-    the lists of attention's work, of at most ``lists`` entries. Lists come last, so that a step only copies the entries
-    that it has.
+    The program has ``tokens`` tokens. First come the length of each list and the ``sampled`` tokens, at one place for
+    all programs. The id, slot and position of each token follow, then the lists of attention's work, of at most
+    ``lists`` entries. Lists come last, so that a step copies only the entries that it has.
     """
 
-    sampled: int  # the most
+    sampled: int  # at most
     tokens: int
     lists: tuple[int, ...]
 
     @property
     def tokens_at(self) -> int:
-        """Where ids, slots and positions begin."""
+        """First word of ids, slots and positions."""
         return MAX_LISTS + self.sampled
 
     @cached_property
     def lists_at(self) -> tuple[int, ...]:
-        """Where each list begins, and where the last one ends."""
+        """First word of each list, and the end of the last one."""
         at = self.tokens_at + 3 * self.tokens
         return tuple(at + 2 * sum(self.lists[:index]) for index in range(len(self.lists) + 1))
 
@@ -55,7 +59,10 @@ class Layout:
         return self.lists_at[-1]
 
     def pieces(self, used: Sequence[int]) -> list[slice]:
-        """The stretches that hold a step with so many entries in its lists: all up to the first list's end in one."""
+        """Return the parts that hold a step.
+
+        It has ``used`` entries in its lists. The first part holds everything up to the end of the first list.
+        """
         first = self.lists_at[0] + 2 * used[0] if used else self.words
         found = [slice(0, first)]
         for at, count in zip(self.lists_at[1:], used[1:], strict=False):
@@ -67,7 +74,7 @@ class Layout:
 
 
 class StepBuffers:
-    """The buffers for steps within ``limits``, whose work ``attention`` cuts."""
+    """The buffers for steps within ``limits``; ``attention`` cuts their work."""
 
     def __init__(self, limits: Limits, attention: Attention, backend: Backend) -> None:
         self.limits, self.attention = limits, attention
@@ -85,12 +92,12 @@ class StepBuffers:
 
     @property
     def sampled(self) -> Tensor:
-        """int32 [sampled]: the tokens whose logits are wanted, at the start."""
+        """int32 [sampled]: the tokens with wanted logits, at the start."""
         return self._device[MAX_LISTS : MAX_LISTS + self.limits.max_sampled]
 
     @property
     def pad_slot(self) -> int:
-        """The slot whose block table is all pad block."""
+        """The slot with only the pad block in its block table."""
         return self.limits.max_num_seqs
 
     def _rows(self, bucket: Bucket) -> int:
@@ -104,7 +111,7 @@ class StepBuffers:
         return Layout(self.limits.max_sampled, tokens, lists)
 
     def _inputs(self, bucket: Bucket) -> StepInputs:
-        """The input of the programs of ``bucket``, as it lies on the device."""
+        """Return the input of the programs of ``bucket``, on the device."""
         layout, words = self.layout(bucket), self._device
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].view(3, layout.tokens)
         return StepInputs(
@@ -120,21 +127,21 @@ class StepBuffers:
         )
 
     def clear(self) -> None:
-        """What the device sees now is a step of padding alone, whatever the program."""
+        """Make the device's input a step of padding alone, for every program."""
         self._device.zero_()
         self.attention.clear()
 
     def turn(self) -> tuple[int, np.ndarray]:
-        """Return the next host copy that may be written: its number and its words, int32."""
+        """Return number and words (int32) of the next host copy for writing."""
         turn = (self._turn + 1) % HOST_COPIES
         return turn, self.take(turn)
 
     def take(self, turn: int) -> np.ndarray:
-        """Return the words of host copy ``turn``, int32, for a new step to be written.
+        """Return the words of host copy ``turn``, int32, for writing.
 
-        Wait for the device first: the step that used the copy last has been read by then. Everything that the host
-        keeps in copies by turn (sampling settings, masks, block tables, images) is guarded by this wait, because a
-        step's work is launched between one call and the next.
+        Wait for the device first: the step that used the copy last has been read by then. This wait guards all data
+        that the host keeps in copies by turn (sampling settings, masks, block tables, images). A step's work is
+        launched between one call and the next.
         """
         self._launched[self._turn].record()
         self._launched[turn].wait()
@@ -146,19 +153,25 @@ class StepBuffers:
         return self._arrays[turn]
 
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
-        """Copy ``pieces`` of the host copy that was taken last to the device; return before they are there."""
+        """Copy ``pieces`` of the latest host copy to the device.
+
+        Return before the copies are done. The host copy must be the one taken last.
+        """
         assert turn == self._turn, "a step was packed before the one ahead of it was launched: its copy is not guarded"
         for piece in pieces:
             device, host = self._views(turn, piece.start, -(-piece.stop // ROUND) * ROUND)
             device.copy_(host, non_blocking=True)
 
     def _view(self, turn: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Words of the device's copy and of a host's."""
+        """Return views of the words on device and host copy."""
         return self._device[start:stop], self._host[turn][start:stop]
 
 
 def _largest(limits: Limits, tokens: int) -> Iterator[Bucket]:
-    """Buckets of which one has the most words, of those of up to ``tokens``."""
+    """Yield buckets of up to ``tokens`` tokens.
+
+    One of them has the most words.
+    """
     yield Bucket.mixed(tokens, min(limits.max_num_seqs, tokens))
     for width in range(2, 2 + limits.num_speculative_tokens):
         yield Bucket.verify(min(limits.max_num_seqs, tokens // width), width)

@@ -1,4 +1,4 @@
-"""What runs an engine's steps: the packer that lays a step out, and the executor that runs it."""
+"""Building packer and executor: one lays a step out, one runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given, Tower
-from preheat.execution.executor import Executor, attention_layers
+from preheat.execution.executor import Executor, attention_layers, layer_parts
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.pooler import Pooler
@@ -23,26 +23,30 @@ from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
 Build = Callable[..., tuple[Packer, Executor]]
-"""A function as :func:`build`."""
+"""A function like :func:`build`."""
 
 
 def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
-    """The numbers of rows of a plan's linear layers, and of its head."""
+    """Return the row counts of a plan's linear layers, and its head's."""
     rows = sorted({item.bucket.tokens for item in plan.items if isinstance(item, ForwardItem)})
     return rows, [size for size in plan.sampler_sizes if size]
 
 
-def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
-    """Choose and prove what serves the model's linear layers at the plan's sizes. Needs memory for the largest of them,
-    so it comes before the cache.
+def select_linear_kernels(backend: Backend, model: LoadedModel, plan: Plan) -> None:
+    """Choose and prove the kernels of the model's linear layers.
+
+    They are proved at the plan's sizes. Proofs need memory for the largest layer, so this comes before the cache.
     """
     rows, head_rows = linear_rows(plan)
     linears = [(linear, head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
-    backend.settle([*linears, *_vision_linears(model, plan)])
+    backend.select_kernels([*linears, *_vision_linears(model, plan)])
 
 
 def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | ExpertsLayer, list[int]]]:
-    """The linear layers of a vision tower and its projector, with their numbers of rows."""
+    """Yield the linear layers of vision tower and projector.
+
+    Each comes with its numbers of rows.
+    """
     spec, weights = model.spec.vision, model.weights.vision
     if spec is None or weights is None:
         return
@@ -55,7 +59,10 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
 
 
 def _tower(settings: Settings, model: LoadedModel) -> Tower | None:
-    """What makes the embeddings that are no token's; None: there are none."""
+    """Return the tower of images, or of given embeddings.
+
+    None without either.
+    """
     if model.spec.vision is not None and model.weights.vision is not None:
         return VisionTower(model.spec.vision, model.weights.vision)
     return Given.of(model.spec.hidden_size, model.dtype) if settings.enable_prompt_embeds else None
@@ -75,16 +82,24 @@ def build(
     sampler: Sampler | None = None,
     executor: Callable[..., Executor] = Executor,
 ) -> tuple[Packer, Executor]:
-    """The packer and the executor of a model, with its cache, of ``num_blocks`` if that is not what the plan says.
-    ``masked``: rows may have a grammar. ``sampler`` is by default the backend's.
+    """Build the packer and the executor of a model, with its cache.
+
+    ``num_blocks`` replaces the plan's number of blocks. ``masked``: rows may have a grammar. ``sampler`` is by default
+    the backend's.
     """
     spec, limits = model.spec, plan.limits
     blocks = limits.num_blocks if num_blocks is None else num_blocks
     with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
         cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
-    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
-    contiguous = settings.contiguous_pa is not False
-    attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=contiguous)
+    dtype = backend.activation_dtype(model.dtype)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
+    layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
+    norm, head = model.weights.final_norm, model.weights.head
+    decoder.functions = backend.functions(layer_parts(decoder, layers), norm, head, limits, store)
+    if decoder.functions is None:
+        attention = backend.attention(layers, limits, contiguous=contiguous)
+    else:
+        attention = decoder.functions.attention
     buffers = StepBuffers(limits, attention, backend)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)

@@ -1,9 +1,10 @@
-"""A small model that drafts: it reads what the target reads, and draws with the target's noise.
+"""A small model that drafts.
 
-It is a packer and an executor like the target's, over the same slots, with a cache of its own in the same block ids. A
-token is drawn with the parameters, the seed and the position that the target will draw it with. Noise is keyed by token
-(:mod:`preheat.ops.philox`), so both draw the same one more often than two independent draws would: as long as their
-distributions are alike, the same token wins the race. What it drafts has no part in what the target draws.
+It reads the target's tokens, and draws with the target's noise. It is a packer and an executor like the target's, over
+the same slots, with a cache of its own in the same block ids. A token is drawn with the parameters, the seed and the
+position that the target will draw it with. Noise is keyed by token (:mod:`preheat.ops.philox`). So draft and target
+draw the same token more often than two independent draws would. While their distributions are alike, the same token
+wins. The drafts do not change the tokens that the target draws.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ NOTHING = np.empty(0, np.int32)
 
 
 class DraftModel:
-    """Drafts with one step for the first token of each row, which also reads what is new of its sequence, and one for
-    each further token. A prompt longer than a step is read in several, one for each call. Unless it ``waits``, a step
-    is launched while the one before it runs: it reads the token that the device drew last for the row.
+    """A proposer that drafts with a model.
+
+    It runs one step for the first token of each row, and one step for each further token. The first step also reads the
+    new tokens of the row's sequence. A prompt longer than a step is read in several steps, one for each call. Unless it
+    ``waits``, a step is launched while the one before it runs: it reads the token that the device drew last for the
+    row.
     """
 
     writes_cache = True
@@ -34,22 +38,25 @@ class DraftModel:
         slots = packer.slots
         self._limits, self._ahead = packer.plan.limits, packer.ahead
         self._tenure = np.full(slots.num_slots, -1, np.int64)
-        self._computed = np.zeros(slots.num_slots, np.int64)  # tokens whose keys and values are in the cache
-        self._known = np.zeros(slots.num_slots, np.int64)  # of them those that were no drafts
+        self._computed = np.zeros(slots.num_slots, np.int64)  # tokens with keys and values in the cache
+        self._known = np.zeros(slots.num_slots, np.int64)  # of these, tokens that were no drafts
         self._drafted = np.zeros((slots.num_slots, num_speculative_tokens), np.int32)  # the others
         self._ran: list[InputBatch] = []
         self._in_flight: deque[tuple[LaunchedStep, Schedule]] = deque()
         self.waits = not executor.backend.facts.asynchronous
 
-    def taken(self) -> list[InputBatch]:
-        """The steps since the last call."""
+    def take_steps(self) -> list[InputBatch]:
+        """Return the steps since the last call."""
         ran, self._ran = self._ran, []
         return ran
 
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
-        """See :class:`preheat.schedule.proposer.Proposer`. It writes drafts into the slots, behind all known tokens."""
+        """See :class:`preheat.schedule.proposer.Proposer`.
+
+        Drafts are written into the slots, after all known tokens.
+        """
         self._ran.clear()
-        self._in_flight.clear()  # of a call that failed
+        self._in_flight.clear()  # left by a call that failed
         wanted = dict(zip(rows.tolist(), most.tolist(), strict=True))
         drafts: dict[int, list[int]] = {slot: [] for slot in wanted}
         self._take_back(slots, rows)
@@ -63,15 +70,15 @@ class DraftModel:
         return [np.array(drafts[slot], np.int32) for slot in wanted]
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """A slot that is taken again has another tenure."""
+        """Do nothing: a slot that is taken again has another tenure."""
 
     def _readable(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
-        """How many positions of each row have a token that is known, int32 [rows]."""
+        """Return the positions of each row with a known token, int32 [rows]."""
         readable: np.ndarray = slots.device_len[rows] - self._ahead
         return readable
 
     def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
-        """Forget what the cache has of other sequences, and of drafts that were not accepted."""
+        """Forget cached tokens of other sequences, and of rejected drafts."""
         fresh = rows[self._tenure[rows] != slots.tenure[rows]]
         self._tenure[fresh], self._computed[fresh], self._known[fresh] = slots.tenure[fresh], 0, 0
         for slot in rows[self._computed[rows] > self._known[rows]].tolist():
@@ -80,8 +87,9 @@ class DraftModel:
             self._computed[slot] = begin + int(same.cumprod().sum())
 
     def _read(self, slots: Slots, rows: list[int], drafts: dict[int, list[int]]) -> list[int]:
-        """A step over what is new of these rows, as far as it holds it; those for which all of it was read, which have
-        their first draft.
+        """Run a step over the new tokens of these rows.
+
+        It reads as many as fit. Return the rows that were read to the end; they have their first draft.
         """
         budget = self._limits.max_num_batched_tokens
         extend: dict[int, int] = {}
@@ -104,7 +112,10 @@ class DraftModel:
         return done
 
     def _run(self, slots: Slots, schedule: Schedule, drafts: dict[int, list[int]]) -> None:
-        """Launch a step, and write what it is going to draw behind each row."""
+        """Launch a step, and mark the tokens that it will draw.
+
+        A mark takes the place of the token in the row's slot.
+        """
         batch = self.packer.pack(schedule)
         self._in_flight.append((self.executor.launch(batch), schedule))
         self._ran.append(batch)
@@ -115,7 +126,10 @@ class DraftModel:
         self._finish(slots, drafts, leave=0 if waits else 1)
 
     def _finish(self, slots: Slots, drafts: dict[int, list[int]], leave: int = 0) -> None:
-        """Wait for all steps in flight but the last ``leave``, and write what they drew."""
+        """Wait for all steps in flight but ``leave``; write their tokens.
+
+        The last ``leave`` steps stay in flight.
+        """
         while len(self._in_flight) > leave:
             launched, schedule = self._in_flight.popleft()
             rows, ends = (each[schedule.samples].tolist() for each in (schedule.slots, schedule.ends))

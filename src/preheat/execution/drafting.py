@@ -1,4 +1,4 @@
-"""What drafts tokens for an engine, made from its :class:`~preheat.utils.speculation.Speculation`."""
+"""Making the proposer of drafts for an engine, from its :class:`~preheat.utils.speculation.Speculation`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from preheat.utils.speculation import WITHOUT, Speculation
 
 
 def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:
-    """The draft model or head, if one drafts. Raises SettingsError for one that does not go with the ``target``."""
+    """Load the draft model or head; None if there is none.
+
+    Raises SettingsError for one that does not fit the ``target``.
+    """
     speculates = settings.speculation
     if speculates is None or speculates.model is None:
         return None
@@ -54,14 +57,14 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
     if draft.spec.max_position_embeddings < length:
         raise SettingsError(
             f"the draft {speculates.model} was made for {draft.spec.max_position_embeddings} positions, and "
-            f"max_model_len is {length}: lower that, or choose another draft",
+            f"max_model_len is {length}: lower max_model_len, or choose another draft",
             param="speculative_config",
         )
     return draft
 
 
 def make_proposer(speculates: Speculation, draft: DraftModel | None) -> Proposer:
-    """What drafts: ``draft`` if it is a model."""
+    """Return the proposer of drafts: ``draft`` if there is a model."""
     if draft is not None:
         return draft
     if speculates.method == "grammar":
@@ -76,7 +79,10 @@ def make_proposer(speculates: Speculation, draft: DraftModel | None) -> Proposer
 def make_drafting(
     speculates: Speculation, plan: Plan, proposer: Proposer, times: StepTimes, *, waits: bool
 ) -> Drafting:
-    """``waits``: what drafts must see the results of the step in flight, which is waited for."""
+    """Make the drafting of an engine.
+
+    ``waits``: the proposer must see the results of the step in flight, so the engine waits for it.
+    """
     widths, drafting = plan.options.verify_widths, times.drafting
     length = MeasuredLength(widths, times, drafting, waits=waits) if speculates.auto else FixedLength()
     only = speculates.method == "grammar"

@@ -1,11 +1,11 @@
-"""A head of EAGLE-3 that drafts: a draft model of one layer over the features of the target, see
-:mod:`preheat.model.eagle`.
+"""A head of EAGLE-3 that drafts.
 
-At position i the head reads the token at i + 1 and the feature at i, and draws what follows that token, with the
-target's noise for the position i + 2. Its keys and values are at i, in the target's blocks, as the feature is. Behind
-the last position that the target has computed the head goes on with features of its own: what it computed at one
-position it leaves at the next, where the target writes its own before the head reads it again. So drafting the first
-token and drafting the next ones are the same program.
+It is a draft model of one layer over features of the target. See :mod:`preheat.model.eagle`. At position i the head
+reads the token at i + 1 and the feature at i. It draws the next token, with the target's noise for the position i + 2.
+Its keys and values are at i, in the target's blocks, as the feature is. After the last position that the target has
+computed, the head goes on with features of its own. The output at one position is stored as the feature of the next;
+the target overwrites it before the head reads the position again. So drafting the first token and drafting the next
+ones are the same program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Made = tuple[Packer, Executor]
 
 
 class EagleExecutor(Executor):
-    """Runs steps of a head over the features in ``cache``, of the sequences in ``slots``."""
+    """Runs steps of a head over the features in ``cache``.
+
+    ``slots`` has the sequences.
+    """
 
     @torch.inference_mode()
     def __init__(self, *parts: Any, head: LoadedHead, features: FeatureCache, slots: Slots, **more: Any) -> None:
@@ -45,7 +48,10 @@ class EagleExecutor(Executor):
         self._at, self._next = Places(tokens, self.backend), Places(self.buffers.limits.max_sampled, self.backend)
 
     def _send(self, batch: InputBatch) -> None:
-        """Where the tokens' features are, and where the next position of the rows that are sampled has its own."""
+        """Send the step, with the rows of its features.
+
+        These are the rows of its tokens, and of the next positions of sampled rows.
+        """
         super()._send(batch)
         slots, schedule = self._slots, batch.schedule
         tokens, following = token_places(slots, schedule), places(slots, batch.sampled_slots, schedule.sampled()[1])
@@ -53,7 +59,10 @@ class EagleExecutor(Executor):
         self._next.send(batch.turn, following, batch.sampling_size)
 
     def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor:
-        """The residual stream begins as the feature; the layer reads norms of embedding and feature side by side."""
+        """Begin the residual stream as the feature.
+
+        Return the norms of embedding and feature side by side.
+        """
         tokens, hidden = residual.shape
         weights, head = self.decoder.weights, self._loaded
         embedded, joined = self._embedded[:tokens], self._joined[:tokens]
@@ -67,7 +76,10 @@ class EagleExecutor(Executor):
         return joined
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
-        """What the residual stream is before the final norm is the feature of the next position."""
+        """Return hidden states, and store the features of the next positions.
+
+        A feature is the residual stream before the final norm.
+        """
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         hidden = self.decoder.finish(sampled, eager=tap is not None, tap=tap)
@@ -76,7 +88,10 @@ class EagleExecutor(Executor):
 
 
 class EagleDrafter(DraftModel):
-    """As a draft model; but what it computed with features of its own is computed again from the target's."""
+    """A draft model that computes twice at drafted positions.
+
+    The second time it reads the target's features in place of its own.
+    """
 
     def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
         self._computed[rows] = self._known[rows]
@@ -84,8 +99,10 @@ class EagleDrafter(DraftModel):
 
 
 def make_drafter(head: LoadedHead, target: Made, plan: Plan, tokens: int, make: Callable[..., Made]) -> EagleDrafter:
-    """What drafts up to ``tokens`` tokens with ``head``, over the slots and blocks of the ``target``, whose steps keep
-    features from now on. ``make(executor=...)`` is :func:`preheat.execution.build.build` for the head and its ``plan``.
+    """Return a drafter of up to ``tokens`` tokens with ``head``.
+
+    It has the slots and blocks of ``target``. The target's steps keep features from now on. ``make(executor=...)`` is
+    :func:`preheat.execution.build.build` for the head and its ``plan``.
     """
     packer, executor = target
     slots, limits = packer.slots, plan.limits

@@ -1,8 +1,8 @@
-"""The encoder: images become embeddings, which are kept on the device for the steps that follow. Embeddings that a
-request gives for its prompt take the same way, in pieces: they only need to be copied.
+"""The encoder: images become embeddings.
 
-A program encodes a few images; its input lies in static buffers, as a step's does. Which image goes where is decided in
-:mod:`preheat.schedule.images`.
+Embeddings are kept on the device for the steps that follow. Embeddings that a request gives for its prompt take the
+same way, in pieces: they only need to be copied. A program encodes a few images; its input lies in static buffers, as a
+step's does. :mod:`preheat.schedule.images` decides the place of each image.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from preheat.limits import Limits
 from preheat.plan.programs import Program, encoder_programs
 
 RAW_BYTES = 4
-"""Most bytes of a number as it was sent."""
+"""Most bytes of one number in a request."""
 
 
 class Tower(Protocol):
-    """What makes embeddings [images * tokens, hidden] of inputs [images, *shape] in ``dtype``. ``token`` is an id that
-    stands in a prompt where the embeddings go, ``name`` what checks and paths are called.
+    """A maker of embeddings [images * tokens, hidden] from inputs [images, *shape] in ``dtype``.
+
+    ``token`` is an id that stands for the embeddings in a prompt. ``name`` is used in names of checks and paths.
     """
 
     @property
@@ -43,8 +44,9 @@ class Tower(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """For the embeddings of prompts, which are given: nothing is left to compute. ``shape``: positions of a piece,
-    hidden.
+    """The tower of given embeddings of prompts: it computes nothing.
+
+    ``shape``: positions of a piece, hidden.
     """
 
     shape: tuple[int, int]
@@ -54,7 +56,7 @@ class Given:
 
     @classmethod
     def of(cls, hidden_size: int, dtype: torch.dtype) -> Given:
-        """For a model of so many numbers a position."""
+        """Return the tower for a model with ``hidden_size`` numbers a position."""
         return cls((PIECE, hidden_size), dtype)
 
     def __call__(self, pixels: Tensor, /) -> Tensor:
@@ -62,8 +64,9 @@ class Given:
 
 
 class Encoder:
-    """Runs ``tower``. ``embeddings`` [places * tokens, hidden of the decoder], in ``dtype``, are those of the images
-    that are kept.
+    """Runs ``tower`` and keeps the embeddings of images.
+
+    ``embeddings`` are [places * tokens, hidden of the decoder], in ``dtype``.
     """
 
     def __init__(self, backend: Backend, tower: Tower, limits: Limits, hidden_size: int, dtype: torch.dtype) -> None:
@@ -79,7 +82,7 @@ class Encoder:
         self.programs = backend.programs(self._encode)
 
     def encode(self, turn: int, images: Sequence[tuple[int, Image]]) -> None:
-        """Start to encode ``images``, each for its place, from host copy ``turn``."""
+        """Start to encode ``images``, each to its place, from host copy ``turn``."""
         pixels, places = self._host[turn]
         for row, (place, image) in enumerate(images):
             self._write(pixels[row].view(-1), image)
@@ -93,11 +96,14 @@ class Encoder:
             first += count
 
     def compile(self, program: Program[int]) -> None:
-        """Launch the kernels of ``program`` where they are built and not run."""
+        """Launch the kernels of ``program`` while kernels are built and not run."""
         self._encode(program)
 
     def _write(self, row: Tensor, image: Image) -> None:
-        """The numbers of ``image``, rounded to the input's type, from the front of ``row``; a piece may be short."""
+        """Write the numbers of ``image`` to the front of ``row``.
+
+        They are rounded to the input's dtype. A piece may be shorter than the row.
+        """
         raw = self._raw[: len(image.pixels)]
         raw.numpy()[:] = np.frombuffer(image.pixels, np.uint8)
         numbers = raw.view(getattr(torch, image.dtype))
@@ -110,6 +116,6 @@ class Encoder:
 
 
 def noise(tower: Tower, number: int) -> Image:
-    """An image of noise: another one for each ``number``."""
+    """Return an image of noise, another one for each ``number``."""
     pixels = np.random.default_rng(number).standard_normal(tower.shape, np.float32).tobytes()
     return Image(hashlib.blake2b(pixels, digest_size=16).digest(), pixels)

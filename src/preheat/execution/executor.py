@@ -1,9 +1,9 @@
 """The executor: two programs a step, over static buffers, back to back.
 
-``forward(bucket)`` runs all tokens up to the last attention and writes the cache's new keys and values, ``sample(size,
-level)`` takes those that are sampled through the rest and draws. The first may be cut into parts of a few layers, which
-hand on what the next one begins with in static buffers. The device keeps the tokens that it drew, so that the next step
-may be launched before the host has seen them. Nothing of a request is kept between steps but the cache.
+``forward(bucket)`` runs all tokens up to the last attention and writes the cache's new keys and values. ``sample(size,
+level)`` takes the sampled tokens through the rest and draws. ``forward`` may be cut into parts of a few layers; each
+part leaves the input of the next one in static buffers. The device keeps the tokens that it drew, so that the next step
+may be launched before the host has seen them. Only the cache keeps state of requests between steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, AttentionLayer, Backend, SampledRows, Sampler, StepInputs
+from preheat.backends.base import (
+    AdapterStep,
+    AttentionLayer,
+    Backend,
+    LayerParts,
+    SampledRows,
+    Sampler,
+    StepInputs,
+)
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
@@ -25,8 +33,9 @@ from preheat.execution.features import Features
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.model.layers import DenseMlp
 from preheat.model.specs import layer_kind
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
@@ -35,20 +44,26 @@ from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import pad_pairs
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
-"""``watch(logits, batch)``: look at the fp32 logits [sampling rows, vocab] of a step before anything is drawn from
-them. It must neither change nor keep them, nor wait for the device."""
+"""Reader of logits: ``watch(logits, batch)`` is called before anything is drawn from them.
+
+``logits`` are the fp32 logits [sampling rows, vocab] of a step. The reader must neither change nor keep them, nor wait
+for the device.
+"""
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device, whose answer may be waited for until another step uses its host copy."""
+    """A launched step on the device.
+
+    Its result may be read until another step uses its host copy.
+    """
 
     batch: InputBatch
     sampler: Sampler
     prompt_logprobs: dict[int, list[Any]]
 
     def result(self) -> StepResult:
-        """Wait for it."""
+        """Wait for the step and return its result."""
         batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         if isinstance(self.sampler, Pooler):
@@ -60,11 +75,13 @@ class LaunchedStep:
 
 
 class Executor:
-    """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all. ``encoder`` is for
-    models that see images, ``adapters`` for those whose rows may have some.
+    """Runs steps of one model on one device.
+
+    A graph holds ``layers_per_graph`` layers, or all. ``encoder`` is for models that see images, ``adapters`` for
+    models with adapter slots.
     """
 
-    @torch.inference_mode()  # so are all tensors of a step: compiled regions would tell them apart
+    @torch.inference_mode()  # all tensors of a step too: compiled regions would tell them apart
     def __init__(
         self,
         backend: Backend,
@@ -74,7 +91,7 @@ class Executor:
         buffers: StepBuffers,
         *,
         encoder: Encoder | None = None,
-        adapters: AdapterSeats | None = None,
+        adapters: ModelAdapterSlots | None = None,
         layers_per_graph: int | None = None,
     ) -> None:
         self.backend, self.decoder, self.cache = backend, decoder, cache
@@ -90,11 +107,11 @@ class Executor:
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
         kinds = [layer_kind(layer) for layer in spec.layers]
-        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each
+        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each kind
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
-        self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
-        self.other_caches: list[BlockCache] = []  # of the same blocks: a draft model's
-        self.features: Features | None = None  # kept for a head that drafts
+        self._states = Attended(self._attended, self._residual)  # states of the last step's tokens
+        self.other_caches: list[BlockCache] = []  # caches of the same blocks: a draft model's
+        self.features: Features | None = None  # for a head that drafts
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
@@ -102,14 +119,20 @@ class Executor:
 
     @property
     def states(self) -> Attended:
-        """The static buffers in which a step's tokens stand, for as many as a step may have."""
+        """Static buffers with the states of a step's tokens.
+
+        They have room for the largest step.
+        """
         return Attended(self._attended, self._residual)
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
-        """``report`` is called, in a thread, when a part of the engine in another process dies; here there is none."""
+        """Have ``report`` called when another process of the engine dies.
+
+        It is called in a thread. Here there is no other process.
+        """
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
-        """Let ``watch`` see the logits of every step from now on; None: nothing does."""
+        """Let ``watch`` see the logits of every step; None: no reader."""
         self._watch = watch
 
     def execute(self, batch: InputBatch) -> StepResult:
@@ -118,16 +141,19 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, batch: InputBatch) -> LaunchedStep:
-        """Start a step behind all that was started before.
+        """Start a step behind all work started before.
 
-        A step in which prompt logprobs are wanted is waited for: they may be many.
+        If a row wants prompt logprobs, wait for the step: the logprobs may be many.
         """
         self._run(batch)
         return self._draw(batch)
 
     @torch.inference_mode()
     def begin(self, batch: InputBatch) -> None:
-        """Start a step as far as its logits, which :meth:`complete` draws from once the masks are written."""
+        """Start a step up to its logits.
+
+        :meth:`complete` draws from them once the masks are written.
+        """
         self._run(batch)
 
     @torch.inference_mode()
@@ -136,18 +162,24 @@ class Executor:
         return self._draw(batch)
 
     def masks(self, turn: int) -> np.ndarray:
-        """Where the masks of a step that is in host copy ``turn`` are written: int32 [sampled tokens, words]."""
+        """Return the masks of host copy ``turn``, for writing.
+
+        They are int32 [sampled tokens, words].
+        """
         return self.sampler.masks(turn)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
-        """Where all T tokens stand, until the next step; keys and values are in the cache."""
+        """Run a step's tokens and return their states.
+
+        The states are valid until the next step. Keys and values are in the cache then.
+        """
         self._run(batch, eager=eager)
         return Attended(*(states[: batch.bucket.tokens] for states in self._states))
 
     @torch.inference_mode()
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
-        """What the rows of ``batch`` want to know of its T tokens."""
+        """Return the result of ``batch`` from the states of its tokens."""
         self._send(batch)
         self._states = Attended(self._attended, self._residual)
         for static, given in zip(self._states, attended, strict=True):
@@ -156,9 +188,10 @@ class Executor:
 
     @torch.inference_mode()
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """fp32 [sampling rows, vocab] of a step, a new tensor: by the programs that serve, or operation by operation.
+        """Return fp32 [sampling rows, vocab] of a step, a new tensor.
 
-        ``tap``, which needs the latter, is told of every layer.
+        The programs that serve run it, or ``eager`` operations. ``tap`` is called after every layer and needs eager
+        operations.
         """
         if tap is None:
             self._run(batch, eager=eager)
@@ -171,13 +204,13 @@ class Executor:
         logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
         kept = self._logits[:0] if logits is None else logits[: len(batch.sampled_rows)]
-        return kept.to(torch.float32, copy=True)  # they may lie in a static buffer, which the next step overwrites
+        return kept.to(torch.float32, copy=True)  # logits may be a static buffer; the next step overwrites it
 
     @torch.inference_mode()
     def draw(
         self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray, *, turn: int | None = None
     ) -> np.ndarray:
-        """Draw from ``logits`` [rows, vocab] for the sequences in ``slots`` [rows]: the tokens, integers [rows].
+        """Draw from ``logits`` [rows, vocab] for the sequences in ``slots`` [rows]: tokens, integers [rows].
 
         ``turn`` is the host copy, taken for this call, that holds the rows' masks; by default the next one.
         """
@@ -193,8 +226,9 @@ class Executor:
         *,
         turn: int | None = None,
     ) -> SampledRows:
-        """As :meth:`draw`, and the log-probabilities of the rows at ``reporting``: of the token that is drawn, and of
-        those that its request tells.
+        """Draw as :meth:`draw`, and report log-probabilities of the rows at ``reporting``.
+
+        Each report has the drawn token, and the tokens that the request names.
         """
         turn = self.buffers.turn()[0] if turn is None else turn
         self.sampler.describe(turn, sampling, slots)
@@ -207,39 +241,45 @@ class Executor:
 
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:
-        """Ask for the copies that put adapters into their places, between two steps."""
-        assert self.adapters is not None, "there are no places for adapters"
-        for place, adapter in loads:
-            self.adapters.load(place, adapter.packed)
+        """Start the copies that load adapters into slots, between two steps."""
+        assert self.adapters is not None, "there are no adapter slots"
+        for slot, adapter in loads:
+            self.adapters.load(slot, adapter.packed)
 
     @torch.inference_mode()
-    def clear_adapter(self, place: int) -> None:
-        """Nothing is added to rows of ``place`` any more."""
-        assert self.adapters is not None, "there are no places for adapters"
-        self.adapters.clear(place)
+    def clear_adapter(self, slot: int) -> None:
+        """Empty adapter slot ``slot``: nothing is added to its rows any more."""
+        assert self.adapters is not None, "there are no adapter slots"
+        self.adapters.clear(slot)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:
-        """Encode ``images``, each for its place."""
+        """Encode ``images``, each to its place among the embeddings."""
         assert self.encoder is not None, "the model sees no images"
         self.encoder.encode(self.buffers.turn()[0], images)
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:
-        """Exchange the contents of blocks, in the padded size that is one program."""
+        """Swap the contents of blocks, padded to the size of one program."""
         pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64).to(self.backend.device)
         for cache in (self.cache, *self.other_caches):
             cache.swap(pairs)
 
     @torch.inference_mode()
     def fill_block(self, block: int, byte: int) -> None:
-        """Overwrite all bytes of a block: 0 gives zeros, and 255 numbers that are NaN."""
+        """Overwrite all bytes of a block.
+
+        0 gives zeros, and 255 numbers that are NaN.
+        """
         for cache in (self.cache, *self.other_caches):
             cache.data[:, block].view(torch.uint8).fill_(byte)
 
     @torch.inference_mode()
     def fill_values(self, layers: Sequence[int], block: int, place: int) -> None:
-        """Let these layers, on this rank, find great values, which show in every sum, for the token at ``place``."""
+        """Overwrite the cached values of a token in ``layers``.
+
+        The token is at ``place`` of ``block``, on this rank. The values are so great that every sum with them shows it.
+        """
         great = min(torch.finfo(self.cache.data.dtype).max / 4, 1e30)
         for layer in layers:
             values = self.cache.layers[layer][block, 1, :, place]
@@ -267,7 +307,10 @@ class Executor:
 
     @torch.inference_mode()
     def prepare(self, batch: InputBatch) -> None:
-        """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
+        """Run one layer of each kind of a step, and draw.
+
+        All kernels and calls of the step's programs have then run once.
+        """
         self._send(batch)
         for layer in self._kinds:
             self.forwards.run(Part(batch.forward_program, range(layer, layer + 1)), eager=True)
@@ -282,7 +325,10 @@ class Executor:
 
     @torch.inference_mode()
     def capture(self, program: Program[Any]) -> None:
-        """Make graphs of ``program``, whose kernels have run before, if there are none."""
+        """Capture ``program`` as graphs, if there are none.
+
+        Its kernels must have run before.
+        """
         match program.kind:
             case "forward":
                 self._capture_forward(program)
@@ -292,7 +338,7 @@ class Executor:
                 self.encoder.programs.capture(program)
 
     def _capture_forward(self, program: Program[Bucket]) -> None:
-        """Make graphs of all parts or of none."""
+        """Capture all parts as graphs, or none."""
         parts = self._parts_of(program)
         try:
             for part in parts:
@@ -303,7 +349,7 @@ class Executor:
             raise
 
     def _capture_sampler(self, program: Program[int]) -> None:
-        """Make a graph, and run it on padding."""
+        """Capture a graph, and run it on padding."""
         self.samples.capture(program)
         self.buffers.clear()
         self.sampler.clear()
@@ -312,7 +358,10 @@ class Executor:
         self.samples.run(program)
 
     def _send(self, batch: InputBatch) -> None:
-        """Let the device have what the step's programs read. Images that it lacks are encoded."""
+        """Send the input of the step's programs to the device.
+
+        Images that it lacks are encoded.
+        """
         self.buffers.send(batch.turn, batch.pieces)
         inputs = self.buffers.inputs(batch.bucket)
         self.attention.send(batch.turn, batch.work, inputs)
@@ -333,7 +382,7 @@ class Executor:
         return self._answer(batch, self._sample_rows(batch) if len(batch.sampled_rows) else None)
 
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
-        """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
+        """Draw for the sampling rows; return their logits [sampling_size, vocab]."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
         logits = self.samples.run(batch.sampler_program, eager=eager)
         if self._watch is not None:
@@ -341,7 +390,7 @@ class Executor:
         return logits
 
     def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
-        """Compute the logprobs that are wanted, and have everything sent to the host."""
+        """Compute the wanted logprobs, and start all copies to the host."""
         reports = len(batch.reporting) > 0
         if logits is not None and reports:
             self.sampler.report(logits)
@@ -349,7 +398,10 @@ class Executor:
         return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 
     def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[Any]]:
-        """For each row one entry for each successor, from the hidden state of the token before it."""
+        """Return each row's entries, one per successor.
+
+        An entry comes from the hidden state of the token before the successor.
+        """
         found: dict[int, list[Any]] = {}
         for part in batch.prompt_parts:
             size = len(part.before)
@@ -371,13 +423,18 @@ class Executor:
         return self._forward(part.program.size, part.layers)
 
     def _use(self, step: AdapterStep, adapted: bool) -> None:
-        """Linear layers have rows of this kind from now on, some with adapters or none."""
+        """Tell linear layers the kind of their next rows.
+
+        ``adapted``: some rows have adapters.
+        """
         if self.adapters is not None:
             self.adapters.use(step if adapted else None)
 
     def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
-        """Run ``layers`` of a step: from its tokens, or from where the layers before them left it. Where the tokens
-        stand then, which only the last layer's part leaves complete.
+        """Run ``layers`` of a step.
+
+        They begin with its tokens, or with the states that earlier layers left. Return the states of the tokens; they
+        are complete only after the part with the last layer.
         """
         decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
         tokens = len(inputs.tokens)
@@ -393,8 +450,9 @@ class Executor:
         return Attended(out, residual)
 
     def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor | None:
-        """Fill ``residual`` [tokens, hidden] with what the first layer begins with; what that reads, if it is not the
-        norm of this.
+        """Fill ``residual`` [tokens, hidden] with the input of the residual stream.
+
+        Return the first layer's input, None if it is the norm of ``residual``.
         """
         weights, scale = self.decoder.weights, self.decoder.spec.embedding.scale
         table, last_token = weights.embedding, self.sampler.last_token
@@ -413,12 +471,12 @@ class Executor:
         return logits
 
     def _head(self, program: Program[int]) -> Tensor:
-        """Logits of the first ``program.size`` sampled tokens."""
+        """Return the logits of the first ``program.size`` sampled tokens."""
         hidden = self._hidden(program.size, adapted=program.adapted)
         return self.decoder.weights.head(hidden, out=self._logits[: program.size])
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
-        """Hidden states of the first ``size`` sampled tokens."""
+        """Return the hidden states of the first ``size`` sampled tokens."""
         self._use("sampled", adapted)
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
@@ -426,8 +484,10 @@ class Executor:
 
 
 def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-    """The hidden states of each row that a request asked for, in the order of its tokens: those ``before`` the sampled
-    one, and the ``last``.
+    """Return the requested hidden states of each row.
+
+    They are in the order of its tokens. ``before`` are the states before the sampled token, ``last`` the states of the
+    sampled tokens.
     """
     for place, state in zip(batch.reporting.tolist(), last, strict=True):
         before.setdefault(int(batch.sampled_rows[place]), []).append(state)
@@ -435,7 +495,7 @@ def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.n
 
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
-    """What each layer's attention works with."""
+    """Return the input of each layer's attention."""
     parts = cache.layers, decoder.ropes, decoder.alibi, decoder.weights.layers
     layers = zip(decoder.spec.layers, *parts, strict=True)
     return [
@@ -454,3 +514,23 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
         )
         for spec, layer_cache, rope, alibi, weights in layers
     ]
+
+
+def layer_parts(decoder: Decoder, attention: Sequence[AttentionLayer]) -> list[LayerParts]:
+    """Return the parts of each layer, for a backend that runs layers as functions."""
+    found = []
+    for layer, each in zip(decoder.weights.layers, attention, strict=True):
+        mlp = layer.mlp if isinstance(layer.mlp, DenseMlp) else None
+        found.append(
+            LayerParts(
+                attention=each,
+                input_norm=layer.input_norm,
+                post_norm=layer.post_norm,
+                qkv=layer.attention.qkv,
+                o=layer.attention.o,
+                gate_up=None if mlp is None else mlp.gate_up,
+                down=None if mlp is None else mlp.down,
+                out_norms=layer.attention_out_norm is not None or layer.mlp_out_norm is not None,
+            )
+        )
+    return found

@@ -1,8 +1,9 @@
-"""Features: what a head that drafts reads of the model's state at each token, kept where keys and values are.
+"""Features: the state of the model that a drafting head reads.
 
-The residual stream between some layers is copied as a step runs, and one linear layer makes a feature of it, which goes
-to the token's place in its block. So features are there for every token whose keys and values are: of all chunks of a
-prompt, and of blocks that the prefix cache had. Nothing of the step itself is touched, so no logit can change.
+Each token's feature is kept beside its keys and values. The residual stream between some layers is copied as a step
+runs. One linear layer makes a feature of it, stored at the token's place in its block. So every token with keys and
+values has a feature: in all chunks of a prompt, and in blocks from the prefix cache. Nothing of the step itself is
+touched, so no logit can change.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from preheat.schedule.slots import Slots
 
 
 class Features:
-    """Keeps ``fc`` of the residual stream before each of ``layers``, side by side, for steps of the sequences in
-    ``slots`` whose residual stream has at most ``size`` [tokens, hidden].
+    """Keeps ``fc`` of the residual stream before ``layers``.
+
+    The states before the layers are side by side. Steps belong to the sequences in ``slots``; their residual stream has
+    at most ``size`` [tokens, hidden].
     """
 
     def __init__(
@@ -36,29 +39,36 @@ class Features:
     ) -> None:
         tokens, hidden = size
         self.cache, self._fc, self._slots = cache, fc, slots
-        self._columns: dict[int, list[slice]] = {}  # by the layer behind which they are there
+        self._columns: dict[int, list[slice]] = {}  # by the layer before
         for place, layer in enumerate(layers):
             self._columns.setdefault(layer - 1, []).append(slice(place * hidden, (place + 1) * hidden))
         self._states = cache.rows.new_zeros(tokens, len(layers) * hidden)
         self._places = Places(tokens, backend)
 
     def place(self, turn: int, schedule: Schedule, tokens: int) -> None:
-        """The next step is ``schedule``, in host copy ``turn``, padded to ``tokens``."""
+        """Prepare for the next step, ``schedule``.
+
+        It is in host copy ``turn``, padded to ``tokens``.
+        """
         self._places.send(turn, token_places(self._slots, schedule), tokens)
 
     def keep(self, layer: int, residual: Tensor) -> None:
-        """A :data:`preheat.model.decoder.Tap`."""
+        """Copy the state after ``layer``; a :data:`preheat.model.decoder.Tap`."""
         for columns in self._columns.get(layer, ()):
             self._states[: len(residual), columns].copy_(residual)
 
     def store(self, tokens: int) -> None:
-        """Write the features of the step's ``tokens``, padding included, which goes to the pad block."""
+        """Write the features of the step's ``tokens``.
+
+        Padding goes to the pad block.
+        """
         self.cache.rows.index_copy_(0, self._places.rows[:tokens], self._fc(self._states[:tokens]))
 
 
 class Places:
-    """Rows of a :class:`FeatureCache`, where a step's programs look for them: ``rows`` int64 [most]. Like the rest of a
-    step they are written into one of the host's copies, from which the device takes them.
+    """Rows of a :class:`FeatureCache` in a static buffer: ``rows`` int64 [most].
+
+    Like the rest of a step they are written into one of the host's copies, and copied to the device from there.
     """
 
     def __init__(self, most: int, backend: Backend) -> None:
@@ -66,8 +76,9 @@ class Places:
         self._host = [backend.host_copy(self.rows) for _ in range(HOST_COPIES)]
 
     def send(self, turn: int, found: np.ndarray, size: int) -> None:
-        """The next step's are what was ``found``, int64 [n <= size], and up to ``size`` the pad block. Returns before
-        the device has them.
+        """Send the next step's rows ``found``, int64 [n <= size].
+
+        They are padded to ``size`` with the pad block. Return before the device has them.
         """
         host = self._host[turn]
         host.numpy()[: len(found)] = found
@@ -76,8 +87,9 @@ class Places:
 
 
 def places(slots: Slots, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The rows of a :class:`FeatureCache`, int64 [n], for ``positions`` [n] of the sequences in the slots ``rows`` [n].
-    Beyond a sequence's blocks, and so for dummy rows, they are in the pad block.
+    """Return the rows of a :class:`FeatureCache`, int64 [n], for ``positions`` [n] of slots ``rows`` [n].
+
+    Positions beyond a sequence's blocks, and so dummy rows, are in the pad block.
     """
     block = np.minimum(positions // slots.block_size, slots.max_blocks - 1)
     found: np.ndarray = (
@@ -87,7 +99,7 @@ def places(slots: Slots, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def token_places(slots: Slots, schedule: Schedule) -> np.ndarray:
-    """Those of all tokens of a step, int64 [tokens]."""
+    """Return the rows of all tokens of a step, int64 [tokens]."""
     ends, extend = schedule.extend.cumsum(), schedule.extend
     positions = np.arange(int(ends[-1])) + (schedule.ends - ends).repeat(extend)
     return places(slots, schedule.slots.repeat(extend), positions)

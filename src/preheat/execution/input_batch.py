@@ -1,8 +1,8 @@
-"""Packing: a Schedule and the slots' arrays become one InputBatch, padded to the bucket that the plan names.
+"""Packing: a Schedule and the slots become one InputBatch.
 
-The step's integers are written where its programs read them. Host work is a few numpy gathers, whatever the number of
-rows; what a step has in common with the one before it, or with what its host copy holds, is neither worked out nor
-written again.
+It is padded to a bucket of the plan. The step's integers are written where its programs read them. Host work is a few
+numpy gathers, whatever the number of rows. Results and words that the step shares with the one before it, or with the
+last step of its host copy, are neither computed nor written again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 @dataclass(slots=True)
 class PromptPart:
-    """Tokens of a prompt whose logprobs are wanted, each after another: ``before`` int32 [rows] are the step's tokens
-    that they follow, padded with 0 to a size that logits are computed at; ``successors`` int32 [n] are theirs.
+    """Consecutive tokens of a prompt with logprobs wanted.
+
+    ``before`` int32 [rows] are the indices of the step's tokens just before them, padded with 0 to a number of rows
+    that logits are computed for. ``successors`` int32 [n] are the tokens with logprobs.
     """
 
     row: int
@@ -38,11 +40,11 @@ class PromptPart:
 
 @dataclass(slots=True)
 class InputBatch:
-    """One step's input, in host copy ``turn`` of the buffers, padded to ``bucket``.
+    """One step's input, in host copy ``turn``, padded to ``bucket``.
 
-    ``pieces`` of the copy are in use, ``work`` is attention's. ``sampling`` says what to do with the logits that are
-    wanted, of ``sampled_rows`` (a row that samples k positions is there k times) padded to ``sampling_size``. Those of
-    them at the places ``reporting`` are to report logprobs of so many ``alternatives``.
+    ``pieces`` are the used parts of the host copy, ``work`` is attention's. ``sampling`` says how to draw from the
+    logits of ``sampled_rows`` (a row that samples k positions is there k times), padded to ``sampling_size``. The
+    entries of ``sampled_rows`` at the indices ``reporting`` report logprobs of ``alternatives`` tokens each.
     """
 
     schedule: Schedule
@@ -51,17 +53,17 @@ class InputBatch:
     pieces: list[slice]
     work: AttentionWork
     sampling: SamplingInput
-    sampled_rows: np.ndarray  # int64, the schedule's row of each
-    sampled_slots: np.ndarray  # int64, and its slot
+    sampled_rows: np.ndarray  # int64, index of each in the schedule
+    sampled_slots: np.ndarray  # int64, its slot
     sampling_size: int
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
-    adapters: np.ndarray | None = None  # int32 [rows] places, negative for none; None: no row has an adapter
+    adapters: np.ndarray | None = None  # int32 [rows] adapter slots, negative for none; None: no row has an adapter
 
     @property
     def padded_tokens(self) -> int:
-        """What the step computes, padding included."""
+        """Tokens that the step computes, padding included."""
         return self.bucket.tokens
 
     @property
@@ -77,11 +79,11 @@ class InputBatch:
 
 @dataclass(slots=True)
 class _Rows:
-    """What follows from which rows are in a step alone: the steps of a persistent batch have it in common.
+    """Everything that depends only on the rows of a step.
 
-    ``ends`` int64 [rows] count the step's tokens up to each row's last; ``sampled_tokens`` are the tokens that are
-    sampled from. ``sampling`` is that of the step in which the first row was at position ``begin``. The rest as in
-    :class:`InputBatch`.
+    The steps of a persistent batch share it. ``ends`` int64 [rows] count the step's tokens up to each row's last;
+    ``sampled_tokens`` are the indices of sampled tokens. ``sampling`` belongs to the step with the first row at
+    position ``begin``. The other fields are as in :class:`InputBatch`.
     """
 
     persistent_batch: int
@@ -99,8 +101,9 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Work:
-    """Attention's work for a step of ``rows`` in ``bucket``, and the ``pieces`` of the buffers that are in use with it.
-    It stays what it is until the first row is beyond the position ``until``.
+    """Attention's work for a step of ``rows`` in ``bucket``.
+
+    ``pieces`` are the used parts of the buffers. Both are valid until the first row is beyond the position ``until``.
     """
 
     rows: _Rows
@@ -111,8 +114,10 @@ class _Work:
 
 
 class Packer:
-    """Builds batches in ``buffers``; ``stages`` edit logits. Each position reads the token that is so many ``ahead`` of
-    it, and draws what follows that: 0, or 1 for a head that reads the model's state at the position, too.
+    """Builds batches in ``buffers``; ``stages`` edit logits.
+
+    Each position reads the token ``ahead`` positions later, and draws its successor. ``ahead`` is 0, or 1 for a head
+    that also reads the model's state at the position.
     """
 
     def __init__(
@@ -130,7 +135,10 @@ class Packer:
         self._written: list[_Work | None] = [None] * HOST_COPIES
 
     def pack(self, schedule: Schedule) -> InputBatch:
-        """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
+        """Pack every row's next ``extend`` tokens.
+
+        They come with their positions and the blocks of their sequence.
+        """
         slots = self.slots
         bucket = self.plan.fit(step_size_of(schedule, slots, self.plan))
         layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
@@ -193,7 +201,10 @@ class Packer:
         return later
 
     def _work_of(self, schedule: Schedule, rows: _Rows, bucket: Bucket, layout: Layout) -> _Work:
-        """How the step is cut into work. Where all decode, it often stays the same from step to step."""
+        """Return how the step is cut into work.
+
+        Where all rows decode it often stays the same for many steps.
+        """
         kept, first = self._work, int(schedule.first[0])
         same = kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until
         if kept is not None and same and kept.work.table_writes in (-1, self.slots.table_writes):
@@ -206,7 +217,10 @@ class Packer:
         return _Work(rows, bucket, first + work.steady, work, pieces)
 
     def _write_rows(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
-        """The slot of each token, and which tokens are sampled. The rest pads."""
+        """Write each token's slot, and the indices of sampled tokens.
+
+        The rest is padding.
+        """
         count, size = int(rows.ends[-1]), rows.sampling_size
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         slots[:count] = schedule.slots.repeat(schedule.extend)
@@ -217,7 +231,7 @@ class Packer:
         sampled[len(rows.sampled_rows) :] = 0
 
     def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
-        """Each token's id and position."""
+        """Write each token's id and position."""
         count = int(rows.ends[-1])
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         if count == schedule.rows:
@@ -232,8 +246,9 @@ class Packer:
                 tokens[at : at + last - first] = image_ids(source, last - first)
 
     def _read(self, positions: np.ndarray) -> np.ndarray:
-        """The places of the tokens that are read at ``positions``. At the last one, where only dummy rows come, there
-        is none ahead.
+        """Return the positions of the tokens that are read at ``positions``.
+
+        At the last position no token is ahead; only dummy rows come there.
         """
         if not self.ahead:
             return positions
@@ -241,7 +256,10 @@ class Packer:
         return read
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
-        """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""
+        """Return the prompt parts of prefilling rows.
+
+        A token that ends the prompt has no successor.
+        """
         slots, found, most = self.slots, list[PromptPart](), self.plan.sampler_sizes[-1]
         for row in range(schedule.num_decode, schedule.rows):
             slot = schedule.slots[row]
@@ -258,8 +276,9 @@ class Packer:
 
 
 def image_ids(source: int, count: int) -> np.ndarray:
-    """The ids that stand for ``count`` embeddings of images, from ``source`` on: below -1, which is the device's last
-    token; see :meth:`preheat.backends.base.Operations.embed`.
+    """Return ids that stand for ``count`` embeddings of images, from ``source`` on.
+
+    They are below -1, the id of the device's last token; see :meth:`preheat.backends.base.Operations.embed`.
     """
     return -2 - np.arange(source, source + count, dtype=np.int32)
 

@@ -1,4 +1,7 @@
-"""What is kept in blocks: keys and values, one allocation, a block's side by side; and features for a head."""
+"""Caches in blocks: keys and values, and features.
+
+Keys and values are one allocation; a head that drafts has features.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,20 @@ from preheat.ops.float8 import DTYPES
 
 
 class BlockCache:
-    """``data`` [layers, blocks, ...]: the pool's blocks in every layer, each of whole words of 64 bits, contiguous."""
+    """Blocks in every layer: ``data`` [layers, blocks, ...], contiguous.
+
+    A block is a whole number of 64-bit words.
+    """
 
     def __init__(self, data: Tensor) -> None:
         self.data, self.layers = data, list(data.unbind(0))
         self._blocks = [layer.view(len(layer), -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 
     def swap(self, pairs: Tensor) -> None:
-        """The contents of each of the ``pairs`` of blocks, int64 [n, 2], change places, in one layer after the other.
+        """Swap the contents of pairs of blocks, layer by layer.
 
-        A pair may be given more than once, and a block with itself; else no block may occur twice. Takes the memory of
-        2n blocks of one layer meanwhile.
+        ``pairs`` is int64 [n, 2]. A pair may be given more than once, and a block with itself; else no block may occur
+        twice. Meanwhile it takes the memory of 2n blocks of one layer.
         """
         here, there = pairs.flatten(), pairs.flip(1).flatten()
         contents = self._blocks[0].new_empty(len(here), self._blocks[0].shape[1])
@@ -30,11 +36,11 @@ class BlockCache:
 
 
 class KVCache(BlockCache):
-    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
-    ``dtype``, the model's, or of the eight bits that the spec asks for.
+    """Keys and values: ``data`` [layers, blocks, 2, kv heads, slots, dim].
 
-    Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
-    whole blocks straight into the layout of the matrix product.
+    Keys are at index 0 of the third axis, values at 1. Their dtype is ``dtype``, the model's, or the spec's dtype of
+    eight bits. Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole
+    heads of whole blocks straight into the layout of the matrix product.
     """
 
     def __init__(
@@ -45,8 +51,9 @@ class KVCache(BlockCache):
 
 
 class FeatureCache(BlockCache):
-    """``rows`` [blocks * slots, size]: a feature of ``size`` numbers for each token; its row is the number of its block
-    times the slots of a block, plus its place there.
+    """Features: ``rows`` [blocks * slots, size], ``size`` numbers for each token.
+
+    A token's row is the number of its block times the slots of a block, plus its place there.
     """
 
     def __init__(self, num_blocks: int, block_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""The host part of sampling: from the running rows' requests to a :class:`~preheat.ops.sampling.SamplingInput`.
+"""The host part of sampling: requests of running rows become a SamplingInput.
 
-A logit stage is one way in which a request changes its logits before a token is drawn. Adding one is adding a class to
-:data:`STAGES`: it says which rows need it and which edits it makes of them; the kernel that applies edits is every
-backend's own and does not change.
+See :class:`~preheat.ops.sampling.SamplingInput`. A logit stage is one way for a request to change its logits before a
+token is drawn. To add one, add a class to :data:`STAGES`: it selects its rows and makes their edits. Every backend has
+its own kernel that applies edits; the kernel does not change.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from preheat.ops.top_k_top_p import SamplingMetadata
 from preheat.schedule.slots import Slots
 
 Edit = tuple[int, float]
-"""A token id, and what is added to its logit; minus infinity bans it."""
+"""A token id, and an addition to its logit.
+
+Minus infinity bans the token.
+"""
 
 
 class LogitStage(Protocol):
-    """Edits logits as requests ask for. ``name`` is that of the sampling field or feature."""
+    """A maker of edits; ``name`` is the sampling field or feature."""
 
     name: str
 
     def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Which of the slots ``rows`` [n], about to draw the tokens at ``position`` [n], have edits now or later: bool
-        [n]. While any has, the stages are asked at every step; once none has, not before the step's rows change.
+        """Return bool [n]: whether slots have edits now or later.
+
+        ``rows`` [n] are the slots. The slots are about to draw the tokens at ``position`` [n]. While any row has edits,
+        the stages are asked at every step. Once no row has any, they are asked again only after the step's rows change.
         """
 
     def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
-        """The edits for the token after the first ``length`` of a sequence that must reach ``min_length``."""
+        """Return the edits for the next token of a sequence.
+
+        The sequence has ``length`` tokens and must reach ``min_length``.
+        """
 
 
 class LogitBias:
-    """``logit_bias``: added to the logits of the tokens that it names."""
+    """``logit_bias``: additions to the logits of the tokens that it names."""
 
     name = "logit_bias"
 
@@ -67,10 +75,11 @@ STAGES: tuple[LogitStage, ...] = (LogitBias(), MinTokens())
 def sampling_input(
     slots: Slots, rows: np.ndarray, position: np.ndarray | None = None, stages: Sequence[LogitStage] = STAGES
 ) -> SamplingInput:
-    """For the slots ``rows`` (integers [size]), in the order of the step's logits.
+    """Return the sampling input of the slots ``rows`` (integers [size]).
 
-    Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens,
-    which is final. In a step that is booked, lengths have moved: drafts and what is drawn behind them are beyond those.
+    It has the order of the step's logits. Each row draws its sequence's token at ``position`` (integers [size]), by
+    default the one after all known tokens, always final. In a booked step lengths have already moved: drafts, and
+    tokens drawn after them, are beyond these lengths.
     """
     booked, position = position, slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
@@ -79,7 +88,7 @@ def sampling_input(
     penalties = _penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None
     if penalties is not None and booked is not None:
         penalties.final = _final(slots, rows, booked)[penalised]
-    told = slots.has_logprob_ids[rows].nonzero()[0].tolist()
+    asking = slots.has_logprob_ids[rows].nonzero()[0].tolist()
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
@@ -88,7 +97,7 @@ def sampling_input(
         edits=_edits(slots, rows, position, needs),
         edits_follow=bool(needs),
         masked=masked if len(masked) else None,
-        told={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in told} or None,
+        logprob_ids={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in asking} or None,
     )
 
 
@@ -105,8 +114,10 @@ def _edits(
 
 
 def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Penalties:
-    """Tokens are known up to the first position that is drawn of a sequence, and no further than its length: a draft
-    model draws beyond that.
+    """Return the penalties of the slots ``chosen``.
+
+    Tokens are known up to the first position that a sequence draws, and no further than its length: a draft model draws
+    beyond that.
     """
     first = np.full(slots.num_slots, slots.max_model_len, np.int64)
     np.minimum.at(first, chosen, np.minimum(position, slots.device_len[chosen]))
@@ -124,8 +135,10 @@ def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.
 
 
 def _final(slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Which rows draw tokens that cannot be taken back, bool [n]: those of sequences that have no drafts in the step
-    and whose length counts what is drawn already.
+    """Return bool [n]: whether a row's new token is final.
+
+    A final token cannot be taken back. This holds for sequences without drafts in the step if their length already
+    counts the drawn token.
     """
     last = np.zeros(slots.num_slots, np.int64)
     np.maximum.at(last, rows, position)

@@ -1,8 +1,8 @@
-"""The host tier of the prefix cache: blocks that are evicted from the device's cache, kept in the host's memory.
+"""The host tier of the prefix cache.
 
-A block's bytes are copied as they are, in every layer, under its block hash, and come back under the same one: equal
-hashes mean equal contents. Copies are made in the order of the steps around them. The least recently used block makes
-room for a new one.
+It keeps blocks evicted from the device in the host's memory. A block's bytes are copied as they are, in every layer,
+under its block hash, and come back under the same one: equal hashes mean equal contents. Copies are made in the order
+of the steps around them. The least recently used block makes room for a new one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostTier:
-    """See :class:`preheat.schedule.blocks.Tier`. As many blocks of ``caches``, which belong together, as fit into
-    ``size`` bytes. Raises SettingsError for a size that the host has not, or that holds no block.
+    """A host tier of ``caches`` in at most ``size`` bytes.
+
+    It keeps as many blocks as fit. See :class:`preheat.schedule.blocks.Tier`. A block has its part in each of the
+    ``caches``. Raises SettingsError if the host lacks the memory, or if ``size`` is less than one block.
     """
 
     def __init__(self, backend: Backend, caches: Sequence[BlockCache], size: int) -> None:
@@ -53,7 +55,7 @@ class HostTier:
         return len(self._place_of)
 
     def store(self, block: int, block_hash: bytes) -> None:
-        """Keep the contents of ``block``, whose hash this is."""
+        """Keep the contents of ``block`` under its hash ``block_hash``."""
         if block_hash in self._place_of:
             self._place_of.move_to_end(block_hash)
             return
@@ -62,14 +64,17 @@ class HostTier:
             self.copy("store", block, place)
         except EngineDead:
             raise
-        except Exception:  # it is computed again when somebody needs it
+        except Exception:  # the block is computed again when needed
             logger.exception("Block %d could not be kept on the host", block)
             self._free.append(place)
             return
         self._place_of[block_hash] = place
 
     def load(self, block: int, block_hash: bytes) -> bool:
-        """Bring what has this hash into ``block``; False, and it must be computed, if that cannot be done."""
+        """Copy the contents with this hash into ``block``.
+
+        False if it must be computed instead.
+        """
         place = self._place_of.get(block_hash)
         if place is None:
             return False
@@ -85,19 +90,21 @@ class HostTier:
         return True
 
     def forget(self) -> None:
-        """Nothing that is kept counts any more."""
+        """Drop all kept blocks."""
         self._free += self._place_of.values()
         self._place_of.clear()
 
-    def taken(self) -> tuple[Transfer, ...]:
-        """Which copies were made since the last call."""
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return the kinds of copies since the last call."""
         found, self._used = tuple(sorted(self._used)), set()
         return found
 
     @torch.inference_mode()
     def copy(self, transfer: Transfer, block: int, place: int) -> None:
-        """Copy ``block`` to a place, or back, behind the steps before it and before those after it: only copies read or
-        write a place, so that nobody on the host needs to wait for one.
+        """Copy ``block`` to a place of the tier, or back.
+
+        The copy runs after the steps before it and before later ones. Only copies read or write a place, so the host
+        never waits for one.
         """
         self._used.add(transfer)
         for blocks, kept in zip(self._blocks, self._kept, strict=True):

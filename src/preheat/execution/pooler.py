@@ -1,4 +1,4 @@
-"""The sampler of an engine that pools: what it reports of a token is the token's hidden state."""
+"""The sampler of a pooling engine: it reports hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from preheat.ops.sampling import SamplingInput
 
 
 class Pooler:
-    """Stands where the engine of a model that generates has its sampler. It draws nothing: every token is 0.
+    """A sampler for models that pool. It draws nothing: every token is 0.
 
     Hidden states come as they are computed, [rows, hidden], and are read in fp32.
     """
@@ -33,7 +33,7 @@ class Pooler:
         return np.zeros((0, 0), np.int32)
 
     def sample(self, level: Level, logits: Tensor) -> None:
-        """Nothing is drawn."""
+        """Do nothing."""
 
     def report(self, logits: Tensor) -> None:
         self._hidden = logits[: self._size]
@@ -46,13 +46,16 @@ class Pooler:
     def read(
         self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Zeros [rows], and the fp32 hidden state [hidden] of each of the rows at the places ``reporting``."""
+        """Return zeros [rows], and the states of the ``reporting`` rows.
+
+        A state is fp32 [hidden]; ``reporting`` are indices.
+        """
         self._fetched[turn].wait()
         states = self._host[turn][torch.from_numpy(reporting)].float().numpy()
         return np.zeros(rows, np.int64), list(states)
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[np.ndarray]:
-        """The fp32 hidden state [hidden] of each of the first n rows."""
+        """Return the fp32 hidden state [hidden] of each of the first n rows."""
         return list(logits[: len(tokens)].float().cpu().numpy().copy())  # the next step overwrites them
 
     def compile(self, logits: Tensor) -> None: ...

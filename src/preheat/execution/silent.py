@@ -1,4 +1,7 @@
-"""The sampler of a rank that draws nothing: where the host samples, the first one does it for all."""
+"""The sampler of a rank that draws nothing.
+
+Where the host samples, the first rank draws for all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from preheat.ops.sampling import SamplingInput
 
 
 class SilentSampler:
-    """Takes logits and does nothing with them. The tokens come with the next step's input."""
+    """A sampler that ignores logits.
+
+    The tokens come with the next step's input.
+    """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)

@@ -1,4 +1,7 @@
-"""What of an engine's memory can be given back in a sleep, by the tags of vLLM's ``wake_up``."""
+"""Memory of an engine that a sleep can give back.
+
+The tags are the tags of vLLM's ``wake_up``.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,20 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 def sleepable(settings: Settings, backend: Backend, tag: str) -> AbstractContextManager[None]:
-    """What is allocated inside can sleep under ``tag``, where ``settings`` ask for it and addresses must stay."""
+    """Make memory allocated inside able to sleep under ``tag``.
+
+    This applies if ``settings`` ask for sleep mode and addresses must stay.
+    """
     memory = backend.sleep_memory() if settings.enable_sleep_mode else None
     return nullcontext() if memory is None else memory.taking(tag)
 
 
 @contextmanager
 def sleepable_weights(settings: Settings, backend: Backend) -> Iterator[None]:
-    """Besides, memory on the host that level 1 copies the weights to is taken at the end, once."""
+    """Make weights allocated inside able to sleep.
+
+    Host memory is pinned for them at the end, once. A sleep of level 1 copies the weights there.
+    """
     with sleepable(settings, backend, WEIGHTS):
         yield
     if settings.enable_sleep_mode and (memory := backend.sleep_memory()) is not None:

@@ -9,8 +9,9 @@ from preheat.schedule.slots import Slots
 
 
 def step_size_of(schedule: Schedule, slots: Slots, plan: Plan) -> StepSize:
-    """The size of ``schedule`` under the ``plan``'s policy: a step of decoding rows only, some of them with drafts, or
-    with prompts in it.
+    """Return the size of ``schedule`` under the ``plan``'s policy.
+
+    A step has decoding rows only, some of them with drafts, or it has prompts.
     """
     rows, tokens, policy = schedule.rows, schedule.tokens, plan.policy
     if schedule.verifies and plan.verifies:

@@ -1,8 +1,8 @@
-"""A process group of a trainer and engines, by which new weights travel: both ends are here.
+"""A process group of a trainer and engines for new weights.
 
-The ranks meet at a TCP store, which the trainer, rank 0, serves. It broadcasts tensors one after the other, as bytes,
-in the order that it has announced. The group is beside any other of the process, such as that of a trainer's ranks.
-Nothing is pickled.
+Both ends are here. The ranks meet at a TCP store that the trainer, rank 0, serves. It broadcasts tensors one after the
+other, as bytes, in the order that it has announced. The group is separate from any other of the process, such as the
+group of a trainer's ranks. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ POLL_SECONDS = 2e-4
 
 
 class WeightGroup:
-    """Rank ``rank`` of ``world_size``; the ranks meet at ``address``, where the trainer listens. Each waits for the
-    others, and later for any tensor, ``timeout`` seconds at most.
+    """Member of the group: rank ``rank`` of ``world_size``.
 
-    ``backend`` is gloo, by the host's memory, or nccl, between GPUs; by default that of the ``device``, which is the
-    host unless named. Raises RuntimeError if they do not meet.
+    The ranks meet at ``address``, where the trainer listens. Each rank waits for the others, and later for any tensor,
+    ``timeout`` seconds at most. ``backend`` is gloo, through the host's memory, or nccl, between GPUs; by default the
+    usual one of ``device``. The device is the host unless named. Raises RuntimeError if the ranks do not meet.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class WeightGroup:
         usual = dist.get_default_backend_for_device(own)
         self.backend, self._timeout = backend or usual, timeout
         if self.backend not in ("gloo", usual):
-            raise RuntimeError(f"{self.backend} is not for this device: write {usual}")
+            raise RuntimeError(f"backend {self.backend} does not support this device: write {usual}")
         self._device = own if self.backend == usual else torch.device(HOST)
         patience = timedelta(seconds=timeout)
         self._store = TCPStore(address, port, world_size, rank == TRAINER, patience, wait_for_workers=False)
         self._group = _group(self.backend, PrefixStore(PREFIX, self._store), rank, world_size, patience)
 
     def announce(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """What ``/update_weights`` takes as ``update_info``, to be posted before :meth:`send`."""
+        """Return the ``update_info`` of ``/update_weights``, to be posted before :meth:`send`."""
         listed = list(tensors)
         return {
             "names": [name for name, _ in listed],
@@ -65,12 +65,15 @@ class WeightGroup:
         }
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcast ``tensors``, in the order in which they were announced. Raises TimeoutError or RuntimeError."""
+        """Broadcast ``tensors``, in the announced order. Raises TimeoutError or RuntimeError."""
         for _, tensor in tensors:
             self._broadcast(_bytes(tensor.detach().to(self._device).contiguous()))
 
     def receive(self, announced: Iterable[Announced]) -> dict[str, Tensor]:
-        """The tensors of the trainer, on the host. Raises TimeoutError or RuntimeError, saying how many there are."""
+        """Receive the trainer's tensors, on the host.
+
+        Raises TimeoutError or RuntimeError, with the number of tensors received.
+        """
         found: dict[str, Tensor] = {}
         for each in announced:
             tensor = torch.empty(tuple(each.shape), dtype=getattr(torch, each.dtype), device=self._device)
@@ -115,7 +118,7 @@ def _group(backend: str, store: PrefixStore, rank: int, world: int, timeout: tim
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes], the same memory."""
+    """Return uint8 [bytes], the same memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """New weights from a trainer: the engine's side of :mod:`preheat.execution.weight_group`.
 
-Joining and receiving run in a thread while steps go on. What arrives lies on the host until all of it is there; then it
-takes the place of the old weights as a checkpoint's files do.
+Joining and receiving run in a thread while steps go on. Tensors lie on the host until all have arrived. Then they
+replace the old weights as a checkpoint's files do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from preheat.settings import Settings
 from preheat.utils.weight_transfer import Announced, TransferGroup, backend_of, transfer_config
 
 MOST_TIMES = 4
-"""How many times the model's bytes may be announced: a checkpoint's numbers may be wider than those that it runs in."""
+"""Limit of announced bytes, as a multiple of the model's.
+
+A checkpoint may have wider numbers than the model.
+"""
 
 
 class Transfers:
-    """What has arrived for ``model``, and the group that it comes by."""
+    """Tensors that have arrived for ``model``, and their process group."""
 
     def __init__(self, settings: Settings, backend: Backend, model: LoadedModel) -> None:
         self._config = transfer_config(settings.weight_transfer_config)
@@ -34,28 +37,35 @@ class Transfers:
         self._gathered: dict[str, Tensor] | None = None
 
     def joining(self, group: TransferGroup) -> Callable[[], None]:
-        """What joins ``group``, in place of the one before. Raises InvalidRequest."""
+        """Return a function that joins ``group``.
+
+        It replaces the group before. Raises InvalidRequest.
+        """
         backend = backend_of(self._config)
         group.check()
         return partial(self._join, group, backend)
 
     def receiving(self, tensors: Sequence[Announced]) -> Callable[[], None]:
-        """What receives ``tensors``, which were announced in this order. Raises InvalidRequest."""
+        """Return a function that receives ``tensors``, announced in this order. Raises InvalidRequest."""
         backend_of(self._config)
         if self._group is None:
-            raise InvalidRequest("there is no group with a trainer: /init_weight_transfer_engine first")
+            raise InvalidRequest("there is no group with a trainer: call /init_weight_transfer_engine first")
         total = sum(each.nbytes for each in tensors)
         model = sum(each.numel() * each.element_size() for each in tensors_of(self._model.weights))
         if total > MOST_TIMES * model:
             self._leave()
             raise InvalidRequest(
-                f"update_info announces {total:,} bytes, and the model has {model:,}: the group is left",
+                f"update_info announces {total:,} bytes, and the model has {model:,}: the engine leaves the trainer's "
+                "group",
                 param="update_info",
             )
         return partial(self._receive, self._group, tensors)
 
     def received(self) -> dict[str, Tensor] | None:
-        """What has arrived last; None if it is gathered."""
+        """Return the tensors that arrived last; None if they are gathered.
+
+        Raises InvalidRequest for a tensor that has been gathered before.
+        """
         received, self._received = self._received, {}
         if self._gathered is None:
             return received
@@ -65,21 +75,21 @@ class Transfers:
         return None
 
     def gather(self) -> None:
-        """Keep what arrives until :meth:`gathered`; what was kept before is dropped."""
+        """Keep arriving tensors until :meth:`gathered`; drop tensors kept before."""
         backend_of(self._config)
         self._gathered = {}
 
     def gathered(self) -> dict[str, Tensor]:
-        """All that has arrived since :meth:`gather`."""
+        """Return all tensors that have arrived since :meth:`gather`. Raises InvalidRequest without one."""
         if self._gathered is None:
-            raise InvalidRequest("no update has begun: /start_weight_update first")
+            raise InvalidRequest("no update has begun: call /start_weight_update first")
         found, self._gathered = self._gathered, None
         return found
 
     def check_not_gathering(self) -> None:
         """Raise InvalidRequest while tensors of another update are gathered."""
         if self._gathered is not None:
-            raise InvalidRequest("an update from a trainer has begun: /finish_weight_update first")
+            raise InvalidRequest("an update from a trainer has begun: call /finish_weight_update first")
 
     def _join(self, group: TransferGroup, backend: str) -> None:
         self._leave()
@@ -100,8 +110,8 @@ class Transfers:
         except (RuntimeError, TimeoutError) as error:
             self._leave()
             raise InvalidRequest(
-                f"the old weights stay: of {len(tensors)} tensors not all have arrived ({error}); the group is left: "
-                "/init_weight_transfer_engine again"
+                f"the old weights stay, as not all of {len(tensors)} tensors have arrived ({error}); the engine "
+                "leaves the trainer's group: call /init_weight_transfer_engine again"
             ) from error
 
     def _leave(self) -> None:

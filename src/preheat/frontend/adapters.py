@@ -1,4 +1,4 @@
-"""The adapters that clients may name, and what is asked of the engine about them."""
+"""Adapters that clients may name, and the requests to the engine that load and unload them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from preheat.settings import Settings
 from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 OnDone = Callable[[PreheatError | None], None]
-"""Called once, when the engine has done what was asked, or with the reason why it has not."""
+"""Called once: with None when the engine has done its task, or with the error that stopped it."""
 
 
 @dataclass(frozen=True)
 class LoRARequest:
     """An adapter for the prompts of ``LLM.generate`` or ``LLM.chat``, as in vLLM.
 
-    ``lora_name`` tells adapters apart; ``lora_int_id``, which vLLM numbers them by, must be above 0 and says nothing
-    else. ``lora_path`` is the folder that PEFT saved. It is read when the name is used first, and again with
-    ``load_inplace``. Raises ValueError for a value that cannot be meant.
+    ``lora_name`` tells adapters apart. ``lora_int_id``, the number of an adapter in vLLM, must be above 0 and has no
+    other effect. ``lora_path`` is the folder that PEFT saved. The folder is read at the first use of the name, and
+    again with ``load_inplace``. Raises ValueError if a value cannot be meant.
     """
 
     lora_name: str
@@ -39,7 +39,7 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the engine was asked: to serve ``module``, or no longer to serve ``name``."""
+    """A pending request to the engine: to serve ``module``, or, without one, to stop serving ``name``."""
 
     name: str
     module: LoraModule | None
@@ -47,10 +47,12 @@ class _Asked:
 
 
 class Adapters:
-    """The adapters that are ``served``, by name: those of ``settings``, and those that are loaded while the engine
-    runs. ``send`` hands a message to the engine.
+    """Adapters that are ``served``, by name.
 
-    One is served from the engine's report on, until the engine is asked to unload it, which then finishes what runs.
+    They come from ``settings``, or are loaded while the engine runs. ``send`` hands a message to the engine.
+
+    An adapter is served from the engine's report on, until the engine is asked to unload it. The engine then finishes
+    the adapter's running requests.
     """
 
     def __init__(self, send: Callable[[ToEngine], None], settings: Settings | None = None) -> None:
@@ -62,9 +64,10 @@ class Adapters:
         self._ids = itertools.count(1)
 
     def load(self, module: LoraModule, on_done: OnDone, *, in_place: bool = False) -> None:
-        """Ask the engine to read an adapter; ``in_place``: also if its name is served already, in place of that one.
+        """Ask the engine to read an adapter.
 
-        Raises AlreadyThere, and InvalidRequest if no adapters are served.
+        ``in_place``: replace the adapter of this name if one is served. Raises AlreadyThere if the name is taken, and
+        InvalidRequest if no adapters are served.
         """
         name = module.name
         if not self._enabled:
@@ -79,9 +82,10 @@ class Adapters:
         self._ask(_Asked(name, module, on_done), lambda id: LoadAdapter(name, module.path, id, in_place))
 
     def unload(self, name: str, on_done: OnDone) -> None:
-        """Take no more requests for an adapter, and ask the engine to forget it when the last one has ended.
+        """Take no more requests for an adapter, and have the engine forget it.
 
-        Raises NotFound, or AlreadyThere while something is done with it.
+        The engine forgets the adapter when its last request has ended. Raises NotFound if no adapter has this name, and
+        AlreadyThere while the adapter is being loaded or unloaded.
         """
         self._check_idle(name)
         if name not in self.served:
@@ -90,14 +94,14 @@ class Adapters:
         self._ask(_Asked(name, None, on_done), lambda id: UnloadAdapter(name, id))
 
     def handle(self, report: AdapterReport) -> None:
-        """The engine's answer."""
+        """Take the engine's answer to a load or an unload."""
         asked = self._asked.pop(report.id)
         if report.error is None and asked.module is not None:
             self.served[asked.name] = asked.module
         asked.on_done(report.error.restore() if report.error else None)
 
     def fail_all(self, error: PreheatError) -> None:
-        """The engine will answer nothing any more."""
+        """Fail all pending requests: the engine will answer none of them."""
         asked, self._asked = list(self._asked.values()), {}
         for each in asked:
             each.on_done(error)

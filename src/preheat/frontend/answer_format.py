@@ -1,4 +1,4 @@
-"""How the text of an answer is to be read: what of it is reasoning, content, or a call of a tool."""
+"""How the text of an answer is read: its reasoning, its content and its tool calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from preheat.utils.reasoning import Phase, Sign
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which of ``tools`` an answer may call, or must: ``mode`` is "none", "auto", "required" or "named" (then there is
-    one tool). ``parallel``: more than one call.
+    """The ``tools`` that an answer may or must call.
+
+    ``mode`` is "none", "auto", "required" or "named"; with "named" there is one tool. ``parallel``: the answer may make
+    more than one call.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -33,7 +35,7 @@ class ToolChoice:
 
     @property
     def forced(self) -> StructuredOutputsParams | None:
-        """What the text of a forced call must be; None if calls are not forced."""
+        """The constraint on the text of a forced call; None if calls are not forced."""
         if self.mode == "named":
             return _arguments(_schema(self.tools[0]))
         if self.mode != "required":
@@ -53,19 +55,24 @@ class ToolChoice:
 
 
 def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
-    """JSON without white space. Arguments that a tool does not name would be of no use to it: clients leave out
-    ``additionalProperties``, and expect none.
+    """Return the constraint for a JSON text without white space.
+
+    Properties that ``schema`` does not name are forbidden: a tool cannot use arguments that it does not name. Clients
+    leave out ``additionalProperties`` and expect none.
     """
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
+    """Return the schema of a tool's arguments, always that of an object."""
     return {"type": "object", **({"properties": {}} if not tool.parameters else {}), **tool.parameters}
 
 
 def _free(constraint: StructuredOutputsParams) -> bool:
-    """Whether a text may begin with anything, so that no mask pushes a model into its reasoning."""
+    """Return whether a constrained text may begin with anything.
+
+    No mask then pushes a model into its reasoning.
+    """
     return constraint.kind == "structural_tag"
 
 
@@ -78,8 +85,9 @@ def _without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """What the schemas of ``tools`` refer to by ``#/$defs/NAME``: the whole schema has it at its top. Raises
-    InvalidRequest if two tools mean different things by one name.
+    """Return the definitions of all ``tools``, for the top of the whole schema.
+
+    The schemas refer to them by ``#/$defs/NAME``. Raises InvalidRequest if two tools define one name differently.
     """
     found: dict[str, Any] = {}
     for tool in tools:
@@ -87,7 +95,7 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
             for name, schema in tool.parameters[key].items():
                 if found.setdefault(key, {}).setdefault(name, schema) != schema:
                     raise InvalidRequest(
-                        f"several tools define {name} in {key}, each in its own way: give them names of their own",
+                        f"several tools define {name} in {key} differently: give each definition a name of its own",
                         param="tools",
                     )
     return found
@@ -95,10 +103,12 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers to one request are read. ``phase``: how they begin. ``constraint``: what their text must be,
-    for calls that are forced, for tools whose schemas are strict, or because the client asked for it, always behind
-    the reasoning. ``exact``: because the client asked, so that content is passed on to the letter. ``marks``: the
-    tokens that parsers look for. ``begun``: the header of a message that the prompt has begun.
+    """How the answers to one request are read.
+
+    ``phase``: how the answers begin. ``constraint``: the grammar of their text behind the reasoning, for forced calls,
+    for tools with strict schemas, or because the client asked for it. ``exact``: the client asked for the constraint,
+    so content is passed on to the letter. ``marks``: the tokens that parsers look for. ``begun``: the header of a
+    message that the prompt has begun.
     """
 
     choice: ToolChoice = ToolChoice()
@@ -112,21 +122,21 @@ class AnswerFormat:
 
     @property
     def plain(self) -> bool:
-        """All text is content."""
+        """Whether all text is content."""
         return self.reasoning is None and self.choice.mode == "none"
 
     @property
     def calls_in_reasoning(self) -> bool:
-        """A call that comes before the end of the reasoning ends it. Not where other text must follow."""
+        """Whether a call within the reasoning ends it; False where other text must follow."""
         return self.auto is not None and not self.exact
 
     def parser(self) -> AnswerParser | MessagesAnswer:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         in_messages = self.reasoning is not None and self.reasoning.marks.channel
         return MessagesAnswer(self) if in_messages else AnswerParser(self)
 
     def tool_parser(self) -> ToolParser | None:
-        """A parser for the calls in one answer."""
+        """Return a parser for the calls in one answer."""
         kinds: dict[str, type[ToolParser] | None] = {
             "none": None, "auto": self.auto, "required": RequiredParser, "named": NamedParser
         }  # fmt: skip
@@ -137,7 +147,7 @@ class AnswerFormat:
         return kind(self.choice.tools, self.choice.parallel, stands)
 
     def reasoning_pieces(self) -> TokenMarks | TextMarks:
-        """A search for the marks of the reasoning in the text of one answer."""
+        """Return a search for the marks of the reasoning in the text of one answer."""
         if self.reasoning is None:
             return TokenMarks({})
         if self.reasoning.in_text:
@@ -146,13 +156,13 @@ class AnswerFormat:
         return TokenMarks({mark.char: signs[mark.id] for mark in self.marks if mark.id in signs})
 
     def frames(self) -> tuple[Frame, Frame]:
-        """What is around the reasoning and the content of one answer, besides the marks."""
+        """Return the frames of the reasoning and of the content, the marks left out."""
         if self.reasoning is None:
             return Frame(""), Frame("")
         return Frame(self.reasoning.marks.label), Frame(*self.reasoning.marks.answer) if not self.exact else Frame("")
 
     def reasoning_count(self) -> ReasoningCount | None:
-        """A counter of the tokens of one answer that are reasoning."""
+        """Return a counter of the tokens of one answer that are reasoning."""
         if self.reasoning is None:
             return None
         kind = TextReasoningCount if self.reasoning.in_text else ReasoningCount
@@ -160,7 +170,7 @@ class AnswerFormat:
 
     @property
     def call_ids(self) -> frozenset[int]:
-        """The tokens with which a call may begin that ends the reasoning."""
+        """Token ids that may begin a call within the reasoning, and so end the reasoning."""
         if self.reasoning is None or self.auto is None or not self.calls_in_reasoning:
             return frozenset()
         ids = {self.reasoning.token_id(text) for text in self.auto.MARKS}
@@ -168,7 +178,7 @@ class AnswerFormat:
 
 
 class AnswerFormats:
-    """How a model writes, as the options say. Raises ModelError if its tokenizer lacks what that needs."""
+    """How a model writes, by the options. Raises ModelError if the tokenizer lacks a mark."""
 
     def __init__(
         self, tokenizer: Tokenizer, tool_parser: str | None = None, reasoning_parser: str | None = None
@@ -188,9 +198,11 @@ class AnswerFormats:
         continued: str = "",
         template: str | None = None,
     ) -> AnswerFormat:
-        """How the answers to ``prompt`` are read; ``asked``: what the client wants their text to be. ``continued``: a
-        last message of the model itself. ``template``: the chat template's text; None: nobody knows it. Raises
-        InvalidRequest if the model's own calls are not understood.
+        """Return how the answers to ``prompt`` are read.
+
+        ``asked``: the constraint that the client wants. ``continued``: the model's own last message, continued by the
+        answer. ``template``: the chat template's text; None: unknown. Raises InvalidRequest if the server has no
+        parser for the model's own calls.
         """
         if choice.mode == "auto" and self._auto is None:
             raise InvalidRequest(
@@ -219,7 +231,10 @@ class AnswerFormats:
     def _behind_reasoning(
         self, constraint: StructuredOutputsParams | None, phase: Phase, auto: type[ToolParser] | None
     ) -> StructuredOutputsParams | None:
-        """``constraint`` behind the reasoning of an answer that begins in ``phase``; calls of ``auto`` end that too."""
+        """Return ``constraint`` for the text behind the reasoning.
+
+        ``phase``: how the answer begins. A call of ``auto`` ends the reasoning too.
+        """
         if constraint is None or self.reasoning is None or phase.is_content:
             return constraint
         call = self._tokenizer.token_id(auto.TRIGGER) if auto else None
@@ -233,23 +248,24 @@ class AnswerFormats:
         )
 
     def _without_reasoning(self, phase: Phase) -> Phase:
-        """How an answer begins that a grammar is for, where the marks of the reasoning are text.
+        """Return how a constrained answer begins where the reasoning's marks are text.
 
-        A grammar goes by tokens and cannot see the end of the reasoning: so it begins at once, and there is none.
-        Raises InvalidRequest if the prompt has begun it.
+        A grammar goes by tokens and cannot see the end of the reasoning. So the grammar begins at once, and the answer
+        has no reasoning. Raises InvalidRequest if the prompt has begun the reasoning.
         """
         if phase is not Phase.WITHIN:
             return Phase.NEVER if phase is Phase.UNKNOWN else phase
         assert self.reasoning is not None
         raise InvalidRequest(
-            f"structured outputs and forced calls need an answer without reasoning where its marks are text, as with "
-            f"--reasoning-parser {self.reasoning.name}: turn the reasoning off in chat_template_kwargs",
+            f"--reasoning-parser {self.reasoning.name} marks reasoning by text instead of tokens, so structured "
+            "outputs and forced calls need an answer without reasoning: turn the reasoning off in chat_template_kwargs",
             param="structured_outputs",
         )
 
     def _strict(self, tools: Sequence[Tool], auto: type[ToolParser] | None) -> StructuredOutputsParams | None:
-        """Free text, in which calls have arguments of their tools' schemas; None if nobody asked for that, or if a
-        grammar cannot see where calls begin, because that is no text.
+        """Return a constraint: free text, but calls follow their tools' schemas.
+
+        None if no tool is strict, or if the trigger of calls is a special token: a grammar cannot see special tokens.
         """
         if auto is None or not auto.TRIGGER or self._is_special(auto.TRIGGER) or not any(t.strict for t in tools):
             return None
@@ -262,8 +278,10 @@ class AnswerFormats:
         return StructuredOutputsParams(structural_tag=tag)
 
     def _marks(self, auto: type[ToolParser] | None, skip_special_tokens: bool) -> tuple[Mark, ...]:
-        """The tokens that are told from text: those of reasoning, because grammars go by tokens, and those of calls
-        that would be left out of the text.
+        """Return the tokens that are told from text.
+
+        The marks of the reasoning are among them, because grammars go by tokens. So are the marks of calls that the
+        text would leave out.
         """
         marks = self.reasoning.marks if self.reasoning and not self.reasoning.in_text else None
         if marks and marks.channel:

@@ -1,4 +1,4 @@
-"""Answers, read: what of their text is reasoning, content, or a call of a tool."""
+"""Read answers: split their text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class AnswerParser:
-    """Reads one answer: :meth:`push` takes its text as it arrives, :meth:`finish` says that it has ended.
+    """Reader of one answer: :meth:`push` takes text as it arrives, :meth:`finish` ends it.
 
-    In reasoning, ``tools`` look for calls too, if they are the model's own: models forget to end it before they call.
+    In the reasoning, ``tools`` look for calls too if the calls are the model's own. A model may forget to end its
+    reasoning before it calls.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
@@ -27,17 +28,17 @@ class AnswerParser:
         self._shown = {ord(mark.char): mark.shown for mark in form.marks}
         self._pieces = form.reasoning_pieces()
         self._thought_frame, self._content_frame = form.frames()
-        self._space = ""  # white space of an answer of which it is not known yet how it begins
-        self._leading = form.phase is Phase.WITHIN  # white space here is neither reasoning nor content
+        self._space = ""  # white space of an answer while its first phase is still unknown
+        self._leading = form.phase is Phase.WITHIN  # leading white space is neither reasoning nor content
         self._called = False  # a call has ended the reasoning
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain, given ``text`` more."""
         self._pieces.add(text)
         return self._without_marks(self._taken())
 
     def finish(self) -> list[Part]:
-        """The parts that were held back."""
+        """Return the parts that were held back."""
         self._pieces.end()
         parts = self._taken() + self._thought(self._thought_frame.finish())
         space, self._space = self._space, ""
@@ -45,7 +46,7 @@ class AnswerParser:
         return self._without_marks(parts + (self._label(self._tools.finish()) if self._tools else []))
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the tokens of the answer, are reasoning."""
+        """Return how many of ``ids``, the tokens of the answer, are reasoning."""
         return self._count(ids, self._called) if self._count else 0
 
     def _taken(self) -> list[Part]:
@@ -61,7 +62,7 @@ class AnswerParser:
         if self._phase is Phase.WITHIN and sign is Sign.END:
             parts = self._thought(self._thought_frame.finish())
             if self._search is not None:
-                parts += self._label(self._search.flush())  # what was held back may turn out to be a call
+                parts += self._label(self._search.flush())  # text that was held back may turn out to be a call
         elif self._phase is Phase.UNKNOWN and not piece.strip(SPACE):
             sign = Sign.SPACE
         before, self._phase = self._phase, phase_after(self._phase, sign)
@@ -96,7 +97,10 @@ class AnswerParser:
         return self._label(self._tools.push(text)) if self._tools else [Content(text)]
 
     def _label(self, parts: list[Part]) -> list[Part]:
-        """What the parser of tools found: up to the first call of an answer that still reasons it is reasoning."""
+        """Label the parts that the parser of tools found.
+
+        Content before the first call of an answer that still reasons is reasoning.
+        """
         found = list[Part]()
         for part in parts:
             if isinstance(part, CallStart) and self._phase is Phase.WITHIN:
@@ -106,7 +110,7 @@ class AnswerParser:
         return found
 
     def _without_marks(self, parts: list[Part]) -> list[Part]:
-        """``parts`` with what is shown of the marks in place of the characters that stand for them."""
+        """Return ``parts`` with the shown text of each mark in place of the mark's character."""
         if not self._shown:
             return parts
         found = list[Part]()
@@ -120,8 +124,10 @@ class AnswerParser:
 
 @dataclass
 class Block:
-    """A stretch of an answer of one kind. The text of a call are its arguments, a JSON object as far as the model wrote
-    it; a call also has the id and the name of its tool.
+    """A stretch of an answer of one kind.
+
+    The text of a call is its arguments: a JSON object, as far as the model wrote it. A call also has an id and the name
+    of its tool.
     """
 
     kind: Literal["reasoning", "content", "call"]
@@ -137,7 +143,7 @@ class ParsedAnswer:
         self.blocks: list[Block] = []
 
     def add(self, part: Part) -> Block:
-        """Add the next part: the block that it begins or continues, which is the last one then."""
+        """Add the next part to the last block, or begin a new block. Return the block."""
         match part:
             case CallStart(_, id, name):
                 self.blocks.append(Block("call", "", id, name))
@@ -150,7 +156,7 @@ class ParsedAnswer:
         return self.blocks[-1]
 
     def continues(self, part: Part) -> bool:
-        """Whether ``part`` continues the last block."""
+        """Return whether ``part`` continues the last block."""
         last = self.blocks[-1].kind if self.blocks else None
         match part:
             case Content():
@@ -160,7 +166,7 @@ class ParsedAnswer:
         return isinstance(part, CallArguments)
 
     def text(self, kind: str) -> str:
-        """All text of a kind."""
+        """Return all text of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property

@@ -1,6 +1,7 @@
-"""A beam search as a request: rounds of requests for one token after each beam, until its choices are known.
+"""A beam search as a request.
 
-A beam's keys and values are found in the prefix cache, which has the bits of computing them again; so do the scores.
+It makes rounds of requests for one token after each beam, until its choices are known.
+A beam's keys and values are found in the prefix cache. A cache hit has the bits of a new computation, so the scores do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BeamSearch:
-    """The search that ``state`` asks for. When it is over the state has the best beams as its choices, or an error."""
+    """The beam search of ``state``; in the end, ``state`` has the best beams as choices, or an error."""
 
     def __init__(self, state: RequestState, params: BeamSearchParams) -> None:
         self._state, self._params = state, params
@@ -31,14 +32,14 @@ class BeamSearch:
         self._ask()
 
     def abort(self) -> None:
-        """End it, because nobody is interested any longer."""
+        """End the search because its client has gone."""
         self._over = True
         for asked in self.round:
             if not asked.finished:
                 self._frontend.abort(asked)
 
     def output(self) -> BeamSearchOutput:
-        """The sequences as vLLM's offline search returns them, prompt included."""
+        """Return the sequences as vLLM's offline search returns them, prompt included."""
         return BeamSearchOutput([self._sequence(beam) for beam in self._beams.best()])
 
     def _ask(self) -> None:
@@ -59,7 +60,7 @@ class BeamSearch:
             self._frontend.launch(asked)
 
     def _answered(self) -> None:
-        """A request of the round has ended."""
+        """Take note that a request of the round has ended; advance when all have."""
         if self._over:
             return
         error = next((asked.error for asked in self.round if asked.error), None)
@@ -78,7 +79,7 @@ class BeamSearch:
 
     def _advance(self) -> None:
         reports = [entry for asked in self.round for choice in asked.choices for entry in choice.logprobs or ()]
-        if not self._beams.live[0].tokens:  # what later rounds find are the search's own blocks
+        if not self._beams.live[0].tokens:  # later rounds hit the search's own blocks
             self._state.cached_tokens = self.round[0].cached_tokens
         self._beams.advance(reports)
         self._over = self._beams.over

@@ -1,7 +1,7 @@
-"""Beam search itself: which continuations live on, and which sequences are the best. It knows no engine.
+"""Beam search itself, without an engine.
 
-The rules are those of vLLM. A step looks at the 2 * width most likely tokens after each beam; those that end a sequence
-complete it, and the ``width`` most likely others live on. There is no early stop: the search runs to its length.
+The rules are vLLM's. A step looks at the 2 * width most likely tokens after each beam. A token that ends a sequence
+completes it; the ``width`` most likely others live on. There is no early stop: the search runs to its length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_LENGTH_PENALTY = 10.0
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What :meth:`preheat.LLM.beam_search` takes; names and meanings are vLLM's.
+    """Parameters of :meth:`preheat.LLM.beam_search`; names and meanings are vLLM's.
 
-    ``max_tokens`` bounds what is generated; with ``ignore_eos`` it is all generated. The score of a sequence is its log
-    probability / length ** ``length_penalty``, where the length is that of prompt and answer without the end of
-    sequence. ``include_stop_str_in_output``: the end of sequence is part of the text. Nothing is drawn, so
-    ``temperature`` is 0, or 1, which is the same. ``skip_special_tokens``: they are left out of the text. A search
-    with ``structured_outputs`` is refused. Raises ValueError for a value out of range.
+    ``max_tokens`` bounds the length of the answer; with ``ignore_eos`` every answer has this length. The score of a
+    sequence is its log probability / length ** ``length_penalty``. The length counts prompt and answer without the end
+    of sequence. ``include_stop_str_in_output``: the text includes the end of sequence. Nothing is drawn, so
+    ``temperature`` is 0, or 1 with the same effect. ``skip_special_tokens``: the text leaves out special tokens. A
+    search with ``structured_outputs`` is refused. Raises ValueError for a value out of range.
     """
 
     beam_width: int
@@ -52,7 +52,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Beam(NamedTuple):
-    """A continuation of the prompt; ``logprobs[i]`` is about ``tokens[i]``, with what it was chosen from."""
+    """A continuation of the prompt; ``logprobs[i]`` has ``tokens[i]`` and its alternatives."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -60,16 +60,17 @@ class Beam(NamedTuple):
     completed: bool = False
 
     def grown(self, entry: TokenLogprobs, completed: bool = False) -> Beam:
-        """With one more token."""
+        """Return the beam with one more token."""
         tokens, logprobs = (*self.tokens, entry.token), (*self.logprobs, entry)
         return Beam(tokens, logprobs, self.cum_logprob + entry.logprob, completed)
 
 
 class Beams:
-    """The ``live`` beams after a prompt of ``prompt_len`` tokens, and the best completed sequences.
+    """The ``live`` beams after a prompt, and the best completed sequences.
 
-    A token of ``eos_ids`` completes one, unless ``params`` ignore it. Equal scores keep the order of the beams that
-    they come from, then that of the tokens' probabilities, so the outcome depends on the logprobs alone.
+    ``prompt_len`` is the number of the prompt's tokens. A token of ``eos_ids`` completes a beam, unless ``params``
+    ignore it. Equal scores keep the order of their parent beams, then the order of their tokens' probabilities. So the
+    outcome depends on the logprobs alone.
     """
 
     def __init__(self, params: BeamSearchParams, prompt_len: int, eos_ids: Collection[int]) -> None:
@@ -83,7 +84,7 @@ class Beams:
         return not self.live or self._length == self._params.max_tokens
 
     def advance(self, reports: Sequence[TokenLogprobs]) -> None:
-        """One step: ``reports[i].top`` are the tokens that may follow ``live[i]``, the most likely first."""
+        """Take one step: ``reports[i].top`` are the tokens that may follow ``live[i]``, the most likely first."""
         width, candidates = self._params.beam_width, list[tuple[Beam, TokenLogprobs]]()
         for beam, report in zip(self.live, reports, strict=True):
             for rank, (token, logprob) in enumerate(report.top[: 2 * width], 1):
@@ -98,11 +99,11 @@ class Beams:
         self._length += 1
 
     def best(self) -> list[Beam]:
-        """The best sequences, ``beam_width`` of them if there are so many, best first."""
+        """Return the best sequences, at most ``beam_width``, best first."""
         return self._best([*self._completed, *self.live])
 
     def score(self, beam: Beam) -> float:
-        """What sequences are compared by."""
+        """Return the score of ``beam``; sequences are compared by it."""
         length = self._prompt_len + len(beam.tokens) - (beam.tokens[-1] in self._eos_ids)
         return float(beam.cum_logprob / length**self._params.length_penalty)
 

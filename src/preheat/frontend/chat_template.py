@@ -19,13 +19,13 @@ from preheat.utils.files import read_text, shown, why_unread
 Message = Mapping[str, Any]
 
 ContentFormat = Literal["auto", "string", "openai"]
-"""How a template takes contents: as texts, as lists of parts, or as it looks like."""
+"""The form in which a template gets contents: texts, lists of parts, or by the look of the template."""
 
 _RESERVED = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
 }  # fmt: skip
 _END = "FINAL_MESSAGE_ENDS_HERE "
-"""Follows a message that is to be continued; a template that trims drops its last character."""
+"""Follows a message that is to be continued; a template that trims drops the last character."""
 
 _TOOL = {
     "type": "function",
@@ -39,7 +39,7 @@ _TOOL = {
         },
     },
 }
-"""What a template for tools is tried with."""
+"""The tool with which a template for tools is tried."""
 
 
 def _check_compiled(source: str, file: str) -> None:
@@ -58,19 +58,21 @@ def _shows_parts(source: str, image_token: str, special_tokens: tuple[tuple[str,
     known = {**dict(special_tokens), "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         text = template_process.render(source, {"messages": [{"role": "user", "content": parts}], **known})
-    except TemplateFailed:  # one that expects texts may raise anything
+    except TemplateFailed:  # a template that expects texts may raise anything
         return False
     return text.count(image_token) == 1 and "Hello" in text and "'type'" not in text
 
 
 class ChatTemplate:
-    """The tokenizer's chat templates, or ``override``: the path of a file, or the template itself. ``image_token`` is
-    the text that stands for an image; None: the model sees none. ``defaults`` are variables of every conversation; what
-    a request sets goes before them. ``content_format`` is what templates get of each message: one text (string), a list
-    of parts (openai), or what they look into (auto).
+    """The tokenizer's chat templates, or ``override``.
+
+    ``override`` is the path of a file, or the template itself. ``image_token`` is the text that stands for an image;
+    None: the model sees no images. ``defaults`` are variables of every conversation; variables of a request win over
+    them. ``content_format`` is the form of each message's content: one text (string), a list of parts (openai), or
+    parts if the template looks into them (auto).
 
     Where the checkpoint has a template ``tool_use``, conversations with tools get it, as with transformers. Raises
-    ModelError for a template that cannot be read, SettingsError for defaults that cannot be set.
+    ModelError if a template cannot be read, SettingsError if ``defaults`` set a reserved name.
     """
 
     def __init__(
@@ -99,13 +101,13 @@ class ChatTemplate:
             _check_compiled(source, self._places[source])
 
     def replaced(self, source: str) -> ChatTemplate:
-        """One with the template ``source``, which a request brings; it is compiled when it is rendered."""
+        """Return a copy with the template ``source`` of a request; the first rendering compiles it."""
         other = copy(self)
         other._sources, other._places = {DEFAULT: source}, {source: "the request"}
         return other
 
     def check(self) -> None:
-        """Raise ModelError if a template fails on one message of a user, other than by its own decision."""
+        """Raise ModelError if a template fails on one user message, except by its own decision."""
         for name in self._sources:
             try:
                 self.render([{"role": "user", "content": "Hello"}], tools=[_TOOL] if name == TOOL_USE else None)
@@ -124,11 +126,11 @@ class ChatTemplate:
             template_process.warm_up(source)
 
     def _chosen(self, tools: object) -> str | None:
-        """The template for a conversation with these ``tools``, if there is one."""
+        """Return the template for a conversation with these ``tools``, if there is one."""
         return self._sources.get(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
 
     def _takes_parts(self, source: str, form: ContentFormat) -> bool:
-        """Whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
+        """Return whether ``source`` looks into contents that are lists, and so places the images itself."""
         if form not in get_args(ContentFormat):
             raise InvalidRequest(
                 f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}, got {form!r}",
@@ -147,11 +149,11 @@ class ChatTemplate:
         return self._chosen(None)
 
     def text(self, tools: object = None) -> str:
-        """The template of a conversation with these ``tools``, "" if there is none."""
+        """Return the template of a conversation with these ``tools``, "" if there is none."""
         return self._chosen(tools) or ""
 
     def uses(self, name: str, tools: object = None) -> bool:
-        """Whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
+        """Return whether the template for these ``tools`` looks at the variable ``name``."""
         source = self._chosen(tools)
         return source is not None and name in template_process.variables(source)
 
@@ -166,13 +168,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         chat_template_content_format: ContentFormat = "auto",
     ) -> str:
-        """The prompt for ``messages``. Contents that are lists must hold text parts, or
-        :data:`~preheat.frontend.image_parts.IMAGE`; newlines join them, unless the template looks into lists itself,
-        or ``chat_template_content_format`` says that it does ("openai") or does not ("string").
+        """Return the prompt for ``messages``.
 
-        It ends with the header of the model's answer (``add_generation_prompt``), or within the last message, which the
-        model goes on with (``continue_final_message``); the header is the default. Raises InvalidRequest for both, if
-        there is no template, or if the template rejects the conversation.
+        Contents that are lists must hold text parts or :data:`~preheat.frontend.image_parts.IMAGE`. Newlines join the
+        parts, unless the template looks into lists itself. ``chat_template_content_format`` can say that it does
+        ("openai") or does not ("string").
+
+        The prompt ends with the header of the model's answer (``add_generation_prompt``, the default), or within the
+        last message, for the model to continue it (``continue_final_message``). Raises InvalidRequest if both are asked
+        for, if there is no template, or if the template rejects the conversation.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -181,8 +185,8 @@ class ChatTemplate:
             )
         if not self._tokenizer.speaks:
             raise InvalidRequest(
-                "A conversation becomes text, and there is no tokenizer (skip_tokenizer_init): give the prompt as "
-                "token ids",
+                "A conversation needs a tokenizer, and there is none (skip_tokenizer_init): give the prompt as token "
+                "ids",
                 param="messages",
             )
         if (source := self._chosen(tools)) is None:
@@ -191,7 +195,10 @@ class ChatTemplate:
                 f"The model has no chat template{without}; give one with --chat-template", param="messages"
             )
         if clash := _RESERVED & (variables or {}).keys():
-            raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{', '.join(sorted(clash))} cannot be set by chat_template_kwargs: leave it out",
+                param="chat_template_kwargs",
+            )
         known = {
             **self._tokenizer.special_tokens,
             **self._defaults,
@@ -214,7 +221,7 @@ class ChatTemplate:
         return text if final is None else _up_to_the_end_of(final, text)
 
     def _content(self, content: object, takes_parts: bool) -> str | list[Message]:
-        """A message's content as the template takes it: one string, or parts."""
+        """Return a message's content in the template's form: one string, or parts."""
         if takes_parts and isinstance(content, str | None):
             return [{"type": "text", "text": content or ""}]
         if content is None:
@@ -231,7 +238,7 @@ class ChatTemplate:
 
 
 def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
-    """Put _END behind the last message's text, which is returned."""
+    """Put _END behind the last message's text. Return that text."""
     last = messages[-1] if messages else {}
     parts = last.get("content")
     if isinstance(parts, list):
@@ -245,7 +252,7 @@ def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _up_to_the_end_of(final: str, text: str) -> str:
-    """``text`` without what the template puts behind the ``final`` message, which ends with _END in it."""
+    """Return ``text`` up to the end of the ``final`` message, marked by _END."""
     end = text.rfind(_END.rstrip())
     if end < 0 or final.strip() not in text:
         raise InvalidRequest(
@@ -269,7 +276,7 @@ def _text_part(part: object, image_token: str | None) -> str:
 
 
 def _read_override(template: str) -> StoredTemplate:
-    """``template`` itself, or the file that it names: a path has no braces and no newlines."""
+    """Return ``template`` itself, or the file of this path: a path has no braces and no newlines."""
     if "{" in template or "\n" in template:
         return StoredTemplate(template, "--chat-template")
     try:

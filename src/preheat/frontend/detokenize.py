@@ -1,9 +1,9 @@
 """Incremental detokenization: token ids to text, one at a time.
 
-A character whose bytes are spread over several tokens is held back until it is complete, and nothing longer than that.
-So the text of a sequence never depends on what comes later, and every token costs the same time. The deltas, joined,
-equal the ``decode`` of all tokens where its bytes are UTF-8. Bytes that are of no character become U+FFFD; see
-:class:`PieceDetokenizer` for the one difference.
+The bytes of a character may be spread over several tokens. It is held back until it is complete, and nothing longer is
+held back. So the text of a sequence never depends on later tokens, and every token costs the same time. The deltas,
+joined, equal the ``decode`` of all tokens where the bytes are UTF-8. Bytes that belong to no character become U+FFFD.
+The class :class:`PieceDetokenizer` describes the one difference.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from preheat.frontend.pieces import BytePieces, TextPieces
 
 _REPLACEMENT = "\ufffd"
 _LONGEST = 4
-"""Bytes of the longest character, so the most tokens that one is spread over."""
+"""Bytes of the longest character, and so the most tokens that one character is spread over."""
 
 
 class Detokenizer:
-    """Turns the tokens of one sequence into text as they arrive. The base class makes no text."""
+    """Maker of one sequence's text, token by token; the base class makes no text."""
 
     __slots__ = ()
 
     def push(self, token: int) -> str:
-        """The text that is certain now that ``token`` is known; often empty."""
+        """Return the text that is certain with ``token``; often empty."""
         return ""
 
     def finish(self) -> str:
-        """The text that is still buffered, at the end of the sequence."""
+        """Return the text that is still buffered, at the end of the sequence."""
         return ""
 
 
 SILENT = Detokenizer()
-"""For requests with ``detokenize`` off."""
+"""The detokenizer of requests with ``detokenize`` off."""
 
 
 class _Utf8:
-    """Reads bytes that arrive in pieces; ``errors`` says what becomes of those that are of no character."""
+    """Reader of bytes in pieces; ``errors`` handles bytes that belong to no character."""
 
     __slots__ = ("_buffer", "_errors")
 
@@ -46,14 +46,14 @@ class _Utf8:
         self._errors, self._buffer = errors, b""
 
     def push(self, data: bytes) -> str:
-        """The text that is certain, given ``data`` more."""
+        """Return the text that is certain with ``data`` more."""
         data = self._buffer + data
         text, used = utf_8_decode(data, self._errors, False)
         self._buffer = data[used:]
         return text
 
     def finish(self) -> str:
-        """The text of the bytes that were held back: no more will come."""
+        """Return the text of the bytes that were held back."""
         if not self._buffer:
             return ""
         data, self._buffer = self._buffer, b""
@@ -61,7 +61,7 @@ class _Utf8:
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    """One U+FFFD for each byte; Python's "replace" gives one for the beginning of a character."""
+    """Return one U+FFFD for each byte; Python's "replace" gives one for the beginning of a character."""
     assert isinstance(error, UnicodeDecodeError)
     return _REPLACEMENT * (error.end - error.start), error.end
 
@@ -71,7 +71,7 @@ codecs.register_error(_EACH, _replace_each)
 
 
 class ByteDetokenizer(Detokenizer):
-    """For byte-level decoders: joins the bytes and reads them as UTF-8."""
+    """Detokenizer of byte-level decoders: joins the bytes and reads them as UTF-8."""
 
     __slots__ = ("_pieces", "_utf8")
 
@@ -86,11 +86,12 @@ class ByteDetokenizer(Detokenizer):
 
 
 class PieceDetokenizer(Detokenizer):
-    """For SentencePiece-like decoders.
+    """Detokenizer of SentencePiece-like decoders.
 
-    Byte tokens are read as UTF-8, and a byte that is of no character becomes one U+FFFD. ``decode`` gives one for each
-    byte of a whole run that is not UTF-8, also for the characters in it, which were sent before the run was over.
-    ``at_start``: no text precedes the sequence, so the decoder strips its beginning.
+    Byte tokens are read as UTF-8, and a byte that belongs to no character becomes one U+FFFD. ``decode`` differs: it
+    writes one U+FFFD for each byte of a whole run of bytes that is not UTF-8. It does so for the characters in the run
+    too, but here they were sent before the run was over. ``at_start``: no text precedes the sequence, so the decoder
+    strips its beginning.
     """
 
     __slots__ = ("_pieces", "_strip", "_strip_left", "_utf8")
@@ -121,10 +122,10 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For all other decoders: decodes a window of the last tokens and returns the text that was added.
+    """Detokenizer of all other decoders.
 
-    Exact for decoders that only append. One that rewrites earlier text (WordPiece's clean-up) may differ from decoding
-    all tokens at once.
+    It decodes a window of the last tokens and returns the added text. It is exact for decoders that only append. A
+    decoder that rewrites earlier text (WordPiece's clean-up) may differ from decoding all tokens at once.
     """
 
     __slots__ = ("_decode", "_known", "_text", "_window")
@@ -148,18 +149,21 @@ class WindowDetokenizer(Detokenizer):
         return self._advance(len(self._window))
 
     def _advance(self, end: int, text: str | None = None) -> str:
-        """The text that the window adds up to ``end``, which becomes known; ``text`` is its own if it was decoded."""
+        """Return the text that the window adds up to ``end``; it becomes known.
+
+        ``text`` is the text of the window up to ``end``, if it was decoded already.
+        """
         added = (self._decode(self._window[:end]) if text is None else text)[len(self._text) :]
         if added:
             self._window, self._known = self._window[self._known :], end - self._known
             self._text = self._decode(self._window[: self._known])
-        else:  # tokens without a text say nothing of how the next one begins
+        else:  # tokens without a text say nothing about the beginning of the next token
             del self._window[self._known : end]
         return added
 
 
 class MarkedDetokenizer(Detokenizer):
-    """Writes one character for each of some tokens, ``marks``, and the rest as ``plain`` does."""
+    """Detokenizer with one character for each token of ``marks``, and ``plain`` for all others."""
 
     __slots__ = ("_marks", "_plain")
 

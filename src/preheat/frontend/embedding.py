@@ -1,4 +1,4 @@
-"""Embeddings: a request for one, and what becomes of the hidden state that comes back."""
+"""Embeddings: the request for one, and the embedding from the pooled hidden state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from preheat.utils.pooling import Pooling
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What :meth:`preheat.LLM.embed` takes; names and meanings are vLLM's. ``dimensions``: only so many numbers, of a
-    matryoshka model. ``use_activation``, or ``normalize``: whether embeddings have length 1; None: as the model says.
+    """Parameters of :meth:`preheat.LLM.embed`; names and meanings are vLLM's.
+
+    ``dimensions``: the length of the embedding, for a matryoshka model. ``use_activation`` or ``normalize``: whether
+    embeddings have length 1; None: as the model says.
     """
 
     dimensions: int | None = None
@@ -38,8 +40,10 @@ _ALL = SamplingParams(
 
 
 def asked_of(pooling: Pooling, truncate: int | None = None, side: str | None = None) -> SamplingParams:
-    """What the engine is asked for: a report of the last token, or of all tokens of the prompt, which the prefix cache
-    then has none of; a single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``, ``side`` is
+    """Return the sampling parameters that make the engine report hidden states.
+
+    The report covers the last token, or all tokens of the prompt for mean pooling; the prefix cache then serves none of
+    them. A single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``, ``side`` is
     ``truncation_side``.
     """
     asked = _ALL if pooling.type == "MEAN" else _LAST
@@ -47,7 +51,7 @@ def asked_of(pooling: Pooling, truncate: int | None = None, side: str | None = N
 
 
 def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
-    """Raise InvalidRequest unless the beginning of an embedding, so many numbers, is one too."""
+    """Raise InvalidRequest unless the first ``dimensions`` numbers of an embedding are an embedding too."""
     if dimensions is None:
         return
     if not pooling.matryoshka:
@@ -63,12 +67,15 @@ def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
 def embedding(
     state: RequestState, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
 ) -> np.ndarray:
-    """The embedding of a finished request, fp32 [hidden] or its first ``dimensions``. ``normalize`` None: as
-    ``pooling`` says; its length is computed exactly and rounded once.
+    """Return the embedding of a finished request, fp32 [hidden] or its first ``dimensions``.
+
+    ``normalize`` None: as ``pooling`` says. The length for the normalization is computed exactly and rounded once.
     """
     vector = np.frombuffer(state.pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):
-        raise InvalidRequest(f"dimensions is {dimensions}, but the model has {len(vector)}", param="dimensions")
+        raise InvalidRequest(
+            f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
+        )
     vector = vector[:dimensions]
     if not (pooling.normalize if normalize is None else normalize):
         return vector
@@ -77,7 +84,7 @@ def embedding(
 
 
 def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-    """The result of a finished request, as ``params`` want it."""
+    """Return the result of a finished request, by ``params``."""
     data = embedding(state, pooling, params.dimensions, params.normalizes)
     return PoolingRequestOutput(
         state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens
@@ -85,17 +92,20 @@ def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) 
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Return the cosine of the angle between two vectors; 0 if one of them is zero."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = math.sqrt(math.fsum((a * a).tolist()) * math.fsum((b * b).tolist()))
     return math.fsum((a * b).tolist()) / lengths if lengths else 0.0
 
 
 def paired(first: int, second: int, param: str) -> int:
-    """How many scores there are of so many texts and others: one is compared with all, several one by one."""
+    """Return the number of scores of ``first`` texts with ``second`` others.
+
+    One text is compared with all others; several are compared pairwise. Raises InvalidRequest if the numbers differ.
+    """
     if not first or not second or first not in (1, second):
         raise InvalidRequest(
-            f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
+            f"{first} texts cannot be paired with {second}: give one text, or as many as on the other side", param=param
         )
     return second
 
@@ -110,7 +120,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def prompt_of(pooling: Pooling, kind: str) -> str | None:
-    """What the model puts before texts of a ``kind``; None: it has nothing for any. Raises InvalidRequest."""
+    """Return the prefix that the model puts before texts of a ``kind``.
+
+    None if the model has no prefixes. Raises InvalidRequest for an unknown kind.
+    """
     if not pooling.prompts:
         return None
     for name in (kind, *KINDS.get(kind, ())):

@@ -1,7 +1,7 @@
-"""Encodes texts of any length in bounded time and memory: a text is measured first, and refused where it is too long.
+"""Encode texts of any length in bounded time and memory.
 
-An encoder takes some 200 bytes of memory for each token, until it is done. So no text is encoded as a whole that has
-more than about twice as many tokens as are of use.
+A text is measured first, and refused if it is too long. An encoder takes about 200 bytes of memory for each token until
+it is done. So no text is encoded as a whole if it has more than about twice the useful number of tokens.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from preheat.errors import ContextTooLong
 from preheat.frontend.tokenizer import Tokenizer
 
 MOST_COUNTED = 2**18
+"""Tokens that a text may have where it need not fit the model: to be counted, listed or cut."""
 """Tokens that a text may have where it need not fit the model: where tokens are counted, listed or cut."""
 
 _PIECE = 1 << 16
 """Characters that are encoded together to measure a text."""
 
 _USUAL = 8
-"""Characters for each token that may be: a longer text is measured first. Most have 3 to 5 for each."""
+"""Characters per allowed token above which a text is measured first. Most texts have 3 to 5 per token."""
 
 _SLACK = 2
-"""The pieces of a text may have more tokens than the text, never so many times as many."""
+"""Bound of the ratio between the tokens of a text's pieces and the tokens of the text."""
 
 
 @dataclass(frozen=True)
 class TextBound:
-    """A text may have ``most`` tokens. ``refuse`` gets the size of one that has more, in words, and raises."""
+    """The bound ``most`` on a text's tokens.
+
+    ``refuse(size)`` raises an error for a longer text; ``size`` is the text's size in words.
+    """
 
     most: int
     refuse: Callable[[str], object]
 
     def check(self, tokenizer: Tokenizer, text: str) -> None:
-        """Refuse ``text`` if it has more characters than ``most`` tokens can stand for, whatever they are."""
+        """Refuse ``text`` if it has more characters than any ``most`` tokens can stand for."""
         if len(text) <= self.most:
             return  # spares the look at the vocabulary
         longest = tokenizer.chars_per_token
@@ -41,7 +45,7 @@ class TextBound:
             self.refuse(f"{len(text)} characters, at least {-(-len(text) // longest)} tokens")
 
     def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; one that is too long is refused, mostly before it is encoded as a whole."""
+        """Return the token ids of ``text``. Refuse a text that is too long, mostly before it is encoded as a whole."""
         self.check(tokenizer, text)
         if len(text) > _USUAL * self.most + _PIECE:
             self._measure(tokenizer, text)
@@ -62,7 +66,10 @@ class TextBound:
 
 
 def counted(max_model_len: int) -> TextBound:
-    """The bound of a text that need not fit the model, only to be counted, listed or cut. It raises ContextTooLong."""
+    """Return the bound of a text that need not fit the model.
+
+    Such a text is only counted, listed or cut. The bound raises ContextTooLong.
+    """
     most = max(max_model_len, MOST_COUNTED)
 
     def refuse(size: str) -> None:

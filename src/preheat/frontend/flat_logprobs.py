@@ -1,4 +1,4 @@
-"""Log-probabilities of many positions in a few lists, which the garbage collector need not walk; as vLLM's."""
+"""Log-probabilities of many positions in a few lists, as in vLLM: less work for the garbage collector."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import overload
 from preheat.frontend.outputs import Logprob, PositionLogprobs
 
 Position = PositionLogprobs | None
-"""One position; None, or no entry in a flat list: nothing precedes it."""
+"""One position; None, or no entry in a flat list, for the first token: nothing precedes it."""
 
 
 class FlatLogprobs(Sequence[PositionLogprobs]):
-    """Read-only: a position is made of its part of the lists when it is asked for.
+    """A read-only sequence of positions.
 
-    Position ``i`` has the entries from ``start_indices[i]`` up to ``end_indices[i]`` of the other lists.
+    Each position is made from the lists on access. Position ``i`` has the entries from ``start_indices[i]`` up to
+    ``end_indices[i]`` of the other lists.
     """
 
     __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")

@@ -1,7 +1,7 @@
-"""Text in, text out: the two processors between clients and an engine that handles only token ids.
+"""Text in, text out: the two processors between clients and the engine.
 
-A synchronous state machine that never waits: ``LLM`` drives it between steps of the loop, the server from its event
-loop.
+The engine handles only token ids. The frontend is a synchronous state machine that never waits. ``LLM`` drives it
+between steps of the loop, the server from its event loop.
 """
 
 from __future__ import annotations
@@ -50,29 +50,30 @@ from preheat.metrics import Metrics
 from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
-    from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
+    from preheat.frontend.images import Images, Source  # needs Pillow; models without images do without it
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 MOST_BYTES = 2**28
-"""Of all that one client's request gives to the engine."""
+"""Most bytes that one client's request gives to the engine."""
 
 ID_BYTES = 8
-"""A token id in a list."""
+"""Bytes of a token id in a list."""
 
 
 class Frontend:
-    """Serves one model: ``prepare`` checks a request, :meth:`start` sends it, ``abort`` ends it at any time.
+    """Server of one model's requests.
 
-    ``send`` hands a message to the engine; :meth:`handle` takes each one that comes back. ``ready``: the engine's
+    ``prepare`` checks a request, :meth:`start` sends it, ``abort`` ends it at any time.
+    ``send`` hands a message to the engine; :meth:`handle` takes each message that comes back. ``ready``: the engine's
     limits, once it can run. ``template`` and ``recommended`` (sampling defaults): the model's own unless given.
     ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
-    :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
-    For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
-    if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing. ``adapters``:
-    those that requests may name. ``embed_size``: prompts may be embeddings, rows of so many numbers. ``traces``: where
-    spans of requests go.
+    :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; by default, all text is content.
+    ``max_logprobs``, ``seed`` and ``priorities``: see :class:`InputProcessor`. ``images``: the reader of requests'
+    images, if the model sees images. ``pooling``: how the engine makes embeddings; it then generates nothing.
+    ``adapters``: the adapters that requests may name. ``embed_size``: the row length of prompts that are embeddings;
+    None: such prompts are refused. ``traces``: the receiver of requests' spans.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Frontend:
         return len(self.output.choices)
 
     def is_unfinished(self, id: int) -> bool:
-        """Whether the choice of this id is not finished."""
+        """Return whether the choice ``id`` is not finished."""
         return id in self.output.choices
 
     @property
@@ -135,14 +136,14 @@ class Frontend:
 
     @property
     def halted(self) -> bool:
-        """Whether the engine may not answer requests for a while: it is paused, or carries out a command."""
+        """Whether the engine may not answer for a while: it is paused, or carries out a command."""
         return self.state.paused or bool(self._asked)
 
     def limits(self) -> Ready:
-        """The engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
+        """Return the engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
         ready = self._started()
         if self.state.sleeping is not None:
-            raise Asleep("The engine is asleep: /wake_up wakes it up")
+            raise Asleep("The engine is asleep: wake it up with /wake_up")
         if self.state.blocked_reason:
             raise NotReady(self.state.blocked_reason)
         return ready
@@ -162,24 +163,24 @@ class Frontend:
             raise NotInvariant(_blocked(self.ready))
 
     def check_generates(self, what: str) -> None:
-        """Raise InvalidRequest, naming the API that was asked for, if the engine makes embeddings."""
+        """Raise InvalidRequest if the engine makes embeddings; ``what`` is the API in the message."""
         if self.pooling is not None:
             raise InvalidRequest(f"The model does not support {what}: this engine makes embeddings (--runner pooling)")
 
     def embedding_of(self, what: str) -> Pooling:
-        """How embeddings are made. Raises InvalidRequest, naming the API asked for, if the engine generates."""
+        """Return how embeddings are made. Raises InvalidRequest, naming the API ``what``, if the engine generates."""
         if self.pooling is None:
             raise InvalidRequest(f"The model does not support {what}: start the engine with --runner pooling")
         return self.pooling
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
-        """The images of a request, in order. Raises InvalidRequest. May wait for the network."""
+        """Return the images of a request, in order. Raises InvalidRequest. May wait for the network."""
         self.input.check_images(len(sources))
         return self.images.load(sources) if self.images is not None else []
 
     @property
     def prompt_embeds(self) -> PromptEmbeds:
-        """What reads prompts that are embeddings. Raises InvalidRequest if they are not taken."""
+        """The reader of prompts that are embeddings. Raises InvalidRequest if they are not taken."""
         if self._embed_size is None:
             raise InvalidRequest(
                 "prompt_embeds needs a server that was started with --enable-prompt-embeds", param="prompt_embeds"
@@ -187,13 +188,14 @@ class Frontend:
         return PromptEmbeds(self._embed_size, lambda: self.limits().max_model_len)
 
     def start(self, states: Iterable[RequestState]) -> None:
-        """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""
+        """Send prepared requests to the engine. Raises TooManyRequests, and sends none, if the queue is full."""
         for _ in self.starting(list(states)):
             pass
 
     def starting(self, states: Sequence[RequestState]) -> Iterator[None]:
-        """As :meth:`start`, with a pause for other work before each message to the engine. Whoever does not go on
-        aborts ``states``.
+        """Do the same as :meth:`start`, but yield before each message to the engine.
+
+        A caller that does not go on must abort ``states``.
         """
         left = sum(state.params.n for state in states)
         self._check_room(states, left)
@@ -204,7 +206,7 @@ class Frontend:
                 if state.search is not None:
                     yield
                 requests = self._begin(state)
-                self._starting -= state.params.n  # they are counted as waiting now
+                self._starting -= state.params.n  # now counted as waiting
                 left -= state.params.n
                 for request in requests:
                     yield
@@ -233,7 +235,7 @@ class Frontend:
             )
 
     def _begin(self, state: RequestState) -> list[Request]:
-        """The messages for ``state`` to the engine; a search sends its own."""
+        """Return the messages for ``state`` to the engine; a beam search sends its own."""
         if state.search is None:
             requests = self.input.fan_out(state)
             self.output.add(state)
@@ -254,8 +256,10 @@ class Frontend:
             state.search.abort()
 
     def adapter_labels(self, most: int) -> dict[str, str]:
-        """The labels of vLLM's metric of adapters, ``most`` of which are in a step: the names of those with requests
-        that run, and with requests that wait for their first step.
+        """Return the labels of vLLM's metric of adapters.
+
+        ``most`` is the greatest number of adapters in a step. The other labels are the names of adapters with running
+        requests, and of adapters with requests that wait for their first step.
         """
         running, waiting = set[str](), set[str]()
         for choice in self.output.choices.values():
@@ -280,7 +284,7 @@ class Frontend:
         self._send(Command(id, name, **fields))  # type: ignore[arg-type]
 
     def fail(self, ids: Iterable[int], error: PreheatError) -> None:
-        """End the requests of these choices, those that have not ended, with ``error``."""
+        """End the unfinished requests of the choices ``ids`` with ``error``."""
         for id in ids:
             if self.is_unfinished(id):  # the failure of another may have ended it
                 self.output.fail(self.output.choices[id].state, error)
@@ -304,7 +308,7 @@ class Frontend:
                 self.die(message.error.message)
 
     def die(self, message: str) -> None:
-        """The engine is dead: end all requests and reject new ones."""
+        """End all requests and reject new ones: the engine is dead."""
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))
@@ -315,7 +319,10 @@ class Frontend:
 
 
 def _bytes_of(states: Sequence[RequestState]) -> int:
-    """The bytes that the engine gets for ``states``: for each choice the prompt, its embeddings and the parameters."""
+    """Return the bytes that the engine gets for ``states``.
+
+    For each choice, they are the bytes of the prompt, of its embeddings and of the parameters.
+    """
     kinds = {id(state.checked): state.checked for state in states}  # mostly one for all
     asked = {key: len(_encode(checked[:3])) if checked else 0 for key, checked in kinds.items()}
     return sum(state.params.n * (asked[id(state.checked)] + _prompt_bytes(state)) for state in states)

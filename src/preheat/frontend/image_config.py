@@ -19,9 +19,11 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class PixelConfig:
-    """How an image becomes pixels. ``shortest_edge`` is what the shortest side is resized to by ``resample``, one of
-    Pillow's filters; ``height`` and ``width``: both sides. ``crop`` is the height and width of what is kept. None: not
-    done.
+    """How an image becomes pixels.
+
+    A step with a field None is left out. The image is resized by ``resample``, a filter of Pillow: its shortest side to
+    ``shortest_edge``, or both sides to ``height`` and ``width``. ``crop`` is the height and width of the part in the
+    middle that is kept.
     """
 
     shortest_edge: int | None
@@ -35,8 +37,11 @@ class PixelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> PixelConfig | None:
-        """From the files of a checkpoint; None if there are none. Raises ModelError for what is not supported."""
-        from preheat.utils.files import read_json  # whoever only decodes needs no tokenizer
+        """Read the config from the files of a checkpoint.
+
+        Return None if they have no config. Raises ModelError if a value is not supported.
+        """
+        from preheat.utils.files import read_json  # imported here: a process that only decodes needs no tokenizer
 
         values = read_json(folder / "preprocessor_config.json")
         values = values or read_json(folder / "processor_config.json").get("image_processor") or {}
@@ -52,7 +57,7 @@ class PixelConfig:
         return _pixel_config(folder, values)
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after resizing."""
+        """Return width and height after resizing."""
         if self.shortest_edge is None:
             return self.width or width, self.height or height
         short, long = min(width, height), max(width, height)
@@ -60,7 +65,7 @@ class PixelConfig:
         return (self.shortest_edge, resized) if width <= height else (resized, self.shortest_edge)
 
     def table(self) -> np.ndarray:
-        """float32 [channels, 256]: what the values of each channel become."""
+        """Return the final value of each 8-bit value, by channel: float32 [channels, 256]."""
         values = np.arange(256, dtype=np.uint8)
         found = (values if self.rescale is None else values.astype(np.float64) * self.rescale).astype(np.float32)
         wide = np.broadcast_to(found, (3, 256))
@@ -92,7 +97,7 @@ def _pixel_config(folder: Path, values: Mapping[str, Any]) -> PixelConfig:
 
 
 def _sides(folder: Path, name: str, value: object, default: int) -> dict[str, int]:
-    """``shortest_edge``, or ``height`` and ``width``."""
+    """Return ``shortest_edge``, or ``height`` and ``width``, as a dictionary. Raises ModelError for other values."""
     sides = {"shortest_edge": default} if value is None else {"shortest_edge": value} if type(value) is int else value
     sides = {key: side for key, side in sides.items() if side is not None} if isinstance(sides, dict) else {}
     if set(sides) not in ({"shortest_edge"}, {"height", "width"}) or not all(
@@ -105,5 +110,5 @@ def _sides(folder: Path, name: str, value: object, default: int) -> dict[str, in
 def _channels(value: Any) -> tuple[float, ...]:
     channels = tuple(float(each) for each in value)
     if len(channels) != 3:
-        raise ValueError(f"{value!r} has not three channels")
+        raise ValueError(f"{value!r} must have three channels")
     return channels

@@ -1,13 +1,14 @@
-"""Decoding images into the model's form with Pillow and numpy. No torch here, nor anything of a model.
+"""Decode images into the model's form with Pillow and numpy. No torch here, nor the model.
 
-Contract. Pixels are those of transformers' image processor of the Pillow backend: transparency is put on white, then
-RGB; the shortest side is resized, the centre is cropped (what lies outside is black), values are rescaled in float64,
-rounded to float32, less the mean, divided by the deviation. A value has 8 bits, so the last steps are a table.
+Pixels are equal to those of transformers' image processor of the Pillow backend. Transparency is put on white, then the
+image is converted to RGB. The shortest side is resized and the center is cropped, black where the image ends. Values
+are rescaled in float64, rounded to float32, less the mean, divided by the deviation. A value has 8 bits, so the last
+steps are a table.
 
-An image's hash is that of its 8-bit pixels after the crop and of the processor's config: what the encoder reads, and
-nothing that a sender says of it.
+An image's hash is the hash of the encoder's input: the 8-bit pixels after the crop, and the processor's config. The
+sender's words about the image are not part of it.
 
-What an image costs is looked at before it is decoded: its pixels and, of a JPEG, its scans, each of which goes over all
+The cost of an image is checked before it is decoded: its pixels and, for a JPEG, its scans. Each scan goes over all
 pixels once more, however few bytes it has.
 """
 
@@ -28,10 +29,10 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.image_config import PixelConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What is decoded; Pillow knows more, some of which start programs."""
+"""The formats that are decoded. Pillow knows more, and starts programs for some of them."""
 
 MAX_SCANS = 64
-"""Most scans of a JPEG. Encoders write about ten, and one for each bit of each color would be 42."""
+"""Most scans of a JPEG. Encoders write about ten; one for each bit of each color would be 42."""
 
 HASH_BYTES = 16
 
@@ -42,7 +43,7 @@ _MOST_MARKERS = 100_000
 
 
 class TooManyPixels(Exception):
-    """The image has so many ``pixels``, more than may be decoded in this place."""
+    """An image with more ``pixels`` than may be decoded in this process."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__(pixels)
@@ -50,18 +51,20 @@ class TooManyPixels(Exception):
 
 
 class Decoder:
-    """Decodes files into the form that ``config`` describes; an image may have ``max_pixels``, as it is and resized."""
+    """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing."""
 
     def __init__(self, config: PixelConfig, max_pixels: int) -> None:
         self.config, self.max_pixels = config, max_pixels
         self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
 
     def decode(self, data: bytes | PIL.Image.Image, most: int | None = None) -> Image:
-        """A file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it, and
-        TooManyPixels for a file that has more than ``most``.
+        """Return a file, or an image, in the model's form.
+
+        Raises InvalidRequest, with the reason, if it cannot be decoded. Raises TooManyPixels if a file has more than
+        ``most`` pixels.
         """
         if not isinstance(data, bytes | PIL.Image.Image):
-            raise InvalidRequest(f"An image must be one of Pillow, not {type(data).__name__}", param="prompt")
+            raise InvalidRequest(f"An image must be a PIL.Image, not {type(data).__name__}", param="prompt")
         try:
             image = self._opened(data, most) if isinstance(data, bytes) else self._checked(data)
             pixels = self._pixels(image)
@@ -79,7 +82,8 @@ class Decoder:
         pixels = self._cost(self._checked(image))
         if data.startswith(_JPEG) and scans_of(data) > MAX_SCANS:
             raise InvalidRequest(
-                f"The image has more than {MAX_SCANS} scans, and each takes as long as a whole image: save it again",
+                f"The image has more than {MAX_SCANS} scans, and each takes as long to decode as a whole image: save "
+                "it without progressive scans",
                 param="messages",
             )
         if most is not None and pixels > most:
@@ -89,12 +93,12 @@ class Decoder:
         return image if turned is None else turned
 
     def _cost(self, image: PIL.Image.Image) -> int:
-        """The pixels that are worked on: as it is or resized, whichever are more."""
+        """Return the pixels of ``image``, as it is or resized, whichever is larger."""
         width, height = self.config.size_of(*image.size)
         return max(image.width * image.height, width * height)
 
     def _checked(self, image: PIL.Image.Image) -> PIL.Image.Image:
-        """Raise InvalidRequest for an image that is too large, as it is or resized."""
+        """Return ``image``. Raises InvalidRequest if it is empty, or too large as it is or resized."""
         if not image.width or not image.height:
             raise InvalidRequest("The image is empty", param="messages")
         if self._cost(image) > self.max_pixels:
@@ -107,7 +111,7 @@ class Decoder:
         return image
 
     def _pixels(self, image: PIL.Image.Image) -> np.ndarray:
-        """uint8 [height, width, 3]."""
+        """Return the pixels, uint8 [height, width, 3], resized and cropped."""
         image = _rgb(image)
         resized = self.config.size_of(*image.size)
         if resized != image.size or self.config.shortest_edge is not None or self.config.width is not None:
@@ -125,7 +129,7 @@ def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The centre of ``pixels`` [rows, columns, channels], black where they end."""
+    """Return the center of ``pixels`` [rows, columns, channels], padded with black."""
     for axis, size in enumerate((height, width)):
         if (lacking := size - pixels.shape[axis]) > 0:
             before = -(-lacking // 2)
@@ -137,8 +141,10 @@ def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def scans_of(data: bytes) -> int:
-    """The scans of a JPEG file, or more than :data:`MAX_SCANS`; they are counted as libjpeg finds them, up to the end
-    of the image.
+    """Return the number of scans of a JPEG file.
+
+    Any number above :data:`MAX_SCANS` stands for too many. Scans are counted as libjpeg finds them, up to the end of
+    the image.
     """
     at = found = 0
     for _ in range(_MOST_MARKERS):
@@ -153,7 +159,7 @@ def scans_of(data: bytes) -> int:
 
 
 def samples() -> list[bytes]:
-    """A small image of each format: decoders are loaded when they are first used."""
+    """Return a small image of each format. Decoding it loads the format's decoder."""
     files = [io.BytesIO() for _ in FORMATS]
     for form, file in zip(FORMATS, files, strict=True):
         PIL.Image.new("RGB", (16, 16)).save(file, form)

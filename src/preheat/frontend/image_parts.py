@@ -1,4 +1,4 @@
-"""The images in a conversation's messages. No torch here, nor Pillow: models without images come here too."""
+"""The images in a conversation's messages. No torch here, nor Pillow: models without images use this module too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ IMAGE = {"type": "image"}
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """The messages with `IMAGE` in place of their images, and the images in order: URLs, or of ``image_pil`` parts the
-    images themselves. Raises InvalidRequest for a part that has none.
+    """Return the messages with `IMAGE` in place of images, and the images.
+
+    The images are in order. An image is a URL, or the image itself if its part is an ``image_pil`` part. Raises
+    InvalidRequest if a part has no image.
     """
     sources: list[Any] = []
     return [_without(message, sources) for message in messages], sources
@@ -39,7 +41,7 @@ def _source(part: Mapping[str, Any], kind: str) -> Any:
     given = part.get(kind)
     if kind == "image_pil":
         if given is None:
-            raise InvalidRequest("A part of type 'image_pil' needs image_pil, an image of Pillow", param="messages")
+            raise InvalidRequest("A part of type 'image_pil' needs image_pil, a PIL.Image", param="messages")
         return given
     url = given.get("url") if isinstance(given, Mapping) else None
     if not isinstance(url, str):

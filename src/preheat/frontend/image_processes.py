@@ -1,4 +1,4 @@
-"""Decoding the images of strangers: in processes, which may be given up, and whose time and memory are bounded."""
+"""Decode images from clients in separate processes, with bounded time and memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from preheat.frontend.image_decoder import Decoder, TooManyPixels, samples
 from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind, Work
 
 SMALL_SHARE = 4
-"""An image is small if it has at most this part of the pixels that one may have."""
+"""Divisor of the allowed pixels: an image with at most this share of them is small."""
 
 AT_ONCE = 2
-"""Processes for small images, and for large ones."""
+"""Processes for small images, and as many for large images."""
 
 SMALL_SECONDS, LARGE_SECONDS = 2.0, 10.0
-"""CPU time that an image may take: several times that of the slowest ordinary one."""
+"""CPU seconds that an image may take: several times the time of the slowest ordinary image."""
 
-_BYTES_PER_PIXEL = 32  # what the copies take that decoding, turning and taking away transparency make
-_MORE_BYTES = 1 << 28  # the file, its metadata, and what a decoder has beside the image
+_BYTES_PER_PIXEL = 32  # of the copies made by decoding, turning and removing transparency
+_MORE_BYTES = 1 << 28  # the file, its metadata, and a decoder's other memory
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What a process makes of a file: an image, an error, or, if it has too many, the number of its pixels."""
+    """The result of a process: an image, an error, or the number of pixels if too many."""
 
     image: Image | None = None
     error: WireError | None = None
@@ -36,7 +36,7 @@ _decoded = msgspec.msgpack.Decoder(_Answer).decode
 
 
 class ImageProcesses:
-    """Processes that decode as ``decoder`` does, apart for images of at most ``small_pixels`` and for larger ones."""
+    """Processes that decode as ``decoder`` does: some for images of at most ``small_pixels``, some for larger ones."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.max_pixels, self.small_pixels = decoder.max_pixels, decoder.max_pixels // SMALL_SHARE
@@ -57,7 +57,7 @@ def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
 
 
 def decode(helper: Helper, data: bytes) -> Image:
-    """The image in ``data``. Raises InvalidRequest, saying what is wrong with it, or TooManyPixels."""
+    """Return the image in ``data``. Raises InvalidRequest, with the reason, or TooManyPixels."""
     try:
         answer = _decoded(helper.run(data))
     except HelperEnded as ended:
@@ -71,11 +71,11 @@ def decode(helper: Helper, data: bytes) -> Image:
     return answer.image
 
 
-# --- in such a process ---
+# --- in a helper process ---
 
 
 def make_work(config: bytes) -> Work:
-    """What decodes a file, for the config of :func:`_helpers`."""
+    """Return the function that decodes a file, for a config of :func:`_helpers`."""
     pixel_config, max_pixels, most = pickle.loads(config)
     decoder = Decoder(pixel_config, max_pixels)
 

@@ -1,4 +1,4 @@
-"""Images of requests: which are taken, what reads and decodes them, and where they stand in a prompt. No torch here."""
+"""Images of requests: read, decode and place them in a prompt. No torch here."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Source = str | PIL.Image.Image
 
 
 class Images:
-    """The images of one model's requests, each of which takes ``tokens`` positions of a prompt, where ``token_id``
-    stands for it. Raises ModelError unless its pixels have the ``size`` that the model needs, SettingsError if no image
-    may be so large.
+    """Images of one model's requests.
 
-    ``limit``: the most images in a prompt, None for as many as fit. ``max_pixels``: the most pixels of one.
+    Each image takes ``tokens`` positions of ``token_id`` in a prompt. ``size``: the side of the image that the model
+    needs. ``limit``: the most images in a prompt, None for as many as fit. ``max_pixels``: the most pixels of an image.
+    Raises ModelError if ``config`` makes images of another size, SettingsError if ``max_pixels`` is less than an image
+    of this size.
     """
 
     def __init__(
@@ -55,23 +56,27 @@ class Images:
 
     @cached_property
     def processes(self) -> ImageProcesses:
-        """What decodes the images of strangers."""
+        """The processes that decode images from clients."""
         return ImageProcesses(self.decoder)
 
     def read(self, source: Source) -> bytes | PIL.Image.Image:
-        """The file behind a URL, or the image itself. May wait for the network."""
+        """Return the file behind a URL, or the image itself. May wait for the network."""
         return self.reader.read(source) if isinstance(source, str) else source
 
     def decode(self, data: bytes | PIL.Image.Image) -> Image:
-        """A file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it."""
+        """Return a file, or an image, in the model's form. Raises InvalidRequest, with the reason."""
         return self.decoder.decode(data)
 
     def load(self, sources: Sequence[Source]) -> list[Image]:
-        """All of ``sources``, in order."""
+        """Read and decode ``sources``, in order."""
         return [self.decode(self.read(source)) for source in sources]
 
     def place(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
-        """``ids`` with each image's token repeated, once for each of its positions; and where the images are."""
+        """Return ``ids`` with all positions of the images, and the images' segments.
+
+        Each image's token is repeated for each of its positions. Raises InvalidRequest unless there is one token for
+        each image.
+        """
         count = ids.count(self.token_id)
         if count != len(images):
             raise InvalidRequest(
@@ -95,8 +100,9 @@ class Images:
 
 
 def check_positions(folder: Path, patches: int, tokens: int) -> None:
-    """Raise ModelError if ``processor_config.json`` counts other positions for an image than the model has: ``tokens``
-    for so many ``patches``. Source: ``LlavaProcessor`` of transformers.
+    """Raise ModelError if ``processor_config.json`` counts an image's positions differently.
+
+    The model has ``tokens`` positions for ``patches`` patches. Source: ``LlavaProcessor`` of transformers.
     """
     values = read_json(folder / "processor_config.json")
     if values.get("patch_size") is None:

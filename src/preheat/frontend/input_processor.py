@@ -1,6 +1,7 @@
-"""From a client's request to engine requests: encode, check, resolve the sampling parameters, fan out the choices.
+"""From a client's request to engine requests.
 
-A request that cannot be served is rejected here, before anything is allocated for it.
+Requests are encoded and checked, their parameters resolved, their choices fanned out. A request that cannot be served
+is rejected here, before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from preheat.frontend.images import Images  # it needs Pillow, which other models do without
+    from preheat.frontend.images import Images  # needs Pillow; models without images do without it
 
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 16_384
@@ -48,11 +49,12 @@ _RECOMMENDED = {field.recommended: name for name, field in SAMPLING_FIELDS.items
 
 
 class InputProcessor:
-    """Makes requests for one model. ``limits`` returns the engine's limits, or raises while it takes no requests.
+    """Maker of requests for one model.
 
+    ``limits`` returns the engine's limits, or raises while it takes no requests.
     ``recommended`` are sampling defaults by parameter, see :func:`recommended_params`. ``max_logprobs`` bounds the
-    alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images`` are for models that
-    see them. ``priorities``: requests may have one. ``reasoning``: how the model reasons, if anybody has said.
+    alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images``: of a model that
+    sees images. ``priorities``: requests may have a priority. ``reasoning``: how the model reasons; None: unknown.
     """
 
     def __init__(
@@ -75,16 +77,16 @@ class InputProcessor:
         self._ids = itertools.count(1)
 
     def params(self, **given: object) -> SamplingParams:
-        """Sampling parameters: the client's values, else the checkpoint's recommendations, else our defaults.
+        """Return sampling parameters: the client's values, else the checkpoint's recommendations, else our defaults.
 
-        None means "not given", and for ``max_tokens`` without a recommendation: what fits. Raises InvalidRequest for a
-        value out of range or of the wrong type.
+        None means "not given"; for ``max_tokens`` without a recommendation it means the rest of the context. Raises
+        InvalidRequest for a value out of range or of the wrong type.
         """
         given = {name: value for name, value in given.items() if value is not None}
         return check_params({"max_tokens": None, **self.recommended, **given})
 
     def checked(self, params: SamplingParams) -> CheckedParams:
-        """``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
+        """Return ``params``, checked, with the values that all prompts share. Raises InvalidRequest."""
         params = recheck(params)
         self._check_params(params)
         return self._made(self._with_most_logprobs(params))
@@ -109,10 +111,10 @@ class InputProcessor:
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``prompt``: a text, token ids, or embeddings. ``params`` are checked unless they are already.
-        ``images`` are those that the prompt's image tokens stand for, in order. ``lora_name``: the adapter, if any.
-        ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
-        the context instead of rejecting the request.
+        ``prompt``: a text, token ids, or embeddings. ``params`` are checked unless they are already. ``images``: the
+        images of the prompt's image tokens, in order. ``lora_name``: the adapter, if any. ``text``: the prompt's text
+        if ``prompt`` has its token ids. ``cap_length``: a ``max_tokens`` that exceeds the context is lowered instead of
+        rejected.
         """
         limits = self._limits()
         checked = params if isinstance(params, CheckedParams) else self.checked(params)
@@ -132,8 +134,8 @@ class InputProcessor:
         if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images or "
-                    "embeddings: shorten the prompt instead",
+                    "truncate_prompt_tokens cannot cut a prompt with images or embeddings, and this one has "
+                    f"{len(ids)} tokens: shorten the prompt instead",
                     param="truncate_prompt_tokens",
                 )
             ids = ids[:kept] if params.truncation_side == "right" else ids[-kept:]
@@ -145,8 +147,9 @@ class InputProcessor:
         )  # fmt: skip
 
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
-        """``state``, a request for n choices, as one for a beam search of that width. Raises InvalidRequest, naming
-        ``width_param`` if the width is at fault.
+        """Return ``state`` as a beam search.
+
+        Its width is n, the number of choices. Raises InvalidRequest; it names ``width_param`` if the width is at fault.
         """
         asked, limits = state.params, self._limits()
         if 2 * asked.n > self._max_logprobs:
@@ -201,8 +204,10 @@ class InputProcessor:
             raise InvalidRequest("priority must be a 64-bit integer", param="priority")
 
     def check_length(self, prompt: str | Sequence[object] | Embedded, params: SamplingParams) -> None:
-        """Raise ContextTooLong if ``prompt`` has too many token ids to fit, or too many characters, whatever its tokens
-        are. Of one of which ``params`` keep a part, far more may be cut off.
+        """Raise ContextTooLong if ``prompt`` has too many token ids, or too many characters.
+
+        The characters are too many if no tokens that fit could stand for them. A far longer prompt is taken if
+        ``params`` truncate it.
         """
         if isinstance(prompt, str):
             self._bound(params).check(self.tokenizer, prompt)
@@ -210,11 +215,14 @@ class InputProcessor:
             _check_prompt_length(len(prompt), self._limits())
 
     def encode_to_count(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``, which need not fit the model. Raises ContextTooLong if they are far too many."""
+        """Return the token ids of ``text``, which need not fit the model.
+
+        Raises ContextTooLong if there are far too many.
+        """
         return counted(self._limits().max_model_len).encode(self.tokenizer, text, add_special_tokens)
 
     def _bound(self, params: SamplingParams) -> TextBound:
-        """How long the text of a prompt may be."""
+        """Return the bound on the tokens of a prompt's text."""
         limits = self._limits()
         if params.truncate_prompt_tokens is not None:
             return counted(limits.max_model_len)
@@ -222,7 +230,7 @@ class InputProcessor:
         return TextBound(most, lambda size: _check_prompt_length(most + 1, limits, size))
 
     def fan_out(self, state: RequestState) -> list[Request]:
-        """One engine request for each choice; the choices are added to ``state``."""
+        """Return one engine request for each choice; add the choices to ``state``."""
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         _, stop_ids, bad_words, strings = state.checked or self._made(params)
@@ -244,8 +252,9 @@ class InputProcessor:
         ]  # fmt: skip
 
     def _thinking(self, state: RequestState) -> Thinking | None:
-        """The limit on the reasoning of its answers, if there is one that could be reached. A text that a grammar holds
-        from its first token on has none.
+        """Return the limit on the answers' reasoning, if they could reach it.
+
+        There is no limit if a grammar constrains the text from its first token on.
         """
         budget, held = state.params.thinking_token_budget, state.params.structured_outputs
         if budget is None or self._reasoning is None or (held is not None and held.after_token_id is None):
@@ -260,17 +269,17 @@ class InputProcessor:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
     def check_logprobs(self, count: int | None, param: str) -> None:
-        """Raise InvalidRequest, naming ``param``, if ``count`` is more alternatives than are allowed."""
+        """Raise InvalidRequest, naming ``param``, if ``count`` exceeds the allowed number of alternatives."""
         if (count or 0) > self._max_logprobs:
             raise InvalidRequest(
                 f"{param} is {count}, but at most {self._max_logprobs} are allowed (--max-logprobs)", param=param
             )
 
     def check_text(self, param: str, instead: str) -> None:
-        """Raise InvalidRequest, naming ``param`` and what to do ``instead``, unless there is a tokenizer."""
+        """Raise InvalidRequest, naming ``param`` and the way out ``instead``, unless there is a tokenizer."""
         if not self.tokenizer.speaks:
             raise InvalidRequest(
-                f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
+                f"{param} needs a tokenizer, and there is none (skip_tokenizer_init): {instead}", param=param
             )
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -282,14 +291,18 @@ class InputProcessor:
         return ids
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """The token ids that end a sequence, ascending. A text that is complete by its grammar cannot but end."""
+        """Return the token ids that end a sequence, ascending.
+
+        With a grammar, the end of sequence is always among them: a text that is complete by its grammar can only end.
+        """
         goes_on = params.ignore_eos and params.structured_outputs is None
         return sorted({*(() if goes_on else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The token ids of ``bad_words``, of each as it is written within a text too, where a space comes before it.
+        """Return the token ids of ``bad_words``.
 
-        As in vLLM: one whose text can be written by other tokens is not found in them.
+        Each word is encoded twice: as it begins a text, and behind a space. As in vLLM, a word is not found where other
+        tokens spell it.
         """
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
@@ -298,7 +311,7 @@ class InputProcessor:
         return [list(ids) for ids in found if ids]
 
     def _with_most_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with the number that -1 stands for; none where ``logprob_token_ids`` say which tokens."""
+        """Return ``params`` with the allowed maximum in place of -1, and no alternatives for ``logprob_token_ids``."""
         most = min(self._max_logprobs, self.tokenizer.vocab_size)
         asked: dict[str, Any] = {n: most for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1}
         if params.logprob_token_ids:
@@ -306,7 +319,7 @@ class InputProcessor:
         return msgspec.structs.replace(params, **asked) if asked else params
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Check what depends on the model or the server's options; SamplingParams checks the ranges."""
+        """Check ``params`` against the model and the server's options; SamplingParams checks the ranges."""
         self.check_logprobs(params.logprobs, "logprobs")
         self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
@@ -323,12 +336,13 @@ class InputProcessor:
             self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
             if len(params.bad_words) > MAX_BAD_WORDS or sum(map(len, params.bad_words)) > MAX_BAD_CHARS:
                 raise InvalidRequest(
-                    f"bad_words may have {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
+                    f"bad_words may have at most {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
                     param="bad_words",
                 )
         if (count := len(params.allowed_token_ids or ())) > self.tokenizer.vocab_size:
             raise InvalidRequest(
-                f"allowed_token_ids has {count} ids, but there are {self.tokenizer.vocab_size}: name each once",
+                f"allowed_token_ids has {count} ids, but the vocabulary has {self.tokenizer.vocab_size}: name each "
+                "once",
                 param="allowed_token_ids",
             )
         if params.thinking_token_budget is not None:
@@ -345,14 +359,15 @@ class InputProcessor:
             self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"stop may have {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together", param="stop"
+                f"stop may have at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together",
+                param="stop",
             )
 
 
 def recommended_params(generation: Mapping[str, Any], source: object) -> dict[str, object]:
-    """The sampling defaults in the fields of a generation_config.json, by parameter; other fields are left out.
+    """Return the sampling defaults of a generation_config.json, by parameter.
 
-    Raises ModelError, naming the ``source``, for a value that no request could have.
+    Other fields are left out. Raises ModelError, naming the ``source``, for a value that no request could have.
     """
     found = {name: generation[key] for key, name in _RECOMMENDED.items() if generation.get(key) is not None}
     for name, value in found.items():
@@ -360,14 +375,14 @@ def recommended_params(generation: Mapping[str, Any], source: object) -> dict[st
             check_params({name: value})
         except InvalidRequest as error:
             raise ModelError(
-                f"{source} recommends what cannot be used: {error.message}; correct it, or start with "
-                "--generation-config vllm"
+                f"{source} recommends sampling parameters that cannot be used: {error.message}; correct it, or start "
+                "with --generation-config vllm"
             ) from error
     return found
 
 
 def override_params(values: Mapping[str, Any]) -> dict[str, object]:
-    """What ``--override-generation-config`` sets, by parameter. Raises SettingsError for what it cannot."""
+    """Return the defaults of ``--override-generation-config``, by parameter. Raises SettingsError for other fields."""
     if unknown := sorted(values.keys() - _RECOMMENDED):
         raise SettingsError(
             f"override_generation_config: {unknown[0]!r} is not one of {', '.join(_RECOMMENDED)}",
@@ -381,7 +396,7 @@ def override_params(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def check_params(values: Mapping[str, object]) -> SamplingParams:
-    """``values`` as sampling parameters. Raises InvalidRequest for an unknown name or a bad value."""
+    """Return ``values`` as sampling parameters. Raises InvalidRequest for an unknown name or a bad value."""
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:
@@ -398,10 +413,10 @@ def recheck(params: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def _check_without_tokens(params: SamplingParams) -> None:
-    """Raise InvalidRequest for what looks at the tokens of a prompt, where it has none."""
+    """Raise InvalidRequest if ``params`` look at the tokens of a prompt, for a prompt without tokens."""
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_embeds have no tokens whose log-probabilities could be given: leave out prompt_logprobs and echo",
+            "prompt_embeds have no token ids, so they have no log-probabilities: leave out prompt_logprobs and echo",
             param="prompt_logprobs",
         )
     if params.repetition_penalty != 1:
@@ -413,13 +428,17 @@ def _check_without_tokens(params: SamplingParams) -> None:
 
 
 def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many of the prompt's tokens ``truncate_prompt_tokens`` keeps."""
+    """Return the number of the prompt's tokens that ``truncate_prompt_tokens`` keeps.
+
+    A negative value keeps as many as fit beside the answer.
+    """
     asked = params.truncate_prompt_tokens
     if asked is None:
         return sys.maxsize
     if asked > limits.max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}",
+            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}: "
+            "lower it",
             param="truncate_prompt_tokens",
         )
     if asked > 0:
@@ -431,7 +450,7 @@ def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
 
 @contextmanager
 def naming_prompt(place: int, count: int) -> Iterator[None]:
-    """An error about the prompt says which of ``count`` it is, if there are several."""
+    """Name the prompt in an error about it: prompt ``place`` of ``count``, if there are several."""
     try:
         yield
     except InvalidRequest as error:
@@ -446,17 +465,17 @@ def _maximum(limits: Ready) -> str:
 
 
 def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
-    """Raise ContextTooLong if a prompt of ``prompt`` tokens does not fit. ``size`` says it in other words."""
+    """Raise ContextTooLong if ``prompt`` tokens do not fit. ``size`` says their number in words."""
     size = size or f"{prompt} tokens"
     if prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. "
-            "Please shorten the prompt.",
+            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. Shorten the "
+            "prompt.",
             param="prompt",
         )
     if limits.max_prompt_len is not None and prompt > limits.max_prompt_len:
         raise ContextTooLong(
-            f"Your prompt has {size}, but this server reads each prompt in one step, which has room for "
+            f"Your prompt has {size}, but this server reads each prompt in one step, with room for "
             f"{limits.max_prompt_len}. Shorten the prompt, or start the server with --enable-chunked-prefill or a "
             "larger --max-num-batched-tokens.",
             param="prompt",
@@ -464,18 +483,19 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
 
 
 def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
+    """Return the number of tokens to generate after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
     _check_prompt_length(prompt, limits)
     room = limits.max_model_len - prompt
     asked = room if params.max_tokens is None else params.max_tokens
     if asked > room and not cap:
         raise ContextTooLong(
             f"{_maximum(limits)}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
-            "completion). Please shorten the prompt or reduce max_tokens.",
+            "completion). Shorten the prompt or reduce max_tokens.",
             param="max_tokens",
         )
     if params.min_tokens > min(asked, room):
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated", param="min_tokens"
+            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated: lower it",
+            param="min_tokens",
         )
     return min(asked, room)

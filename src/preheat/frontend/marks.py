@@ -1,6 +1,7 @@
-"""Marks: tokens that a parser looks for, each written as one character that no text has.
+"""Marks: tokens that a parser looks for, each written as one character.
 
-So a mark is told from the same letters spelled by other tokens, and the client sees none that is a special token.
+No text has such a character. So a mark is told from the same letters spelled by other tokens, and the client sees no
+mark that is a special token.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from preheat.frontend.tokenizer import Tokenizer
 
 _FIRST = 0xD800
-"""Lone surrogates stand for marks: no decoder makes one."""
+"""Lone surrogates stand for marks: no decoder makes a lone surrogate."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The token ``id``, whose text is ``text``. ``char`` stands for it; ``shown``: what the client sees of it where it
-    is no mark.
+    """The token ``id`` with its ``text``, written as ``char``.
+
+    ``shown`` is the text that the client sees where the token is no mark.
     """
 
     id: int
@@ -27,7 +29,7 @@ class Mark:
 
 
 def marks_of(tokenizer: Tokenizer, texts: Iterable[str], skip_special_tokens: bool) -> tuple[Mark, ...]:
-    """The marks of those of ``texts`` that are tokens."""
+    """Return the marks of the ``texts`` that are tokens."""
     found = [(text, id) for text in dict.fromkeys(texts) if (id := tokenizer.token_id(text)) is not None]
     return tuple(
         Mark(id, text, chr(_FIRST + place), "" if skip_special_tokens and id in tokenizer.special_ids else text)
@@ -36,10 +38,10 @@ def marks_of(tokenizer: Tokenizer, texts: Iterable[str], skip_special_tokens: bo
 
 
 def mark_chars(marks: Sequence[Mark]) -> dict[int, str]:
-    """The characters that stand for tokens, by their ids."""
+    """Return the characters that stand for marks, by token id."""
     return {mark.id: mark.char for mark in marks}
 
 
 def mark_texts(marks: Sequence[Mark]) -> dict[str, str]:
-    """The texts of marks by the characters that stand for them."""
+    """Return the texts of marks by the characters that stand for them."""
     return {mark.char: mark.text for mark in marks}

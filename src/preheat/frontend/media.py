@@ -1,8 +1,8 @@
-"""Reading images that a request names by URL: what may be read at all, from where, how much and for how long.
+"""Read images by URL, with bounds on source, size and time.
 
-A ``data:`` URL is always read. ``http(s)://`` is read only from domains that are allowed, through an address that is
-public: the address that was checked is the one that is connected to, and every redirect is checked again. ``file://``
-is read only below one folder. Nothing here imports torch.
+A ``data:`` URL is always read. ``http(s)://`` is read only from allowed domains, through a public address: the checked
+address is the one that is connected to, and every redirect is checked again. ``file://`` is read only below one folder.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public(address: Address) -> bool:
-    """Whether ``address`` belongs to the internet: not private, local, reserved, or a detour to one that is."""
+    """Return whether ``address`` belongs to the internet.
+
+    False for private, local and reserved addresses, and for addresses that lead to such an address.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in NAT64:
@@ -46,10 +49,10 @@ def is_public(address: Address) -> bool:
 
 
 class MediaReader:
-    """Reads at most ``max_bytes`` bytes of one URL within ``timeout`` seconds.
+    """Reader of URLs: at most ``max_bytes`` bytes each, within ``timeout`` seconds.
 
-    ``domains`` are hosts, or ``host:port`` where the port is not the usual one of the scheme. ``folder`` is where files
-    may be. ``public`` says which addresses may be connected to.
+    ``domains`` are hosts, or ``host:port`` where the port is not the scheme's usual one. Files are read only below
+    ``folder``. ``public`` decides whether an address may be connected to.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class MediaReader:
         self._max_bytes, self._timeout, self._public = max_bytes, timeout, public
 
     def read(self, url: str) -> bytes:
-        """The bytes behind ``url``. Raises InvalidRequest, saying what to change. May wait for the network."""
+        """Return the bytes behind ``url``. Raises InvalidRequest, with the remedy. May wait for the network."""
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return self._from_data(url)
@@ -75,7 +78,7 @@ class MediaReader:
                 return self._from_file(urlsplit(url))
             if scheme in PORTS:
                 return self._from_web(url)
-        except ValueError as error:  # of urlsplit, for a host or port that is none
+        except ValueError as error:  # of urlsplit, for an invalid host or port
             raise _refused(f"the URL is not valid: {error}") from error
         raise _refused(f"URLs of scheme {scheme[:20]!r} are not read; send a data: URL")
 
@@ -115,7 +118,7 @@ class MediaReader:
         raise _refused(f"the URL is redirected more than {MAX_REDIRECTS} times")
 
     def _allowed(self, url: str) -> SplitResult:
-        """The parts of ``url``, if its domain is allowed."""
+        """Return the parts of ``url``. Raises InvalidRequest unless its domain is allowed."""
         parts = urlsplit(url)
         if parts.scheme not in PORTS or not parts.hostname or "@" in parts.netloc:
             raise _refused("it must be a URL of the form http(s)://host/path, also after a redirect")
@@ -128,7 +131,7 @@ class MediaReader:
         return parts
 
     def _fetch(self, url: SplitResult, end: float) -> bytes | str:
-        """The body, or where the URL is redirected to."""
+        """Return the body, or the target of a redirect."""
         try:
             with self._connected(url, end) as connection:
                 target = (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -144,7 +147,7 @@ class MediaReader:
             if time.monotonic() < end:
                 raise _refused(f"{url.hostname} cannot be read: {type(error).__name__}") from error
             data = b""
-        if time.monotonic() >= end:  # whatever was read until then may be a part
+        if time.monotonic() >= end:  # the data read until now may be a part
             raise _refused(f"{url.hostname} did not answer in full within {self._timeout:g} s (--image-fetch-timeout)")
         return data
 
@@ -160,7 +163,7 @@ class MediaReader:
 
     @contextmanager
     def _connected(self, url: SplitResult, end: float) -> Iterator[_Pinned]:
-        """A connection that is closed at ``end``, whatever its other side does."""
+        """Yield a connection that is closed at ``end``, whatever its other side does."""
         assert url.hostname is not None
         port = url.port or PORTS[url.scheme]
         connection = _Pinned(url.hostname, port, self._address(url.hostname, port), url.scheme == "https", end)
@@ -174,7 +177,7 @@ class MediaReader:
             connection.close()
 
     def _address(self, host: str, port: int) -> str:
-        """The first address of ``host``, all of which must be public."""
+        """Return the first address of ``host``. Raises InvalidRequest unless all its addresses are public."""
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         for address in found:
             if not self._public(ipaddress.ip_address(address.partition("%")[0])):
@@ -186,13 +189,13 @@ class MediaReader:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to ``address``, whatever the name of ``host`` resolves to by now."""
+    """A connection to ``address``, whatever ``host`` resolves to by now."""
 
     def __init__(self, host: str, port: int, address: str, tls: bool, end: float) -> None:
         super().__init__(host, port, timeout=max(end - time.monotonic(), 0.001))
         self.default_port = PORTS["https" if tls else "http"]
         self._address, self._tls = address, tls
-        self._open: socket.socket | None = None  # it outlives `sock`, which goes once an answer has begun
+        self._open: socket.socket | None = None  # outlives `sock`: that is dropped once an answer has begun
 
     def connect(self) -> None:
         self.sock = self._open = socket.create_connection((self._address, self.port), self.timeout)
@@ -203,7 +206,7 @@ class _Pinned(http.client.HTTPConnection):
             wrapped.do_handshake()
 
     def abort(self) -> None:
-        """End it from another thread."""
+        """End the connection from another thread."""
         if self._open is not None:
             with suppress(OSError):
                 self._open.shutdown(socket.SHUT_RDWR)

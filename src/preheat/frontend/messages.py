@@ -1,4 +1,4 @@
-"""Messages of a conversation as chat templates expect them, whoever sent them."""
+"""Messages of a conversation as chat templates expect them, from any client."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from preheat.errors import InvalidRequest
 from preheat.utils.json_size import check_size
 
 
-def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` in OpenAI's form for chats.
 
-    An empty list says as little as null, but some templates only ask whether there is a field.
+    Empty fields are left out, and the arguments of calls become objects. An empty list means the same as null, but some
+    templates only ask whether the field exists.
     """
-    return [_told(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_chat_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _chat_message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object with role and content", param="messages")
     plain = {name: value for name, value in message.items() if value not in (None, [])}
@@ -29,9 +30,9 @@ def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def thoughts(message: Mapping[str, Any], thought: object) -> dict[str, object]:
-    """What an assistant thought before a ``message``, by each of the names of which templates look at one.
+    """Return an assistant's reasoning under each name that templates look at.
 
-    That of gpt-oss takes ``thinking``, but refuses it beside both a text and calls.
+    The template of gpt-oss reads ``thinking``, but refuses it in a message with both a text and calls.
     """
     if not thought:
         return {}
@@ -47,7 +48,7 @@ def _call(call: object, param: str) -> dict[str, Any]:
 
 
 def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
-    """A call in the history of a conversation, as chat templates expect it."""
+    """Return a call of the conversation's history in the form of chat templates."""
     if isinstance(arguments, str):
         check_size(arguments.encode(errors="replace"), f"{param}: the JSON of the arguments", param=param)
         try:

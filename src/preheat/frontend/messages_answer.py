@@ -1,4 +1,4 @@
-"""Answers that are messages in channels, read: see :mod:`preheat.frontend.tools.harmony`."""
+"""Read answers that are messages in channels; see :mod:`preheat.frontend.tools.harmony`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class MessagesAnswer:
-    """Reads one answer, with the interface of :class:`preheat.frontend.answer_parser.AnswerParser`.
+    """Reader of one answer, with the interface of :class:`preheat.frontend.answer_parser.AnswerParser`.
 
-    A call that is forced is the content of the answer, for the ``forced`` parser.
+    A forced call is the content of the answer; the ``forced`` parser reads it.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
@@ -25,19 +25,19 @@ class MessagesAnswer:
         self._count = MessagesCount(form)
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain, given ``text`` more."""
         return self._passed(self._messages.push(text))
 
     def finish(self) -> list[Part]:
-        """The parts that were held back."""
+        """Return the parts that were held back."""
         return self._passed(self._messages.finish()) + (self._forced.finish() if self._forced else [])
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the tokens of the answer, are reasoning."""
+        """Return how many of ``ids``, the tokens of the answer, are reasoning."""
         return self._count(ids)
 
     def _passed(self, parts: list[Part]) -> list[Part]:
-        """``parts`` with forced calls found in their content, and without the characters that stand for marks."""
+        """Return ``parts`` with forced calls found in their content, and without the marks' characters."""
         found = list[Part]()
         for part in parts:
             field = "name" if isinstance(part, CallStart) else "text"
@@ -50,7 +50,7 @@ class MessagesAnswer:
 
 
 class MessagesCount:
-    """Counts the tokens of one answer that are reasoning, headers and marks left out."""
+    """Counter of the reasoning tokens of one answer, without headers and marks."""
 
     def __init__(self, form: AnswerFormat) -> None:
         assert form.reasoning is not None
@@ -59,7 +59,7 @@ class MessagesCount:
         self._looked = self._count = 0
 
     def __call__(self, ids: Sequence[int]) -> int:
-        """How many of ``ids``, the answer's tokens so far, are reasoning."""
+        """Return how many of ``ids``, the answer's tokens so far, are reasoning."""
         for token in ids[self._looked :]:
             before, char = self._messages.kind, self._chars.get(token)
             self._messages.push(char or self._text_of(token))
@@ -69,7 +69,7 @@ class MessagesCount:
 
 
 def messages_of(form: AnswerFormat) -> HarmonyParser:
-    """A parser of the messages of one answer."""
+    """Return a parser of the messages of one answer."""
     stands = {mark.text: mark.char for mark in form.marks}
     found = HarmonyParser(
         form.choice.tools, form.choice.parallel, stands, calls=form.auto is not None, held=form.constraint is not None

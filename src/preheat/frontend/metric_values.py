@@ -34,14 +34,14 @@ class Gauge(Metric):
 
 @dataclass(frozen=True)
 class Vector(Metric):
-    """Numbers by place, such as accepted drafts by their place in a row."""
+    """Numbers by position, such as accepted drafts by their position in a row."""
 
     values: list[float]
 
 
 @dataclass(frozen=True)
 class Histogram(Metric):
-    """``buckets``: how many values are at most so large, by that bound as text."""
+    """A distribution; ``buckets`` is the number of values up to each bound, by the bound as text."""
 
     count: int
     sum: float
@@ -49,7 +49,7 @@ class Histogram(Metric):
 
 
 def metric_values(metrics: Metrics) -> list[Metric]:
-    """Return all that ``metrics`` count."""
+    """Return the values of all ``metrics``."""
     return [value for family in metrics.collect() for value in _values(family)]
 
 
@@ -64,7 +64,7 @@ def _values(family: Family) -> Iterator[Metric]:
 
 
 def _vector(family: Family) -> Vector:
-    """The samples of one engine, by their label ``position``."""
+    """Return the samples as one vector, by their label ``position``, summed over engines."""
     labels = {name: text for name, text in family.samples[0].labels.items() if name not in ("position", "engine")}
     values = [0.0] * (1 + max(int(sample.labels["position"]) for sample in family.samples))
     for sample in family.samples:
@@ -79,6 +79,6 @@ def _histograms(family: Family) -> Iterator[Histogram]:
             buckets[sample.labels["le"]] = int(sample.value)
         elif sample.name.endswith("_count"):
             count = int(sample.value)
-        else:  # the sum, which comes last
+        else:  # the sum is the last sample
             yield Histogram(family.name, dict(sample.labels), count, sample.value, buckets)
             buckets = {}

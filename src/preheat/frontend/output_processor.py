@@ -1,4 +1,4 @@
-"""From the engine's tokens to what a client reads: make text, find stop strings, end choices, count."""
+"""Turn the engine's tokens into a client's text: find stop strings, end choices, count."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from preheat.metrics import Metrics
 
 
 class OutputProcessor:
-    """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine; ``log``: requests are
-    logged. ``traces`` hear of each request's end.
+    """The unfinished choices, by request id.
+
+    ``send`` hands a message to the engine. ``log``: requests are logged. ``traces`` get each request at its end.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class OutputProcessor:
             request_log.received(state)
 
     def abort(self, state: RequestState) -> None:
-        """End ``state`` because its client is no longer interested."""
+        """End ``state`` because its client has gone."""
         self._cancel(state, "abort")
 
     def fail(self, state: RequestState, error: PreheatError) -> None:
-        """End ``state`` with ``error``, all its choices."""
+        """End ``state`` and all its choices with ``error``."""
         if not state.finished:
             state.error = error
             self._cancel(state, "error")
@@ -69,7 +70,7 @@ class OutputProcessor:
                 choice.state.prompt_logprobs.extend(entries)
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
-            if choice is None:  # it has ended here, which the engine does not know yet
+            if choice is None:  # ended here, and the engine does not know yet
                 continue
             times = choice.times
             if times.last:

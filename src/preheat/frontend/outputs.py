@@ -30,7 +30,7 @@ class CompletionOutput:
     """One choice. ``finish_reason`` is "stop", "length", "abort", or None while it runs.
 
     A stop token is in ``token_ids``, not in ``text``. ``stop_reason`` is the stop string or the stop token's id; None
-    for the model's own end of sequence. ``routed_experts`` and ``kv_transfer_params`` are never known here.
+    for the model's own end of sequence. ``routed_experts`` and ``kv_transfer_params`` are always None here.
     """
 
     index: int
@@ -45,15 +45,15 @@ class CompletionOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def finished(self) -> bool:
-        """Say whether it has ended."""
+        """Say whether the choice has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestStateStats:
-    """When what happened to a request, and its tokens; names are vLLM's.
+    """Times of a request's events, and its number of tokens; names are vLLM's.
 
-    ``arrival_time`` is in seconds since 1970, the other times are those of ``time.monotonic``; 0: not yet.
+    ``arrival_time`` is in seconds since 1970; all other times are from ``time.monotonic``. 0: not yet.
     """
 
     num_generation_tokens: int = 0
@@ -68,8 +68,10 @@ class RequestStateStats:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence that a beam search found. ``tokens`` and ``text`` begin with the prompt; ``logprobs`` are of what
-    follows it. ``finish_reason`` is "stop" for an end of sequence, which is in ``tokens``, else "length".
+    """One sequence that a beam search found.
+
+    ``tokens`` and ``text`` begin with the prompt; ``logprobs`` cover only the answer. ``finish_reason`` is "stop" for
+    an end of sequence, which is in ``tokens``, else "length".
     """
 
     tokens: list[int]
@@ -90,7 +92,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What a prompt became: fp32 [dimensions]; a torch tensor in vLLM, from which ``torch.from_numpy`` is a step."""
+    """The pooled vector of a prompt: fp32 [dimensions]; vLLM has a torch tensor (``torch.from_numpy`` makes one)."""
 
     data: np.ndarray
 
@@ -103,7 +105,7 @@ class EmbeddingOutput:
 
     @classmethod
     def from_base(cls, pooled: PoolingOutput) -> Self:
-        """Make an embedding of what a prompt was pooled to."""
+        """Make an embedding of a prompt's pooled vector."""
         return cls(pooled.data.tolist())
 
     @property
@@ -119,7 +121,7 @@ class ClassificationOutput:
 
     @classmethod
     def from_base(cls, pooled: PoolingOutput) -> Self:
-        """Make probabilities of what a prompt was pooled to."""
+        """Make probabilities of a prompt's pooled vector."""
         return cls(pooled.data.tolist())
 
     @property
@@ -144,7 +146,7 @@ Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput,
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Pooled]):
-    """One prompt, and what it became; of a score both prompts, one after the other."""
+    """One prompt and its pooled output; for a score, both prompts, one after the other."""
 
     request_id: str
     outputs: Pooled
@@ -160,7 +162,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @classmethod
     def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make it of the same prompt's pooled output."""
+        """Make the result from the same prompt's pooled output."""
         return cls(**_of_prompt(pooled), outputs=EmbeddingOutput.from_base(pooled.outputs))
 
 
@@ -171,7 +173,7 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
     @classmethod
     def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make it of the same prompt's pooled output."""
+        """Make the result from the same prompt's pooled output."""
         return cls(**_of_prompt(pooled), outputs=ClassificationOutput.from_base(pooled.outputs))
 
 
@@ -182,7 +184,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @classmethod
     def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make it of a pooled output that is one number."""
+        """Make the result from a pooled output that is one number."""
         return cls(**_of_prompt(pooled), outputs=ScoringOutput.from_base(pooled.outputs))
 
 
@@ -193,10 +195,11 @@ def _of_prompt(pooled: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its choices, in order. ``prompt_logprobs[0]`` is None, since nothing precedes the first token.
+    """One prompt and its choices, in order.
 
-    What only encoders and transfers of a KV cache fill is None, as in vLLM. Two results of the same request are equal:
-    ``metrics`` and ``lora_request`` are not compared.
+    ``prompt_logprobs[0]`` is None, since nothing precedes the first token. Fields that only encoders and transfers of a
+    KV cache fill are None, as in vLLM. Equality ignores ``metrics`` and ``lora_request``, so two results of the same
+    request are equal.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
-"""What each token adds to the text, for decoders that concatenate such pieces.
+"""The text that each token adds, for decoders that concatenate such pieces.
 
 Two families cover the models that we run. A *byte-level* decoder joins the tokens' bytes and reads them as UTF-8. A
 *SentencePiece-like* decoder replaces a marker by a space, reads runs of byte tokens (``<0x0A>``) as UTF-8, and may
-strip leading spaces. The rules are those of the ``tokenizers`` library, so the pieces agree with its ``decode``.
+strip leading spaces. The rules come from the ``tokenizers`` library, so the pieces agree with its ``decode``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2's table)."""
+    """Return the printable characters of the 256 bytes in byte-level BPE (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -39,7 +39,7 @@ class PieceRules:
 
 
 def _piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
-    """The rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
+    """Return the rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
     replace: list[tuple[str, str]] = []
     remaining = [step for step in steps if step["type"] != "Fuse"]
     fused = len(remaining) < len(steps)
@@ -58,7 +58,7 @@ def _piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
 
 
 class BytePieces(dict[int, bytes]):
-    """id -> the bytes that it adds, computed on first use. ``hidden`` ids and unknown ids add none."""
+    """id -> the bytes that the token adds; none for ``hidden`` and unknown ids. Computed on first use."""
 
     def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
         super().__init__((id, b"") for id in hidden)
@@ -75,7 +75,7 @@ class BytePieces(dict[int, bytes]):
 
 
 class TextPieces(dict[int, str | int | None]):
-    """id -> the text that it adds, the byte of a byte token, or None if it adds nothing (``hidden`` or unknown)."""
+    """id -> the text or the byte that the token adds; None for ``hidden`` and unknown ids."""
 
     def __init__(self, backend: Backend, rules: PieceRules, hidden: Iterable[int] = ()) -> None:
         super().__init__((id, None) for id in hidden)
@@ -93,7 +93,7 @@ class TextPieces(dict[int, str | int | None]):
 
 
 def pieces_of(backend: Backend, hidden: Iterable[int]) -> BytePieces | TextPieces | None:
-    """The pieces of ``backend``'s tokens; None if its decoder is of neither family."""
+    """Return the pieces of ``backend``'s tokens; None if its decoder is of neither family."""
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": ""}
     steps = list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:

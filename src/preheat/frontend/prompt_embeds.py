@@ -1,7 +1,7 @@
-"""Prompts that are embeddings: rows in place of tokens, in pieces that take the way of images' embeddings. No torch.
+"""Prompts that are embeddings: rows in place of tokens, handled like images' embeddings. No torch.
 
-Contract. A row is used as it is sent, rounded once to the model's type where that is another one. A piece's hash covers
-type and bytes of its rows, and nothing else that a sender says.
+A row is used as sent, rounded once to the model's type if the types differ. A piece's hash covers the type and the
+bytes of its rows, and nothing else from the sender.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from preheat.utils.torch_file import ITEM_BYTES, TorchTensor, read_tensor
 
 PARAM = "prompt_embeds"
 PLACEHOLDER = 0
-"""The token id that stands at each position, where something looks at tokens. Source: vLLM."""
+"""The token id at each position, for code that looks at tokens. Source: vLLM."""
 
 HASH_BYTES = 16
 HEAD_BYTES = 1 << 16
 """Most bytes in a file besides its numbers."""
 
-_LARGEST = np.float32(2**128 - 2**119)  # numbers below round to bfloat16 without becoming infinite
+_LARGEST = np.float32(2**128 - 2**119)  # smaller numbers round to bfloat16 without becoming infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Embedded:
 
     @property
     def ids(self) -> list[int]:
-        """An id for each position."""
+        """A token id for each position."""
         return [PLACEHOLDER] * self.rows
 
 
 class PromptEmbeds:
-    """Reads the embeddings of requests to a model of ``hidden`` numbers a row. ``most()`` rows are one too many."""
+    """Reader of prompts of fewer than ``most()`` rows of ``hidden`` numbers."""
 
     def __init__(self, hidden: int, most: Callable[[], int]) -> None:
         self._hidden, self._most = hidden, most
 
     def decode(self, text: str) -> Embedded:
-        """The prompt in ``text``: base64 of a file that ``torch.save`` has written. Raises InvalidRequest."""
+        """Return the prompt in ``text``: base64 of a file of ``torch.save``. Raises InvalidRequest."""
         limit = self._most() * self._hidden * max(ITEM_BYTES.values()) + HEAD_BYTES
         if len(text) * 3 // 4 > limit:
             raise _refused(f"it has more than the {limit:,} bytes that the longest prompt can have")
@@ -66,7 +66,7 @@ class PromptEmbeds:
             raise _refused(str(error)) from error
 
     def of_tensor(self, tensor: Any) -> Embedded:
-        """The prompt of a tensor of torch, [rows, hidden]. Raises InvalidRequest."""
+        """Return the prompt of a torch tensor, [rows, hidden]. Raises InvalidRequest."""
         kind = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
         if kind not in ITEM_BYTES:
             raise _refused(f"it is of {kind}; a tensor of {', '.join(ITEM_BYTES)} is taken")

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers (``--reasoning-parser``): all between a start and an end mark."""
+"""A model's reasoning before its answer (``--reasoning-parser``): the text between a start and an end mark."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from preheat.utils.reasoning import SPACE, Phase, Sign, phase_after
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """What is around a model's reasoning. ``open``: an answer begins with reasoning even without ``start``.
+    """The marks around a model's reasoning.
 
-    ``text``: the marks need not be tokens; ``others``: other wordings of the start and of the end. ``label``: a text
-    behind the start that is no reasoning. ``answer``: what is around the content. ``channel``: an answer is messages,
-    each with a header between the marks, and all is reasoning but the one whose channel is this.
+    ``open``: an answer begins with reasoning even without ``start``. ``text``: the marks need not be tokens.
+    ``others``: other wordings of the start and of the end. ``label``: a text behind the start that is no reasoning.
+    ``answer``: the frame around the content. ``channel``: an answer consists of messages, each with a header between
+    the marks; all are reasoning except the message of this channel.
     """
 
     start: str
@@ -62,13 +63,14 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
         "step3": _OPEN,
     }
 )  # fmt: skip
-"""By the names that ``--reasoning-parser`` takes."""
+"""The marks, by the values of ``--reasoning-parser``."""
 
 
 class ReasoningFormat:
-    """How a model reasons: its marks and their token ids, -1 where they are text.
+    """How a model reasons: the marks and their token ids.
 
-    Raises ModelError if the tokenizer does not have marks that must be tokens.
+    The ids are -1 where the marks are text. Raises ModelError if marks must be tokens and the tokenizer does not have
+    them.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
@@ -78,19 +80,20 @@ class ReasoningFormat:
         self.in_text = self.marks.text and (start is None or end is None)
         if not self.in_text and (start is None or end is None):
             raise ModelError(
-                f"--reasoning-parser {name} looks for the tokens {self.marks.start} and {self.marks.end}, which the "
-                "tokenizer does not have: leave it out, or choose the model's own"
+                f"--reasoning-parser {name} needs the tokens {self.marks.start} and {self.marks.end}, and the "
+                "tokenizer does not have them: leave the option out, or choose the model's own parser"
             )
         self.start_id, self.end_id = (-1, -1) if start is None or end is None else (start, end)
 
     def text_marks(self) -> TextMarks:
-        """A search for the marks in text."""
+        """Return a search for the marks in text."""
         starts, ends = self.marks.others
         return TextMarks((self.marks.start, *starts), (self.marks.end, *ends))
 
     def phase_behind(self, prompt: str, continued: str = "") -> Phase:
-        """How the answer to ``prompt`` begins: its end may open or close the reasoning, as may anything in a message
-        that is ``continued`` there.
+        """Return how the answer to ``prompt`` begins.
+
+        The end of the prompt may open or close the reasoning. So may any mark in the message ``continued`` there.
         """
         if self.marks.channel:
             header = harmony.begun(prompt)
@@ -106,13 +109,13 @@ class ReasoningFormat:
         return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
 
     def named_in(self, *texts: str) -> bool:
-        """Whether one of ``texts`` has a mark of the reasoning in it."""
+        """Return whether one of ``texts`` contains a mark of the reasoning."""
         starts, ends = self.marks.others
         marks = (self.marks.start, self.marks.end, *starts, *ends)
         return any(mark in text for text in texts for mark in marks)
 
     def check_budget(self) -> None:
-        """Raise InvalidRequest unless one token ends the reasoning, so that its length can be limited."""
+        """Raise InvalidRequest unless one token ends the reasoning; without one, its length cannot be limited."""
         if self.in_text or self.marks.channel:
             raise InvalidRequest(
                 f"thinking_token_budget counts tokens up to the one that ends the reasoning, and with "
@@ -123,11 +126,12 @@ class ReasoningFormat:
     def thinking(
         self, budget: int, prompt: Sequence[int], phase: Phase | None = None, call_ids: Sequence[int] = ()
     ) -> Thinking | None:
-        """The limit for the answer to ``prompt``, whose reasoning may have ``budget`` tokens; None if it has none.
+        """Return the limit on the reasoning of the answer to ``prompt``.
 
-        What the prompt has of it counts, as in vLLM: so an answer that goes on from its first tokens ends its reasoning
-        where it would have ended. ``phase``: how the answer begins; None: as the last mark in the prompt says.
-        ``call_ids`` end the reasoning too.
+        ``budget`` is the number of reasoning tokens. None if the answer has no reasoning. Reasoning tokens in the
+        prompt count, as in vLLM. So an answer that is continued from its first tokens ends its reasoning at the same
+        place. ``phase``: how the answer begins; None: by the last mark in the prompt. ``call_ids`` end the reasoning
+        too.
         """
         ids = (self.start_id, self.end_id)
         last = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in ids), -1)
@@ -142,14 +146,15 @@ class ReasoningFormat:
         return Thinking(max(budget - spent, 0), within, self.start_id, (end, *call_ids), (end,))
 
     def text_of(self, token: int) -> str:
-        """The text of ``token``, a character for each byte: what a client sees, which special tokens are not part of.
+        """Return the text of ``token`` as a client sees it.
 
-        The marks are ASCII, so they look the same.
+        The text has one character for each byte, and is "" for special tokens. The marks are ASCII, so they look the
+        same.
         """
         return "" if token in self._tokenizer.special_ids else self._tokenizer.token_bytes(token).decode("latin-1")
 
     def sign(self, token: int) -> Sign:
-        """What ``token`` means at the beginning of an answer."""
+        """Return the meaning of ``token`` at the beginning of an answer."""
         if token == self.start_id:
             return Sign.START
         if token == self.end_id:
@@ -159,8 +164,9 @@ class ReasoningFormat:
 
 
 class ReasoningCount:
-    """Counts the tokens of one answer that are reasoning, marks left out. ``phase``: how the answer begins.
-    ``call_ids``: tokens with which a call of a tool may begin.
+    """Counter of the reasoning tokens of one answer, without marks.
+
+    ``phase``: how the answer begins. ``call_ids``: tokens that may begin a tool call.
     """
 
     def __init__(self, form: ReasoningFormat, phase: Phase, call_ids: frozenset[int]) -> None:
@@ -169,7 +175,7 @@ class ReasoningCount:
         self._before_call: int | None = None
 
     def __call__(self, ids: Sequence[int], called: bool) -> int:
-        """How many of ``ids``, the answer's tokens so far, are reasoning. ``called``: a call has ended it."""
+        """Return how many of ``ids``, the answer's tokens, are reasoning. ``called``: a call has ended it."""
         for token in ids[self._looked :]:
             if self._phase.is_content:
                 break
@@ -191,15 +197,16 @@ class ReasoningCount:
 
 
 class TextReasoningCount(ReasoningCount):
-    """Counts tokens where the marks are text: a token is reasoning if its last byte is. Those that may still be part of
-    a mark are not counted yet.
+    """Counter of reasoning tokens where the marks are text.
+
+    A token is reasoning if its last byte is. Tokens that may still be part of a mark are not counted yet.
     """
 
     def __init__(self, form: ReasoningFormat, phase: Phase, call_ids: frozenset[int]) -> None:
         super().__init__(form, phase, call_ids)
         self._marks = form.text_marks()
         self._read = self._added = 0
-        self._ends = deque[int]()  # where tokens end that are not read yet
+        self._ends = deque[int]()  # ends of the tokens that are not read yet
 
     def _add(self, token: int) -> None:
         if self._phase is Phase.WITHIN:

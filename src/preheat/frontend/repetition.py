@@ -1,4 +1,4 @@
-"""Texts that repeat themselves (``repetition_detection``): found in their tokens, one after the other."""
+"""Detection of texts that repeat themselves (``repetition_detection``), token by token."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import numpy as np
 from preheat.core import RepetitionDetectionParams
 
 REPEATED = "repetition_detected"
-"""The ``stop_reason`` of a text that repetition has ended, as in vLLM."""
+"""The ``stop_reason`` of a text that ended by repetition, as in vLLM."""
 
 _NO_TOKEN = -1
 
 
 class RepetitionChecker:
-    """Looks at the tokens of one text, in order. A token costs the same, however often a pattern must repeat.
+    """Detector of repetition in the tokens of one text.
 
-    A pattern of k tokens has come c times exactly if each of the last k * (c - 1) tokens is the one k places before it.
-    So one number for each k is enough: how many tokens in a row are so by now.
+    Each token costs the same, however often a pattern must repeat. A pattern of k tokens has come c times exactly if
+    each of the last k * (c - 1) tokens equals the token k places before it. So one number for each k is enough: the
+    length of the current run of such tokens.
     """
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
@@ -27,7 +28,7 @@ class RepetitionChecker:
         self._end = self._most
 
     def push(self, token: int) -> bool:
-        """Whether the text repeats itself up to ``token``, its next one."""
+        """Return whether the text repeats itself up to ``token``, its next token."""
         if self._end == len(self._tokens):
             self._tokens[: self._most] = self._tokens[-self._most :]
             self._end = self._most
@@ -40,5 +41,5 @@ class RepetitionChecker:
 
 
 def checker_of(params: RepetitionDetectionParams | None) -> RepetitionChecker | None:
-    """What looks for repetition; None if nothing is to be found."""
+    """Return a checker for repetition; None if ``params`` ask for none."""
     return RepetitionChecker(params) if params is not None and params.max_pattern_size else None

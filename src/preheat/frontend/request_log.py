@@ -1,6 +1,7 @@
-"""The log of requests (``--enable-log-requests``): a line when one arrives and one when it has ended.
+"""The log of requests (``--enable-log-requests``).
 
-Neither the text of a prompt nor that of an answer is in it.
+It has one line at a request's arrival, and one at its end. It has neither the text of a prompt nor the text of an
+answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def received(state: RequestState) -> None:
 
 
 def ended(state: RequestState) -> None:
-    """Log why ``state`` has ended, how much was read and generated, and how long it took."""
+    """Log the reason of the end of ``state``, its tokens read and generated, and its time."""
     now, reasons = time.monotonic(), dict.fromkeys(str(choice.finish_reason) for choice in state.choices)
     first = f", the first after {state.first_token_at - state.arrived_at:.3f} s" if state.first_token_at else ""
     generated = sum(len(choice.token_ids) for choice in state.choices)

@@ -1,4 +1,4 @@
-"""A client's request while it is served: its choices, their text so far, and how much of it was sent."""
+"""A client's request while it is served: its choices, their text, and the part already sent."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _Position = TypeVar("_Position", PositionLogprobs, PositionLogprobs | None)
 
 
 class CheckedParams(NamedTuple):
-    """Sampling parameters that were checked, the token ids that end a sequence, those of ``bad_words``, and the stop
-    strings, if any: all that several prompts with the same parameters share.
+    """Values that several prompts with the same parameters share.
+
+    They are the checked sampling parameters, the token ids that end a sequence, the token ids of ``bad_words``, and the
+    stop strings, if any.
     """
 
     params: SamplingParams
@@ -40,7 +42,7 @@ class CheckedParams(NamedTuple):
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What a choice gained since the last :meth:`Choice.take_delta`; ``first``: since its beginning."""
+    """The gain of a choice since the last :meth:`Choice.take_delta`; ``first``: since its beginning."""
 
     text: str
     token_ids: list[int]
@@ -72,7 +74,7 @@ class Choice:
         self._sent = self._sent_parts = 0
 
     def push(self, token: int, logprobs: TokenLogprobs | None, hidden: bool) -> bool:
-        """Add a token; a ``hidden`` one adds no text. True if a stop string is complete."""
+        """Add a token; a ``hidden`` one adds no text. Return whether a stop string is complete."""
         self.token_ids.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
@@ -86,13 +88,13 @@ class Choice:
         return False
 
     def repeats(self) -> bool:
-        """Look at the last token: whether it completes a repetition, which ends the text."""
+        """Look at the last token. Return whether it completes a repetition, which ends the text."""
         if self._repetition is None:
             return False
         return self._repetition.push(self.token_ids[-1]) and len(self.token_ids) >= self.state.params.min_tokens
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End for ``reason``. The text still buffered is added, which may complete a stop string."""
+        """End the choice for ``reason``. Text still buffered is added, and may complete a stop string."""
         if reason != "abort" and (self._stop is None or self._stop.found is None):
             if self._show(self._detokenizer.finish()):
                 reason, stop_reason = "stop", self.found_stop
@@ -106,9 +108,10 @@ class Choice:
 
     @property
     def has_delta(self) -> bool:
-        """There is new text (new tokens, if no text is made), or the end. An error is in ``state.error`` instead.
+        """Whether there is something to send: new text, or the end.
 
-        If the prompt's logprobs are requested, nothing is sent before they are known.
+        New tokens count as text if no text is made. An error is in ``state.error`` instead. If the prompt's logprobs
+        are requested, nothing is sent before they are known.
         """
         state = self.state
         if self.sent_end or (state.params.prompt_logprobs is not None and not state.prompt_logprobs):
@@ -120,11 +123,11 @@ class Choice:
         return len(self.parts) > self._sent_parts
 
     def is_due(self, interval: int) -> bool:
-        """Whether what is new is the beginning, the end, or at least ``interval`` tokens."""
+        """Return whether to send now: the beginning, the end, or at least ``interval`` new tokens."""
         return not self._begun or self.finish_reason is not None or len(self.token_ids) - self._sent >= interval
 
     def take_delta(self) -> OutputDelta:
-        """What was not sent yet; the caller sends it now."""
+        """Return the part that was not sent yet; the caller sends it now."""
         parts, ids, start = self.parts[self._sent_parts :], self.token_ids[self._sent :], self._sent
         self._sent_parts, self._sent = len(self.parts), len(self.token_ids)
         first, self._begun = not self._begun, True
@@ -146,8 +149,8 @@ class RequestState:
 
     ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
     ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
-    ``marks``: tokens that the parser of its answers looks for. ``phase``: how they begin, None: nobody has said;
-    ``call_ids``: tokens with which calls of tools begin.
+    ``marks``: tokens that the answers' parser looks for. ``phase``: how the answers begin; None: unknown.
+    ``call_ids``: tokens that may begin a tool call.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -162,13 +165,13 @@ class RequestState:
     segments: list[Segment] = field(default_factory=list)
     priority: int = 0
     lora_name: str = ""
-    lora_request: LoRARequest | None = None  # the same, as a caller of the library named it
+    lora_request: LoRARequest | None = None  # the same adapter, as a caller of the library named it
     embedded: bool = False
-    checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
+    checked: CheckedParams | None = None  # params, and the values shared by all prompts of the client's request
     marks: tuple[Mark, ...] = ()
     phase: Phase | None = None
     call_ids: frozenset[int] = frozenset()
-    data_parallel_rank: int | None = None  # the replica that its client asks for
+    data_parallel_rank: int | None = None  # the replica that the client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0
@@ -176,13 +179,13 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
     pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
-    search: BeamSearch | None = None  # what the choices come from, if they are not sampled
-    first_token_at: float = 0.0  # 0: there is none yet
+    search: BeamSearch | None = None  # the source of the choices, if they are not sampled
+    first_token_at: float = 0.0  # 0: no token yet
     arrived_at: float = field(default_factory=time.monotonic)
-    trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # of the parent span, see preheat.frontend.tracing
 
     def new_detokenizer(self) -> Detokenizer:
-        """A detokenizer for one of its choices."""
+        """Return a detokenizer for one of the choices."""
         if not self.params.detokenize:
             return SILENT
         return self.tokenizer.detokenizer(self.prompt_ids, self.params.skip_special_tokens, mark_chars(self.marks))
@@ -198,18 +201,20 @@ class RequestState:
 
     @property
     def shown_ids(self) -> list[int]:
-        """The prompt's token ids; none where there are none."""
+        """The prompt's token ids; empty if the prompt is embeddings."""
         return [] if self.embedded else self.prompt_ids
 
     def forget(self) -> None:
-        """Let go of what is large, when nobody will look at it again: choices and their state know each other, so that
-        only the garbage collector would find them, much later and all at once.
+        """Let go of large objects when nobody will look at them again.
+
+        Choices and their state refer to each other. Only the garbage collector would free them, much later and all at
+        once.
         """
         self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
         self.prompt = self.checked = self.search = self.on_change = None
 
     def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:
-        """The result so far; ``choices`` in place of all of each."""
+        """Return the result so far; ``choices`` replace the whole choices."""
         asked, entries = self.params.prompt_logprobs is not None, self.prompt_logprobs
         positions = [None if entry is None else self.position(entry) for entry in entries]
         return RequestOutput(
@@ -237,7 +242,10 @@ class RequestState:
         )
 
     def position(self, entry: TokenLogprobs, *, ranked: bool = True) -> PositionLogprobs:
-        """Logprobs of one position by token id, the chosen token first. ``ranked``: the others are the most likely."""
+        """Return the logprobs of one position by token id, the chosen token first.
+
+        ``ranked``: the other tokens are the most likely ones, so they get ranks.
+        """
         decode = self.tokenizer.token_text if self.params.detokenize else _silent
         position = {entry.token: Logprob(entry.logprob, entry.rank, decode(entry.token))}
         for rank, (token, logprob) in enumerate(entry.top, 1):
@@ -245,7 +253,7 @@ class RequestState:
         return position
 
     def positions(self, entries: Iterable[TokenLogprobs]) -> Sequence[PositionLogprobs]:
-        """Logprobs of generated tokens, as their request wants them."""
+        """Return the logprobs of generated tokens in the form that the request asks for."""
         ranked = not self.params.logprob_token_ids
         return self._shaped([self.position(entry, ranked=ranked) for entry in entries])
 
@@ -253,7 +261,7 @@ class RequestState:
         return cast("Sequence[_Position]", FlatLogprobs(positions)) if self.params.flat_logprobs else positions
 
     def news(self, choice: Choice) -> CompletionOutput:
-        """What ``choice`` gained since the last call; ``cumulative_logprob`` is that of all its tokens."""
+        """Return the gain of ``choice`` since the last call; ``cumulative_logprob`` covers all its tokens."""
         delta = choice.take_delta()
         return self._completion(choice, delta.text, delta.token_ids, delta.logprobs)
 

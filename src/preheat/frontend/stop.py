@@ -1,7 +1,7 @@
 """Stop strings in growing text.
 
-The first match to be complete wins; among those that end at the same character, the longest. The result depends on the
-text alone, not on how it is split into tokens.
+The first match to be complete wins; among matches that end at the same character, the longest. The result depends on
+the text alone, not on how it is split into tokens.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from types import MappingProxyType
 
 
 class StopStrings:
-    """The stop strings of a request as one Aho-Corasick automaton, shared by its choices.
+    """The stop strings of a request as one Aho-Corasick automaton.
 
-    A state stands for the longest suffix of the text that is a prefix of a stop string. ``hold[s]`` is the number of
-    last characters that may still become a stop string; ``match[s]`` is the longest stop string that ends there.
+    The request's choices share it. A state stands for the longest suffix of the text that is a prefix of a stop string.
+    ``hold[s]`` is the number of last characters that may still become a stop string; ``match[s]`` is the longest stop
+    string that ends there.
     """
 
     __slots__ = ("fail", "hold", "include", "match", "next")
@@ -39,7 +40,7 @@ class StopStrings:
         self._link(depth)
 
     def _link(self, depth: list[int]) -> None:
-        """Breadth first, because the links of a state depend on those of shorter ones."""
+        """Link the states breadth first, because a state's links depend on the links of shorter states."""
         level = list(self.next[0].values())
         for state in level:
             self.hold[state] = depth[state] if self.next[state] else 0
@@ -54,7 +55,7 @@ class StopStrings:
             level = below
 
     def step(self, state: int, char: str) -> int:
-        """The state after ``char``."""
+        """Return the state after ``char``."""
         while state and char not in self.next[state]:
             state = self.fail[state]
         return self.next[state].get(char, 0)
@@ -64,9 +65,10 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class StopChecker:
-    """Searches one sequence's text and buffers what may still become a stop string; ``found`` is the match.
+    """Search for stop strings in one sequence's text.
 
-    ``texts``: what is searched in place of some characters, which are shown or held back as a whole.
+    A possible beginning of a stop string is buffered; ``found`` is the match. ``texts``: the texts that are searched in
+    place of some characters. Such a character is shown or held back as a whole.
     """
 
     __slots__ = ("_buffer", "_state", "_strings", "_texts", "found")
@@ -78,7 +80,10 @@ class StopChecker:
         self.found: str | None = None
 
     def push(self, delta: str, armed: bool = True) -> str:
-        """The text that may be shown, given ``delta`` more. Not ``armed``: stop strings that end in it are ignored."""
+        """Return the text that may be shown with ``delta`` more.
+
+        Not ``armed``: stop strings that end in ``delta`` are ignored.
+        """
         strings, state = self._strings, self._state
         text = self._buffer + delta
         for position, char in enumerate(delta, len(self._buffer) + 1):
@@ -95,7 +100,7 @@ class StopChecker:
         return text[:shown]
 
     def _before(self, text: str, length: int) -> int:
-        """Where the last ``length`` searched characters of ``text`` begin."""
+        """Return where the last ``length`` searched characters of ``text`` begin."""
         at = len(text)
         while length > 0 and self._texts:
             at -= 1
@@ -103,6 +108,6 @@ class StopChecker:
         return at - max(length, 0)
 
     def finish(self) -> str:
-        """The text that is still buffered, at the end of the sequence."""
+        """Return the text that is still buffered, at the end of the sequence."""
         text, self._buffer = self._buffer, ""
         return text

@@ -1,4 +1,4 @@
-"""The chat templates that a checkpoint's files hold, found where transformers finds them."""
+"""The chat templates in a checkpoint's files, found where transformers finds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from preheat.errors import ModelError
 from preheat.utils.files import read_json, read_text, why_unread
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of templates: the one for every conversation, and the one for conversations with tools."""
+"""Names of templates: the template for every conversation, and the template for conversations with tools."""
 
 FOLDER = "additional_chat_templates"
 
@@ -19,7 +19,7 @@ REPLACE = "correct it, or give another with --chat-template"
 
 
 class StoredTemplate(NamedTuple):
-    """A template, and where it was read, for messages."""
+    """A template, and the place where it was read, for messages."""
 
     source: str
     place: str
@@ -28,10 +28,11 @@ class StoredTemplate(NamedTuple):
 def stored_templates(
     folder: Path, config: Mapping[str, Any], *, sees_images: bool = False
 ) -> dict[str, StoredTemplate]:
-    """Return the chat templates in ``folder`` by name; none is an empty dictionary.
+    """Return the chat templates in ``folder`` by name.
 
-    ``config`` is its tokenizer_config.json. The first place that has any counts: for a model that sees images that of
-    transformers' processor, for another that of its tokenizer. Raises ModelError for what is no template.
+    ``config`` is the folder's tokenizer_config.json. The first place with a template counts. The order is the order of
+    transformers' processor for a model that sees images, else of its tokenizer. Raises ModelError if a place holds
+    something other than templates.
     """
 
     def of_config() -> dict[str, StoredTemplate]:
@@ -53,7 +54,7 @@ def stored_templates(
 
 
 def _files(folder: Path) -> dict[str, StoredTemplate]:
-    """``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
+    """Return the template in ``chat_template.jinja``, and the files of :data:`FOLDER` by their own names."""
     paths = {DEFAULT: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     return {name: StoredTemplate(_read(path), str(path)) for name, path in paths.items() if os.path.lexists(path)}
@@ -67,7 +68,10 @@ def _read(path: Path) -> str:
 
 
 def _named(config: Mapping[str, Any], path: Path) -> dict[str, StoredTemplate]:
-    """The ``chat_template`` of a JSON file: one template, an object of them, or a list of names and templates."""
+    """Return the templates by name in a JSON file.
+
+    Its ``chat_template`` is one template, an object of templates, or a list of names and templates.
+    """
     found = config.get("chat_template")
     if found is None:
         return {}

@@ -1,7 +1,8 @@
-"""Parsers of growing text: each is written as if the whole text lay before it, and runs as the text arrives.
+"""Parsers of growing text.
 
-A parser is a generator that yields where it needs more text. What it has recognized are parts, in order. They depend on
-the text alone, not on how it was cut into pieces: whatever may still become a marker is held back.
+A parser is written as if the whole text were there, and runs as the text arrives. It is a generator that yields where
+it needs more text. Its results are parts, in order. The parts depend on the text alone, not on how it was cut into
+pieces: text that may still become a marker is held back.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Call number ``index`` of a tool begins."""
+    """The beginning of call number ``index`` of a tool."""
 
     index: int
     id: str
@@ -48,7 +49,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of call ``index``; joined, they are the text of a JSON object."""
+    """More of the arguments of call ``index``: a piece of the text of a JSON object."""
 
     index: int
     text: str
@@ -61,18 +62,18 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class StreamParser(ABC):
-    """Splits one text into parts: :meth:`push` takes more of it, :meth:`finish` says that it has ended.
+    """Parser of one text: :meth:`push` takes more of it, :meth:`finish` ends it.
 
     ``stands``: the characters that stand for some literals in the text, see :mod:`preheat.frontend.marks`. A parser is
-    written as if the literals were there, and reads no other text with such a character.
+    written as if the literals were there. Such a character is never part of other text that it reads.
     """
 
     def __init__(self, stands: Mapping[str, str] = _NOTHING) -> None:
-        self._text, self._at = "", 0  # what is not forgotten yet, and where we read it
+        self._text, self._at = "", 0  # the text that is not forgotten yet, and the reading position in it
         self._stands, self._bare = stands, {ord(char): "" for char in stands.values()}
         self._ended = False
         self._parts: list[Part] = []
-        self._read_last = ""  # the last marker, as it was in the text
+        self._read_last = ""  # the last marker, as written in the text
         self._run = self.parse()
 
     @abstractmethod
@@ -80,17 +81,17 @@ class StreamParser(ABC):
         """Read the text up to its end, and add parts."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
+        """Return the parts that are certain with ``text`` more."""
         self._text += text
         return self._resume()
 
     def finish(self) -> list[Part]:
-        """The parts that were held back, at the end of the text."""
+        """Return the parts that were held back; the text has ended."""
         self._ended = True
         return self._resume()
 
     def flush(self) -> list[Part]:
-        """The parts that were held back; text that follows is read from the beginning."""
+        """Return the parts that were held back; later text is read from the beginning."""
         parts = self.finish()
         self._text, self._at, self._ended = "", 0, False
         self._run = self.parse()
@@ -106,28 +107,28 @@ class StreamParser(ABC):
         self._parts.append(part)
 
     def more(self) -> Reading[bool]:
-        """Wait for more text. False if the text has ended."""
+        """Wait for more text. Return False if the text has ended."""
         if self._ended:
             return False
         yield
         return True
 
     def forget(self) -> None:
-        """Drop the text behind us: nobody will go back to it. Positions that were kept are no longer valid.
+        """Drop the text that was read: nobody will go back to it. Positions that were kept are no longer valid.
 
-        While less than half of the text is behind us it stays, so that dropping costs no more than reading did.
+        Nothing is dropped before half of the text was read, so that dropping costs no more than reading.
         """
         if self._at > len(self._text) // 2:
             self._text, self._at = self._text[self._at :], 0
 
     def peek(self) -> Reading[str]:
-        """The next character; "" at the end."""
+        """Return the next character; "" at the end."""
         while self._at == len(self._text) and (yield from self.more()):
             pass
         return self._text[self._at : self._at + 1]
 
     def take(self, literal: str) -> Reading[bool]:
-        """Read ``literal``; False, with nothing read, if something else follows."""
+        """Read ``literal``; return False, with nothing read, if something else follows."""
         if literal in self._stands and (yield from self.peek()) == self._stands[literal]:
             self._at += 1
             return True
@@ -148,7 +149,7 @@ class StreamParser(ABC):
                 return self._text[start : self._at]
 
     def matching(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read the longest text of which every beginning matches ``pattern``, a repeated set of characters."""
+        """Read the longest text that matches ``pattern``, a repeated set of characters."""
         start = self._at
         while True:
             self._at = _matched(pattern, self._text, self._at)
@@ -156,10 +157,10 @@ class StreamParser(ABC):
                 return self._text[start : self._at]
 
     def until_any(self, markers: tuple[str, ...]) -> Reading[tuple[str, str | None]]:
-        """Read the text before the first of ``markers``, as far as it is certain, and the marker if it follows.
+        """Read the text before the first of ``markers``, and the marker.
 
-        The marker is "" if it is not known yet what follows, and None at the end of the text. No marker may begin
-        another one: the shorter one would be found where the text is cut behind it.
+        Only text that is certain is read. The marker is "" if the following text is still unknown, and None at the end
+        of the text. No marker may begin another one: the shorter one would be found where the text is cut behind it.
         """
         while True:
             place, marker, length = self._find(markers, self._at)
@@ -174,7 +175,10 @@ class StreamParser(ABC):
                 return text, None
 
     def before_any(self, markers: tuple[str, ...]) -> Reading[str]:
-        """Read the text before the first of ``markers``. If none comes, read all but what may begin one at the end."""
+        """Read the text before the first of ``markers``.
+
+        If none comes, read all text, and leave a possible beginning of a marker at the end out of the result.
+        """
         start = looked = self._at
         longest = max(map(len, markers))
         while True:
@@ -188,13 +192,16 @@ class StreamParser(ABC):
             return self.bare(self._text[start:place])
 
     def _find(self, markers: tuple[str, ...], start: int) -> tuple[int, str, int]:
-        """The place of the first of ``markers`` from ``start`` on, the marker, "" if there is none, and its length."""
+        """Return position, marker and length of the first of ``markers``.
+
+        The marker is "" if there is none. The search begins at ``start``.
+        """
         stands = {char: each for each in markers if (char := self._stands.get(each))}
         match = _any_of((*markers, *stands)).search(self._text, start)
         return (match.start(), stands.get(match[0], match[0]), len(match[0])) if match else (len(self._text), "", 0)
 
     def _held(self, markers: tuple[str, ...]) -> int:
-        """How many of the last characters may begin a marker."""
+        """Return how many of the last characters may begin a marker."""
         ends = (self._text[-length:] for length in range(min(self._unread, max(map(len, markers)) - 1), 0, -1))
         return next((len(end) for end in ends if any(marker.startswith(end) for marker in markers)), 0)
 
@@ -203,12 +210,14 @@ class StreamParser(ABC):
         return len(self._text) - self._at
 
     def bare(self, text: str) -> str:
-        """``text`` without the characters that stand for literals."""
+        """Return ``text`` without the characters that stand for literals."""
         return text.translate(self._bare) if self._bare else text
 
     def value(self, quotes: str = '"') -> Reading[str | None]:
-        """Read a JSON value, or with other ``quotes`` one of Python, and return its text. Brackets and strings alone
-        say where it ends. None if the text ends within it.
+        """Read a JSON value and return its text.
+
+        With other ``quotes``, it is a Python value. Brackets and strings alone decide where the value ends. None if the
+        text ends within it.
         """
         start, end = self._at, ValueEnd(quotes)
         while True:
@@ -219,7 +228,7 @@ class StreamParser(ABC):
                 return self.bare(self._text[start : self._at]) if end.scalar else None
 
     def string(self) -> Reading[str | None]:
-        """Read a JSON string: its value. None if it is none, or does not end."""
+        """Read a JSON string and return its value. None if it is no string, or does not end."""
         text = (yield from self.value()) if (yield from self.peek()) == '"' else None
         try:
             return None if text is None else without_surrogates(json.loads(text))
@@ -228,7 +237,7 @@ class StreamParser(ABC):
 
 
 class ValueEnd:
-    """Finds the end of a JSON value, or of one of Python, in text that arrives in pieces."""
+    """Search for the end of a JSON or Python value in text that arrives in pieces."""
 
     def __init__(self, quotes: str = '"') -> None:
         self._quotes = quotes
@@ -237,17 +246,21 @@ class ValueEnd:
 
     @property
     def scalar(self) -> bool:
-        """The value has no end of its own: a number or a name."""
+        """Whether the value is a number or a name, without an end of its own."""
         return self._begun and not self._depth and not self._quote
 
     def find(self, text: str, at: int) -> int:
-        """The place behind the value in ``text`` from ``at`` on; its length if the value goes on."""
+        """Return the position behind the value.
+
+        It is the length of ``text`` if the value does not end. ``at`` is the position in ``text`` where the value
+        begins or goes on.
+        """
         while at < len(text) and not self.found:
             at += self._takes(text[at])
         return at
 
     def _takes(self, char: str) -> bool:
-        """Whether ``char`` belongs to the value."""
+        """Return whether ``char`` belongs to the value."""
         if self._quote:
             self._in_string(char)
         elif char in _OPENING:
@@ -256,7 +269,7 @@ class ValueEnd:
             self._depth -= 1
             self.found = self._depth <= 0
             if self._depth < 0:
-                return False  # the bracket of what the value is in
+                return False  # the bracket belongs to the surrounding value
         elif char in self._quotes:
             self._quote = char
         elif not self._depth and (char in ",;" or char.isspace()):
@@ -281,7 +294,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def without_surrogates(text: str) -> str:
-    """``text`` with U+FFFD for the halves of characters, which JSON and Python can write and UTF-8 cannot."""
+    """Return ``text`` with U+FFFD for halves of characters: JSON and Python can write them, UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,7 +1,7 @@
-"""Chat templates as this process sees them: they are compiled and rendered in others.
+"""Chat templates, compiled and rendered in other processes.
 
-A template is a program that comes with a checkpoint: one line of it multiplies texts, unfolds lists or counts for
-hours, also while it is compiled, and no limit within Jinja catches all of that. The system bounds it: see
+A template is a program that comes with a checkpoint. One line of it can multiply texts, unfold lists or count for
+hours, also while it is compiled. No limit within Jinja catches all of that. The system bounds the process: see
 :mod:`preheat.utils.helper`.
 """
 
@@ -19,16 +19,16 @@ AT_ONCE = 2
 """Templates that are rendered at the same time."""
 
 CPU_SECONDS, MEMORY = 5.0, 1 << 29
-"""What one rendering may take: a hundred times what the longest conversation needs."""
+"""Bounds of one rendering: about a hundred times the needs of the longest conversation."""
 
 RENDERED, REFUSED, FAILED = b"T", b"R", b"F"
-"""The first byte of an answer: the text is rendered; a message of the template; or one about it."""
+"""The first byte of an answer: a rendered text, a message of the template, or an error about the template."""
 
 _helpers = Helpers(Kind("preheat.frontend.template_work:make_work", b"", CPU_SECONDS, MEMORY), AT_ONCE)
 
 
 class TemplateFailed(Exception):
-    """The template cannot be compiled, or not be rendered."""
+    """The template cannot be compiled or rendered."""
 
 
 class TemplateRefused(TemplateFailed):
@@ -36,17 +36,17 @@ class TemplateRefused(TemplateFailed):
 
 
 class TemplateExhausted(TemplateFailed):
-    """The template took more time or memory than it may."""
+    """The template took more time or memory than allowed."""
 
 
 def render(source: str, known: Mapping[str, Any]) -> str:
-    """The text that the template makes of the ``known`` variables. Raises TemplateFailed."""
+    """Return the text of the template, rendered with the ``known`` variables. Raises TemplateFailed."""
     return _answer(source, dict(known))
 
 
 @lru_cache(maxsize=16)
 def variables(source: str) -> frozenset[str]:
-    """The variables that the template looks at. Raises TemplateFailed, also if it cannot be compiled."""
+    """Return the variables that the template looks at. Raises TemplateFailed, also if it cannot be compiled."""
     return frozenset(_answer(source, None).split())
 
 

@@ -1,4 +1,4 @@
-"""Compiling and rendering chat templates, in a process of :mod:`preheat.frontend.template_process`."""
+"""Compile and render chat templates, in a process of :mod:`preheat.frontend.template_process`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Refusal(jinja2.TemplateError):
-    """What a template raises on purpose, about a conversation that its model cannot have."""
+    """An error that a template raises on purpose, about a conversation that its model cannot have."""
 
 
 def _raise_exception(message: str) -> None:
@@ -40,8 +40,10 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: object, **options: Any) -> str:
-    """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser. A number with more
-    digits than a float has becomes one.
+    """Return ``value`` as JSON, without escapes of HTML.
+
+    Jinja's own filter escapes HTML, but a model reads the result, not a browser. A number with more digits than a float
+    becomes a float.
     """
     usual: dict[str, Any] = {"ensure_ascii": False, "default": _as_float}
     return json.dumps(value, **(usual | options))
@@ -50,7 +52,7 @@ def _tojson(value: object, **options: Any) -> str:
 def _as_float(value: object) -> float:
     if isinstance(value, Decimal):
         return float(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 @lru_cache(maxsize=16)
@@ -64,12 +66,15 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _variables(source: str) -> str:
-    """The names of the variables that the template looks at, with spaces between."""
+    """Return the names of the variables that the template looks at, with spaces between."""
     return " ".join(sorted(meta.find_undeclared_variables(_compiled(source).environment.parse(source))))
 
 
 def make_work(_: bytes) -> Work:
-    """What renders a template (its source and variables), or names the variables that it knows (only its source)."""
+    """Return the function that renders a template, or names its variables.
+
+    Its argument is a pickled pair: the template's source, and the variables, or None to name them.
+    """
 
     def work(job: bytes) -> bytes:
         source, known = pickle.loads(job)

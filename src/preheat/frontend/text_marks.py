@@ -1,4 +1,4 @@
-"""Marks that are text: of the reasoning, and around what is shown of it and of the content."""
+"""Marks in an answer's text: the marks of the reasoning, and the frames around reasoning and content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from preheat.utils.reasoning import SPACE, Phase, Sign
 
 
 class TokenMarks:
-    """Splits text at the characters that stand for marks; ``signs``: what each means."""
+    """Search for characters that stand for marks; ``signs`` are the marks' meanings."""
 
     def __init__(self, signs: Mapping[str, Sign]) -> None:
         self._signs = signs
@@ -25,7 +25,7 @@ class TokenMarks:
         """Take the end of the text."""
 
     def next(self, phase: Phase) -> tuple[str, Sign] | None:
-        """The next piece of the text and what it means in ``phase``; None if more text is needed."""
+        """Return the next piece of text and its meaning in ``phase``; None without enough text."""
         if not self._pieces:
             return None
         piece = self._pieces.popleft()
@@ -33,9 +33,10 @@ class TokenMarks:
 
 
 class TextMarks:
-    """Finds marks that are spelled out, with the interface of :class:`TokenMarks`: ``starts`` and ``ends``.
+    """Search for marks that are spelled out, with the interface of :class:`TokenMarks`.
 
-    A start counts only as the first text of an answer. What may still become a mark is held back.
+    ``starts`` and ``ends`` are the marks' texts. A start counts only as the first text of an answer. A possible
+    beginning of a mark is held back.
     """
 
     def __init__(self, starts: Sequence[str], ends: Sequence[str]) -> None:
@@ -66,7 +67,7 @@ class TextMarks:
         return self._take(length, Sign.TEXT) if length else None
 
     def _first(self) -> tuple[str, Sign] | None:
-        """The first piece: white space, a mark, or text."""
+        """Return the first piece: white space, a mark, or text."""
         space = len(self._text) - len(self._text.lstrip(SPACE))
         if space:
             return self._take(space, Sign.TEXT)
@@ -84,7 +85,7 @@ class TextMarks:
         return piece, sign
 
     def _held(self, marks: Sequence[str]) -> int:
-        """How many of the last characters may begin one of ``marks``."""
+        """Return the number of last characters that may begin one of ``marks``."""
         if self._ended:
             return 0
         lengths = range(min(len(self._text), max(map(len, marks)) - 1), 0, -1)
@@ -92,7 +93,10 @@ class TextMarks:
 
 
 class Frame:
-    """Drops ``begin`` at the beginning of a text, white space aside, and then ``end`` at its end; "" is not there."""
+    """Filter that drops ``begin`` and ``end`` at the ends of a text.
+
+    White space before ``begin`` and behind ``end`` is dropped too. ``end`` stays unless ``begin`` was there.
+    """
 
     def __init__(self, begin: str, end: str = "") -> None:
         self._begin, self._end, self._text = begin, end, ""
@@ -101,7 +105,7 @@ class Frame:
         self._last = re.compile(rf"(?:{re.escape(end)}\s*|{beginnings})\Z")
 
     def push(self, text: str) -> str:
-        """The text that is certain, given ``text`` more."""
+        """Return the text that is certain with ``text`` more."""
         self._text += text
         if not self._decided:
             seen = self._text.lstrip()
@@ -116,6 +120,6 @@ class Frame:
         return text
 
     def finish(self) -> str:
-        """The text that was held back, without the end of the frame."""
+        """Return the text that was held back, without the end of the frame."""
         text, self._text = self._text, ""
         return "" if self._inside and text.rstrip() == self._end else text

@@ -1,4 +1,4 @@
-"""How many characters of text one token can stand for, so that a text is known to be too long before it is encoded."""
+"""Bound on the characters behind one token, to refuse a long text before it is encoded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SPLITTERS = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "Unico
 
 
 def chars_per_token(backend: Backend) -> int | None:
-    """The most characters of text behind one token; None if the tokenizer may drop text, or fuse any amount of it."""
+    """Return the most characters of text behind one token.
+
+    None if the tokenizer may drop text, or may fuse any amount of it into one token.
+    """
     normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
     factors = [_factor(step) for step in normalizers]
     keeps = all(step["type"] in _SPLITTERS and step.get("behavior") != "Removed" for step in splitters)
@@ -33,7 +36,7 @@ def chars_per_token(backend: Backend) -> int | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+    """Yield the steps of a normalizer or pre-tokenizer, sequences flattened."""
     waiting = [json.loads(part.__getstate__())] if part is not None else []
     while waiting:
         step = waiting.pop()
@@ -45,14 +48,14 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _factor(step: dict[str, Any]) -> int | None:
-    """How many characters a normalizer may turn into one; None if any number, or if it is not known."""
+    """Return how many characters a normalizer may turn into one; None if any number, or if unknown."""
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return 1 if len(step["content"]) >= len(step["pattern"]["String"]) else None
     return _FACTORS.get(step["type"])
 
 
 def _covers(model: Any, vocabulary: dict[str, int], by_bytes: bool) -> bool:
-    """Whether every character becomes a part of a token: no unknown ones that are dropped or fused."""
+    """Return whether every character becomes a part of a token: no unknown ones are dropped or fused."""
     if not isinstance(model, models.BPE):
         return False
     if by_bytes and all(byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()):

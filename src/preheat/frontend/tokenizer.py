@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: ``tokenizer.json``, and the special tokens that the config files name."""
+"""The tokenizer of a checkpoint: ``tokenizer.json``, and the special tokens of the config files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from preheat.utils.files import TABLE_BYTES, read_json, regular_file
 
 
 def _load_backend(folder: Path) -> Backend:
-    """The fast tokenizer in ``folder``; transformers converts other formats."""
+    """Return the fast tokenizer in ``folder``; transformers converts other formats."""
     path = folder / "tokenizer.json"
     if os.path.lexists(path):
         try:
@@ -53,21 +53,22 @@ def _load_backend(folder: Path) -> Backend:
 
 
 def _content(token: object) -> str | None:
-    """The text of a special token: config files have a string or an object with ``content``."""
+    """Return the text of a special token: config files have a string or an object with ``content``."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 TEXT = {"vocab_size": 32_000}
-"""Of a decoder whose ``text_config`` does not say; see :mod:`preheat.model.families.llava`."""
+"""Values for a decoder whose ``text_config`` leaves them out; see :mod:`preheat.model.families.llava`."""
 
 
 class ModelFiles:
-    """What a model's config files in ``folder`` say about its text; ``overrides`` replace fields of its config.json
-    and ``generation_folder`` holds the generation_config.json if it is not in ``folder``.
+    """The parts of a model's config files that concern text.
 
-    ``vocab_size`` is None if the config names none. Raises ModelError for a field of the wrong type.
+    The files are in ``folder``. ``overrides`` replace fields of config.json; ``generation_folder`` holds the
+    generation_config.json if it is not in ``folder``. ``vocab_size`` is None if the config names none. Raises
+    ModelError for a field of the wrong type.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ModelFiles:
 
 
 def _token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
-    """``eos_token_id`` of the config in ``path``: a number, a list or null."""
+    """Return ``eos_token_id`` of the config in ``path``: a number, a list or null."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(id) is not int for id in ids):
@@ -104,11 +105,11 @@ def _check_unicode(text: str) -> None:
 
 
 class Tokenizer:
-    """Encodes and decodes text with the tokenizer in ``folder``; raises ModelError if its files cannot be used.
+    """The tokenizer in ``folder``. Raises ModelError if its files cannot be used.
 
-    ``model`` are the files of the model, which are in the same folder unless given.
+    ``model`` are the files of the model; unless given, they are in the same folder.
     ``eos_ids`` end a sequence. ``special_ids`` are left out of text by default. ``vocab_size`` bounds token ids.
-    ``speaks``: there is text at all.
+    ``speaks``: whether there is text at all.
     """
 
     speaks = True
@@ -131,13 +132,13 @@ class Tokenizer:
         self._pieces = {skip: pieces_of(self._backend, self.special_ids if skip else ()) for skip in (False, True)}
 
     def _named_special_tokens(self) -> dict[str, str]:
-        """``bos_token``, ``eos_token`` and so on: name -> text, from the config files."""
+        """Return ``bos_token``, ``eos_token`` and so on from the config files: name -> text."""
         named = read_json(self.folder / "special_tokens_map.json") | self.config
         found = {name: _content(token) for name, token in named.items() if name.endswith("_token")}
         return {name: token for name, token in found.items() if token}
 
     def _mark_special(self) -> None:
-        """Mark the tokens as special that only the config files call so, as transformers does."""
+        """Mark the tokens as special that only the config files call special, as transformers does."""
         decoder = self.config.get("added_tokens_decoder") or {}
         listed = [_content(t) for _, t in sorted(decoder.items(), key=lambda item: int(item[0])) if t.get("special")]
         listed += [_content(t) for t in self.config.get("additional_special_tokens") or []]
@@ -150,16 +151,16 @@ class Tokenizer:
 
     @cached_property
     def chars_per_token(self) -> int | None:
-        """The most characters of text behind one token, if there is such a bound."""
+        """The most characters of text behind one token; None without such a bound."""
         return chars_per_token(self._backend)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, check_length: Callable[[int], None] | None = None
     ) -> list[int]:
-        """Token ids of ``text``. Raises InvalidRequest if the text is not valid Unicode (lone surrogates).
+        """Return the token ids of ``text``. Raises InvalidRequest if the text has lone surrogates.
 
-        ``check_length`` is called with their number before they are listed, and may raise. Other threads run meanwhile:
-        unlike ``encode``, the library's ``encode_batch_fast`` releases the GIL.
+        ``check_length`` is called with the number of ids before they are listed, and may raise. Other threads run
+        meanwhile: unlike ``encode``, the library's ``encode_batch_fast`` releases the GIL.
         """
         _check_unicode(text)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -169,18 +170,18 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """The number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
+        """Return the number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
         _check_unicode(text)
         return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; unknown ids add nothing. Other threads run meanwhile."""
+        """Return the text of ``ids``; unknown ids add nothing. Other threads run meanwhile."""
         return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def detokenizer(
         self, prompt: list[int], skip_special_tokens: bool = True, marks: Mapping[int, str] | None = None
     ) -> Detokenizer:
-        """A detokenizer for the tokens that follow ``prompt``; ``marks`` are tokens and what is written for them."""
+        """Return a detokenizer for the tokens behind ``prompt``; ``marks`` are token ids and their characters."""
         plain = self._plain_detokenizer(prompt, skip_special_tokens)
         return MarkedDetokenizer(plain, marks) if marks else plain
 
@@ -194,12 +195,12 @@ class Tokenizer:
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is ``text``; None if there is none."""
+        """Return the id of the token ``text``; None if there is none."""
         found: int | None = self._backend.token_to_id(text)
         return found
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that ``id`` adds to the text; special tokens are written out."""
+        """Return the bytes that ``id`` adds to the text; special tokens are written out."""
         pieces = self._pieces[False]
         piece = self.decode([id], skip_special_tokens=False) if pieces is None else pieces[id]
         if isinstance(piece, int):
@@ -207,18 +208,19 @@ class Tokenizer:
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def token_name(self, id: int) -> str:
-        """What the vocabulary calls ``id``."""
+        """Return the name of ``id`` in the vocabulary."""
         return str(self._backend.id_to_token(id) or "")
 
     def token_text(self, id: int) -> str:
-        """The text of ``id`` alone; incomplete characters become U+FFFD."""
+        """Return the text of ``id`` alone; incomplete characters become U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")
 
 
 class NoTokenizer(Tokenizer):
-    """Takes the tokenizer's place in an engine that handles token ids only; it reads just the config files.
+    """Substitute for the tokenizer in an engine that handles token ids only.
 
-    What needs text raises InvalidRequest, saying what to change. A token's text is ``token_id:5``, as in vLLM.
+    It reads only the config files. Methods that need text raise InvalidRequest, with the remedy. A token's text is
+    ``token_id:5``, as in vLLM.
     """
 
     speaks = False
@@ -244,7 +246,7 @@ class NoTokenizer(Tokenizer):
         return len(self.encode(text))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so nothing can be turned into text")
+        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so tokens cannot be turned into text")
 
     def _plain_detokenizer(self, prompt: list[int], skip_special_tokens: bool) -> Detokenizer:
         return SILENT

@@ -1,7 +1,8 @@
-"""A trace of each request (``--otlp-traces-endpoint``): one span with vLLM's name and attributes, sent by OTLP.
+"""A trace of each request (``--otlp-traces-endpoint``), sent by OTLP.
 
-A span is made when its request has ended, from times that were noted anyway; a thread of OpenTelemetry's sends many at
-once. OpenTelemetry is imported by whoever makes :class:`RequestTraces`, and by nobody else.
+A trace is one span, with vLLM's name and attributes. It is made when its request has ended, from times that are noted
+anyway. A thread of OpenTelemetry sends many spans at once. OpenTelemetry is imported only to make
+:class:`RequestTraces`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 PROTOCOLS = ("grpc", "http/protobuf")
 
 PARENT_HEADERS = ("traceparent", "tracestate")
-"""The headers in which a client names the span that a request belongs to (W3C Trace Context)."""
+"""The headers of a client that name the parent span of a request (W3C Trace Context)."""
 
 
 class RequestTraces:
-    """Sends the spans of requests to ``model`` to ``endpoint``, by ``protocol``, one of :data:`PROTOCOLS`.
-    OpenTelemetry's own variables (``OTEL_*``) decide the rest: headers, sampling, the service's name.
+    """Sender of the spans of requests to ``model``.
 
-    Raises SettingsError for another protocol, and where OpenTelemetry is not installed.
+    They go to ``endpoint`` by ``protocol``, one of :data:`PROTOCOLS`. OpenTelemetry's own variables (``OTEL_*``) decide
+    the rest: headers, sampling, the service's name. Raises SettingsError for another protocol, and if OpenTelemetry is
+    not installed.
     """
 
     def __init__(self, endpoint: str, protocol: str, model: str) -> None:
@@ -43,7 +45,7 @@ class RequestTraces:
                 f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'preheat[otel]'",
                 param="otlp_traces_endpoint",
             ) from None
-        self._provider = TracerProvider()  # sends what is left when the process ends
+        self._provider = TracerProvider()  # sends the remaining spans when the process ends
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("preheat")
         self._parents = TraceContextTextMapPropagator()
@@ -51,7 +53,7 @@ class RequestTraces:
         self._failed = partial(Status, StatusCode.ERROR)
 
     def ended(self, state: RequestState) -> None:
-        """Record that ``state`` has ended, now."""
+        """Record that ``state`` ends now, as a span."""
         now, end = time.monotonic(), time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -81,12 +83,15 @@ def _exporter(endpoint: str, protocol: str) -> SpanExporter:
 
 
 def parent_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``headers`` that name a parent."""
+    """Return the ``headers`` that name a parent span."""
     return {name: headers[name] for name in PARENT_HEADERS if name in headers}
 
 
 def _attributes(state: RequestState, now: float) -> Iterator[tuple[str, Any]]:
-    """vLLM's names; times in seconds. Those of several choices are from the first to the last of them."""
+    """Yield the span's attributes, with vLLM's names; times are in seconds.
+
+    Times of several choices go from the first choice to the last.
+    """
     params, choices = state.params, state.choices
     yield "gen_ai.request.id", state.request_id
     yield "gen_ai.request.n", params.n

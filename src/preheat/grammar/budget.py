@@ -1,4 +1,4 @@
-"""A budget of reasoning (``thinking_token_budget``): how much of it is spent, and the tokens that follow then."""
+"""A budget of reasoning (``thinking_token_budget``): the tokens left, and the tokens that end the reasoning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from preheat.utils.reasoning import Phase, Sign, phase_after
 
 
 class _Spent(NamedTuple):
-    """``left`` tokens may come; ``said`` of those that end the reasoning are there."""
+    """A state: ``left`` tokens of the budget, and ``said`` tokens of the forced end of the reasoning."""
 
     phase: Phase
     left: int
@@ -18,9 +18,10 @@ class _Spent(NamedTuple):
 
 
 class Budget:
-    """Follows one text, token by token. ``is_space``: whether a token is white space.
+    """The budget of one text, followed token by token.
 
-    Its state is a function of ``thinking`` and the tokens, so that a text may go on elsewhere from any of them.
+    ``is_space`` says whether a token is white space. The state is a function of ``thinking`` and the tokens, so a text
+    may continue elsewhere from any token.
     """
 
     def __init__(self, thinking: Thinking, is_space: Callable[[int], bool]) -> None:
@@ -33,7 +34,7 @@ class Budget:
         self._spent = self._after(self._spent, token)
 
     def forced(self, drafts: Sequence[int]) -> int | None:
-        """The token that must come behind ``drafts``; None: any may."""
+        """Return the token that must follow ``drafts``; None: any token may follow."""
         spent = self._spent
         for draft in drafts:
             spent = self._after(spent, draft)

@@ -1,4 +1,4 @@
-"""Sets of characters, as ranges of code points: sorted, apart from each other, without surrogates."""
+"""Sets of characters, as ranges of code points: sorted, with gaps between them, without surrogates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY_CHARACTER: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 def ranges(*pairs: tuple[int, int]) -> Ranges:
-    """The ranges ``pairs``, which may overlap, as a set."""
+    """Return the set of the ranges ``pairs``; the ranges may overlap."""
     found = list[tuple[int, int]]()
     for low, high in sorted(pairs):
         if found and low <= found[-1][1] + 1:
@@ -25,17 +25,17 @@ def ranges(*pairs: tuple[int, int]) -> Ranges:
 
 
 def of(characters: str) -> Ranges:
-    """The set of these characters."""
+    """Return the set of these characters."""
     return ranges(*((ord(each), ord(each)) for each in characters))
 
 
 def union(one: Ranges, other: Ranges) -> Ranges:
-    """The characters of either."""
+    """Return the union of two sets."""
     return ranges(*one, *other) if one and other else one or other
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """The characters of both."""
+    """Return the intersection of two sets."""
     found, i, j = list[tuple[int, int]](), 0, 0
     while i < len(one) and j < len(other):
         low, high = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -49,7 +49,7 @@ def common(one: Ranges, other: Ranges) -> Ranges:
 
 
 def others(one: Ranges) -> Ranges:
-    """All other characters."""
+    """Return the complement of a set."""
     found, start = list[tuple[int, int]](), 0
     for low, high in one:
         if start < low:
@@ -59,13 +59,13 @@ def others(one: Ranges) -> Ranges:
 
 
 def holds(one: Ranges, character: int) -> bool:
-    """Whether ``character`` is in the set."""
+    """Return whether ``character`` is in the set."""
     at = bisect_right(one, (character, sys.maxunicode)) - 1
     return at >= 0 and one[at][0] <= character <= one[at][1]
 
 
 def _where(codes: Iterable[int]) -> Ranges:
-    """The set of sorted ``codes``."""
+    """Return the set of sorted ``codes``."""
     found = list[tuple[int, int]]()
     for code in codes:
         if found and code == found[-1][1] + 1:
@@ -77,18 +77,18 @@ def _where(codes: Iterable[int]) -> Ranges:
 
 @cache
 def category(name: str) -> Ranges:
-    """The characters of a general category of Unicode, such as ``L`` or ``Nd``; none for an unknown one."""
+    """Return the characters of a general category of Unicode, such as ``L``; none if unknown."""
     return _where(code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith(name))
 
 
 DIGITS, WORD = of("0123456789"), ranges((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE = union(of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), ranges((0x2000, 0x200A)))
-r"""``\d``, ``\w`` and ``\s`` of ECMA 262, which JSON Schema refers to."""
+r"""``\d``, ``\w`` and ``\s`` of ECMA 262, the syntax of patterns in JSON Schema."""
 
 
 @cache
 def unicode_class(letter: str) -> Ranges:
-    r"""``\d``, ``\w`` or ``\s`` by Unicode, as Python and Rust have them where both say the same."""
+    r"""Return ``\d``, ``\w`` or ``\s`` by Unicode, as far as Python and Rust agree."""
     if letter == "d":
         return category("Nd")
     if letter == "s":

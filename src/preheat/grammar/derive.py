@@ -1,7 +1,7 @@
-"""Derivatives of regular expressions: whether a text fits, whether any does, and the automaton of an expression.
+"""Derivatives of regular expressions: match a text, find any text, build the automaton.
 
-The derivative of an expression by a character holds what may follow that character. Work is bounded: what needs more is
-:class:`TooComplex`.
+The derivative of an expression by a character holds the texts that may follow this character. Work is bounded: an
+expression that needs more raises :class:`TooComplex`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from preheat.grammar.nodes import (
 State = TypeVar("State", bound=Hashable)
 
 MOST_STATES, MOST_WORK = 4000, 60_000
-"""States of an automaton, and nodes that are looked at to find them."""
+"""Most states of an automaton, and most nodes that are visited to find them."""
 
 
 class TooComplex(ValueError):
-    """An expression whose automaton is too large."""
+    """An expression with an automaton that is too large."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Work:
     seen: dict[tuple[Node, int], Node] = field(default_factory=dict)
 
     def derivative(self, node: Node, code: int) -> Node:
-        """What may follow the character ``code``."""
+        """Return the texts that may follow the character ``code``."""
         if (found := self.seen.get((node, code))) is None:
             self.left -= 1
             if self.left < 0:
@@ -81,13 +81,13 @@ class _Work:
 
 
 def classes(node: Node) -> list[Ranges]:
-    """The sets of characters that ``node`` tells apart at its beginning; together they hold all characters."""
+    """Return the sets of characters that ``node`` tells apart at its beginning; their union is all characters."""
     found = [ANY_CHARACTER]
     for each in dict.fromkeys(_beginnings(node)):
         rest = others(each)
         found = [part for one in found for part in (common(one, each), common(one, rest)) if part]
         if len(found) > MOST_STATES:
-            raise TooComplex("it tells too many characters apart")
+            raise TooComplex("it distinguishes too many characters")
     return found
 
 
@@ -108,7 +108,7 @@ def _beginnings(node: Node) -> Iterable[Ranges]:
 
 
 def fits(node: Node, text: str) -> bool:
-    """Whether ``text`` is one of ``node``'s."""
+    """Return whether ``node`` holds ``text``."""
     work = _Work()
     for character in text:
         node = work.derivative(node, ord(character))
@@ -117,7 +117,7 @@ def fits(node: Node, text: str) -> bool:
 
 
 def is_empty(node: Node) -> bool:
-    """Whether no text fits. Raises TooComplex."""
+    """Return whether ``node`` holds no text. Raises TooComplex."""
     if not any(isinstance(each, Both | Not) for each in within(node)):
         return node == NOTHING
     return not any(map(nullable, _explore(node, {})))
@@ -127,7 +127,7 @@ Edges = list[tuple[Ranges, Node]]
 
 
 def _explore(node: Node, edges: dict[Node, Edges]) -> Iterable[Node]:
-    """The states of the automaton of ``node``, the nearest first; ``edges`` gets what leads from each to others."""
+    """Yield the states of the automaton of ``node``, the nearest first; write their transitions into ``edges``."""
     work, todo, seen = _Work(), deque([node]), {node}
     while todo:
         state = todo.popleft()
@@ -147,8 +147,9 @@ def _explore(node: Node, edges: dict[Node, Edges]) -> Iterable[Node]:
 
 
 def automaton(node: Node) -> dict[Node, Edges]:
-    """The deterministic automaton of ``node``, its first state first, without states that no text ends from; a state
-    ends a text if it is nullable. Raises TooComplex.
+    """Return the deterministic automaton of ``node``, its first state first.
+
+    States without a way to the end of a text are left out. A text may end in a nullable state. Raises TooComplex.
     """
     edges = dict[Node, Edges]()
     states = list(_explore(node, edges))
@@ -157,20 +158,20 @@ def automaton(node: Node) -> dict[Node, Edges]:
 
 
 MOST_COUNTED = 1000
-"""Up to here repetitions within repetitions are cheap even where a text may be counted in many ways."""
+"""Bound on nested counts: up to it, they are cheap even where a text may be counted in many ways."""
 
 
 def check_counts(node: Node) -> None:
-    """Raises TooComplex for repetitions within repetitions that a text can be counted by in too many ways."""
+    """Raise TooComplex if a text can be counted in too many ways by nested repetitions."""
     if counted(node) > MOST_COUNTED:
         try:
             automaton(node)
         except TooComplex as error:
-            raise TooComplex(f"repetitions within repetitions count too far ({error})") from None
+            raise TooComplex(f"repetitions within repetitions have too large counts ({error})") from None
 
 
 def ending(edges: Mapping[State, list[tuple[Ranges, State]]], ends: Iterable[State]) -> set[State]:
-    """The states from which a text can end, of an automaton that does so in the states ``ends``."""
+    """Return the states of an automaton that lead to the states ``ends``, the ends of texts."""
     before = dict[State, list[State]]()
     for state, ways in edges.items():
         for _, target in ways:

@@ -1,7 +1,8 @@
-"""A JSON schema whose references and combinations are resolved: a value fits it if it fits one of its alternatives.
+"""A JSON schema with its references and combinations resolved into alternatives.
 
-A :class:`Place` is a schema within the document. A :class:`Leaf` is what the place says itself, beside combinations of
-other schemas. An alternative is a list of leaves, and a value must fit all of them.
+A value fits the schema if it fits one of the alternatives. A :class:`Place` is a schema within the document. A
+:class:`Leaf` is the place's own keywords, without its combinations of other schemas. An alternative is a list of
+leaves, and a value must fit all of them.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _OWN = frozenset((
 """The keywords of a leaf."""
 
 _OLD = ("draft-03", "draft-04", "draft-06", "draft-07")
-"""Drafts in which nothing beside a reference counts."""
+"""Drafts of JSON Schema where nothing beside a reference counts."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A schema of the document, told from others by its ``path``."""
+    """A schema of the document; its ``path`` identifies it."""
 
     path: str
     schema: Any = field(compare=False, repr=False)
 
     def at(self, *keys: str | int) -> Place:
-        """The schema below this one."""
+        """Return the schema below this one, by ``keys``."""
         path, schema = self.path, self.schema
         for key in keys:
             path, schema = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", schema[key]
@@ -54,13 +55,13 @@ Together = tuple[Place, ...]
 
 
 class Document:
-    """The schema ``root`` of the request's ``part``. Raises InvalidRequest for a malformed one."""
+    """The schema ``root`` of the request's ``part``. Raises InvalidRequest if it is malformed."""
 
     def __init__(self, root: dict[str, Any], part: str) -> None:
         check(root, part)
         self.part, self.root = part, Place("$", root)
         self.overlaps = dict[Together, Place]()
-        """Pairs of schemas that must have no value in common, and the place that says so."""
+        """Pairs of schemas that must have no value in common, and the place of their ``oneOf``."""
         self._ignores_beside = any(draft in str(root.get("$schema", "")) for draft in _OLD)
         self._alternatives = dict[Place, list[Alternative]]()
         self._patterns = dict[str, Node]()
@@ -70,14 +71,14 @@ class Document:
         raise refused(self.part, f"{key} {why} (at {place.path}.{key})")
 
     def together(self, places: Together) -> list[Alternative]:
-        """What a value must fit to fit all of ``places``."""
+        """Return the alternatives of a value that fits all of ``places``."""
         found: list[Alternative] = [()]
         for place in places:
             found = self._product(found, self.alternatives(place, ()), place)
         return found
 
     def alternatives(self, place: Place, above: tuple[Place, ...]) -> list[Alternative]:
-        """What a value must fit to fit ``place``. ``above``: the schemas that are being resolved."""
+        """Return the alternatives of a value that fits ``place``. ``above``: the schemas that are being resolved."""
         if place in above:
             raise refused(self.part, f"the schema refers to itself, so that no value ends (at {place.path})")
         if (known := self._alternatives.get(place)) is None:
@@ -126,16 +127,16 @@ class Document:
         return [tuple(dict.fromkeys((*left, *right))) for left in one for right in other]
 
     def _target(self, place: Place) -> Place:
-        """The schema that a reference means."""
+        """Return the target of the reference at ``place``."""
         ref = place.schema["$ref"]
         own = self.root.schema.get("$id")
         if isinstance(own, str) and own and ref.startswith(own):
             ref = ref[len(own) :] or "#"
         if not ref.startswith("#"):
-            self.no(place, "$ref", f"to {ref!r} is not supported: only to what is within the schema")
+            self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #, for a part of this schema")
         found, path = self.root.schema, "$"
         if ref not in ("#", "#/") and not ref.startswith("#/"):
-            self.no(place, "$ref", f"to {ref!r} is not supported: only to paths within the schema")
+            self.no(place, "$ref", f"to {ref!r} is not supported: it must begin with #/, for a path within this schema")
         for step in ref[2:].split("/") if len(ref) > 1 else ():
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
@@ -143,20 +144,20 @@ class Document:
             elif isinstance(found, dict) and key in found:
                 found, path = found[key], f"{path}.{key}"
             else:
-                self.no(place, "$ref", f"means {ref}, which does not exist")
+                self.no(place, "$ref", f"means {ref}, and that does not exist")
         if not isinstance(found, bool | dict):
-            self.no(place, "$ref", f"means {ref}, which is no schema")
+            self.no(place, "$ref", f"means {ref}, and that is not a schema")
         if isinstance(found, dict):
             check(found, self.part)
         return Place(path, found)
 
     def types(self, leaf: Leaf) -> set[str]:
-        """The types of values that a leaf allows; with "number" come integers."""
+        """Return the types of values that a leaf allows; "number" includes integers."""
         said = leaf.schema.get("type", TYPES)
         return set([said] if isinstance(said, str) else said)
 
     def pattern(self, place: Place, key: str, pattern: str) -> Node:
-        """The texts that fit a pattern of the schema."""
+        """Return the texts that fit the ``pattern`` of a keyword. Raises InvalidRequest if it is not supported."""
         if (found := self._patterns.get(pattern)) is None:
             try:
                 found = self._patterns[pattern] = parsed(pattern, ECMA)
@@ -166,7 +167,7 @@ class Document:
         return found
 
     def strings(self, leaf: Leaf) -> list[Node]:
-        """The regular expressions that strings of a leaf fit."""
+        """Return the regular expressions that a leaf's strings must fit."""
         found, schema = list[Node](), leaf.schema
         if "pattern" in schema:
             found.append(self.pattern(leaf, "pattern", schema["pattern"]))
@@ -177,7 +178,7 @@ class Document:
         return found
 
     def property(self, leaves: Alternative, name: str) -> Together:
-        """The schemas of the property ``name``."""
+        """Return the schemas of the property ``name``."""
         return _unique(each for leaf in leaves for each in self._property(leaf, name))
 
     def _property(self, leaf: Leaf, name: str) -> Iterator[Place]:
@@ -188,15 +189,15 @@ class Document:
         yield from found or self.others(leaf)
 
     def others(self, leaf: Leaf) -> list[Place]:
-        """The schema of properties that a leaf does not name."""
+        """Return the schema of properties that a leaf does not name, if there is one."""
         return [leaf.at("additionalProperties")] if "additionalProperties" in leaf.schema else []
 
     def item(self, leaves: Alternative, place: int | None) -> Together:
-        """The schemas of the item at ``place``; None: of those behind all that are listed."""
+        """Return the schemas of the item at ``place``; None: of the items behind all listed items."""
         return _unique(each for leaf in leaves for each in self._item(leaf, place))
 
     def listed(self, leaf: Leaf) -> tuple[str, ...]:
-        """The keyword that lists the first items of a leaf and, behind it, the one of all further items."""
+        """Return the keywords of a leaf's first items and of all further items."""
         return ("items", "additionalItems") if isinstance(leaf.schema.get("items"), list) else ("prefixItems", "items")
 
     def _item(self, leaf: Leaf, place: int | None) -> Iterator[Place]:
@@ -207,11 +208,11 @@ class Document:
             yield leaf.at(rest)
 
     def admits(self, places: Together, value: Any) -> bool:
-        """Whether ``value`` fits all of ``places``."""
+        """Return whether ``value`` fits all of ``places``."""
         return any(all(self.leaf_admits(leaf, value) for leaf in leaves) for leaves in self.together(places))
 
     def leaf_admits(self, leaf: Leaf, value: Any) -> bool:
-        """Whether ``value`` fits a leaf."""
+        """Return whether ``value`` fits a leaf."""
         schema = leaf.schema
         if not any(is_of(value, kind) for kind in self.types(leaf)):
             return False
@@ -237,7 +238,7 @@ def _unique(places: Iterator[Place]) -> Together:
 
 
 def bounds(schema: dict[str, Any]) -> Iterator[tuple[str, Decimal, bool]]:
-    """The bounds of numbers: "minimum" or "maximum", the number, and whether it is a value itself."""
+    """Yield the bounds of numbers: "minimum" or "maximum", the bound, and whether the bound itself is allowed."""
     for key in ("minimum", "maximum"):
         exclusive = schema.get(f"exclusive{key.capitalize()}")
         if key in schema:
@@ -254,20 +255,20 @@ def _number_admits(schema: dict[str, Any], value: Decimal) -> bool:
 
 
 def multiple(value: Decimal, of: Decimal) -> bool:
-    """Whether ``value`` is a multiple."""
+    """Return whether ``value`` is a multiple of ``of``."""
     (a, b), (c, d) = value.as_integer_ratio(), of.as_integer_ratio()
     return (a * d) % (b * c) == 0
 
 
 def within(schema: dict[str, Any], of: str, size: int) -> bool:
-    """Whether ``size`` is between min and max ``of`` the schema."""
+    """Return whether ``size`` lies between the schema's minimum and maximum ``of`` its parts."""
     return (count(schema.get(f"min{of}", 0)) or 0) <= size <= (
         size if f"max{of}" not in schema else count(schema[f"max{of}"]) or 0
     )  # fmt: skip
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Whether ``value`` is of the JSON type ``kind``."""
+    """Return whether ``value`` is of the JSON type ``kind``."""
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if kind == "integer":
@@ -280,7 +281,7 @@ _PYTHON: dict[str, Any] = {"string": str, "number": (int, float, Decimal), "arra
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; numbers are by their value."""
+    """Return whether two JSON values are equal; numbers are compared by value."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -1,7 +1,7 @@
 """Rules in xgrammar's notation, a dialect of EBNF.
 
-xgrammar's masks are fast in an automaton in which each character leads to one state: what counts repetitions, or is
-about several expressions at once, is written as such.
+xgrammar's masks are fast if each character leads from a state to one state. So an expression that counts repetitions,
+or combines several expressions, is written as a deterministic automaton.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ NOTHING_MORE = ('""',)
 
 
 class EbnfWriter:
-    """Writes rules."""
+    """Writer of rules in xgrammar's notation."""
 
     def __init__(self) -> None:
         self._lines, self._units, self._states = list[str](), dict[Node, str](), 0
 
     def text(self, rules: Rules, start: str) -> str:
-        """The grammar of ``rules`` that begins with the rule ``start``."""
+        """Return the grammar of ``rules`` with the first rule ``start``."""
         for name, node in rules.items():
             self._lines.append(f"{name} ::= {self._rule(node)}")
         return "\n".join([f"root ::= {start}", *self._lines])
@@ -66,7 +66,7 @@ class EbnfWriter:
         return self._inline(node)
 
     def _chain(self, inner: str, least: int, most: int | None) -> str:
-        """``inner`` so many times: a rule for each count, of which all but the first are shared."""
+        """Return ``inner`` repeated, as a chain of shared rules: one rule for each count."""
         self._count(most or least)
         name = f"c{self._states}_"
         for at in range(most or least):
@@ -105,7 +105,7 @@ class EbnfWriter:
         raise TypeError(f"no regular expression without counts: {node!r}")
 
     def _sequence(self, parts: tuple[Node, ...]) -> str:
-        """Parts one behind the other; single characters together."""
+        """Return ``parts`` one behind the other; single characters are joined."""
         found, literal = list[str](), ""
         for part in parts:
             if isinstance(part, Chars) and len(part.ranges) == 1 and part.ranges[0][0] == part.ranges[0][1] != 0:
@@ -121,7 +121,7 @@ class EbnfWriter:
         return f"[{''.join(spans)}]"
 
     def _automaton(self, node: Node, edge: Callable[[Ranges], str], end: str) -> str:
-        """The first state of the automaton of ``node``, whose others are rules; ``end``: what ends a text."""
+        """Write the automaton of ``node`` as rules, and return its first state; ``end`` ends a text."""
         found = automaton(node)
         self._count(len(found))
         base = f"a{self._states}_"
@@ -137,7 +137,10 @@ class EbnfWriter:
             raise TooComplex(f"xgrammar would need more than {MOST_STATES:,} states for its lengths and patterns")
 
     def _multiples(self, node: Multiple) -> str:
-        """The first state of an automaton that knows what is left over when its digits are divided."""
+        """Write an automaton of multiples, and return its first state.
+
+        A state is the remainder of the digits so far, divided by the number.
+        """
         if not node.whole:
             raise Inexact("multipleOf of numbers that are no integers")
         step = int(node.of)
@@ -165,7 +168,7 @@ class EbnfWriter:
 
 
 def _counts(node: Node) -> bool:
-    """Whether an expression counts, or is about several others at once."""
+    """Return whether an expression counts repetitions, or combines several expressions."""
     return any(
         isinstance(each, Both | Not) or (isinstance(each, Repeat) and (each.least > 1 or (each.most or 1) > 1))
         for each in within(node)

@@ -1,4 +1,4 @@
-"""The formats of JSON Schema that are kept to, as regular expressions for the whole text."""
+"""The supported formats of JSON Schema, as regular expressions for the whole text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEX = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """Eight groups, or fewer around a double colon."""
+    """Return an expression for eight groups, or fewer around a double colon."""
     forms = [f"(?:{_HEX}:){{7}}{_HEX}"]
     for before in range(8):
         head = f"{_HEX}(?::{_HEX}){{{before - 1}}}" if before else ""

@@ -1,5 +1,7 @@
-"""llguidance: grammars over a tokenizer's tokens. It computes many masks at once in threads of its own and holds no
-lock of Python's meanwhile. See :mod:`preheat.grammar.state` for masks and states.
+"""llguidance: grammars over a tokenizer's tokens.
+
+It computes many masks at once in its own threads and meanwhile holds no lock of Python. See
+:mod:`preheat.grammar.state` for masks and states.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from preheat.ops.sampling import words_of
 
 
 class Guidance:
-    """Grammars over the tokens of ``tokenizer``, the text of a tokenizer.json, for logits of ``vocab_size`` tokens.
-    Masks are computed by ``threads`` threads. ``end`` is the tokenizer's own end-of-sequence token. Raises ValueError
-    for a tokenizer that llguidance cannot read.
+    """Grammars over the tokens of ``tokenizer``, for logits of ``vocab_size`` tokens.
+
+    ``tokenizer`` is the text of a tokenizer.json. Masks are computed by ``threads`` threads. ``end`` is the tokenizer's
+    own end-of-sequence token. Raises ValueError if llguidance cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, threads: int) -> None:
@@ -32,8 +35,9 @@ class Guidance:
         self.end = int(self._tokenizer.eos_token)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of ``params``. Raises InvalidRequest, naming the part, if there is none. May take seconds; the
-        lock of Python is free for nearly all of it.
+        """Return the grammar of ``params``. May take seconds; Python's lock is free for nearly all of it.
+
+        Raises InvalidRequest, naming the part, if there is no grammar.
         """
         source = grammar_source(params)
         matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -48,16 +52,17 @@ class Guidance:
         return Grammar(self, matcher)
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
         return bool(self._tokenizer.is_special_token(token))
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write masks, int32 [rows, words]. For each state: at which place its mask goes, and the draft tokens behind
-        whose each another mask follows.
+        """Write masks, int32 [rows, words].
+
+        Each of ``rows`` has a state, the place of its mask, and draft tokens. One more mask follows for each draft.
         """
         plain = [(state.matcher, place) for state, place, drafts in rows if not len(drafts)]
         where = masks.ctypes.data, masks.strides[0], len(masks)
@@ -65,7 +70,7 @@ class Guidance:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if len(plain) < len(rows):
             drafted = [(state.matcher, place, list(drafts)) for state, place, drafts in rows if len(drafts)]
-            for _, place, drafts in drafted:  # those behind a draft that the grammar refuses are never looked at
+            for _, place, drafts in drafted:  # nobody looks at the masks behind a draft that the grammar refuses
                 masks[place + 1 : place + 1 + len(drafts)] = -1
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         add_ends(masks, rows, self.end)

@@ -1,4 +1,4 @@
-"""What a request asks of its text, as a grammar of llguidance. Nothing is compiled here."""
+"""A request's constraint as a grammar of llguidance. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from preheat.grammar.structural import PART, format_of
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
-    """The grammar of ``params``. Raises InvalidRequest, naming the part, for what cannot be one."""
+    """Return the grammar of ``params``. Raises InvalidRequest, naming the part, if it cannot be a grammar."""
     try:
         return _source(params)
     except RecursionError:
         raise refused(params.kind, "it is nested too deeply") from None
     except Inexact as error:
-        raise refused(params.kind, f"llguidance cannot keep to {error}") from None
+        raise refused(params.kind, f"llguidance cannot enforce {error}") from None
 
 
 def _source(params: StructuredOutputsParams) -> str:
@@ -49,11 +49,11 @@ def _source(params: StructuredOutputsParams) -> str:
 
 
 _RUST = re.compile(r"(\(\?)[a-zA-Z-]+(?=:)|\(\?[a-zA-Z-]+\)|(\\[pP])\{[^}]*\}")
-"""What Rust's syntax has besides."""
+"""Syntax of Rust that :mod:`preheat.grammar.pattern` does not know."""
 
 
 def _check_regex(pattern: str) -> None:
-    """Refuse repetitions that cost too much; what else may be wrong llguidance says."""
+    """Refuse repetitions that cost too much; llguidance finds all other errors."""
     try:
         check_counts(parsed(_RUST.sub(lambda found: found[1] or (found[2] and "a") or "", pattern), WHOLE))
     except PatternError:
@@ -68,7 +68,7 @@ def _json(params: StructuredOutputsParams, given: object, part: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Lark's notation, from that or from EBNF."""
+    """Return ``text`` in Lark's notation; it is in Lark's notation or EBNF."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     if not text.strip():

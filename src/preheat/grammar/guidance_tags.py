@@ -11,20 +11,22 @@ from preheat.grammar.structural import PART, Format
 
 
 class Lark:
-    """Writes a tree of formats in llguidance's notation. ``schema`` makes the rules of a schema, whose names begin with
-    a prefix; the first one is that of a whole text.
+    """Writer of a tree of formats in llguidance's notation.
+
+    ``schema`` makes the rules of a JSON schema with a prefix for their names; the first rule is the rule of a whole
+    text.
     """
 
     def __init__(self, schema: Callable[[Any, str], list[str]]) -> None:
         self._schema, self._rules = schema, list[str]()
 
     def text(self, tree: Format) -> str:
-        """The grammar of ``tree``."""
+        """Return the grammar of ``tree``."""
         start = self._last(tree)
         return "\n".join(["%llguidance {}", f"start: {start}", r"TAG_TEXT: /(.|\n)*/", *self._rules])
 
     def _last(self, tree: Format) -> str:
-        """What a text ends with, where free text can have an end of its own."""
+        """Return the expression of a format at the end of a text; free text may be there."""
         match tree["type"]:
             case "any_text":
                 self._no_excludes(tree)
@@ -38,7 +40,7 @@ class Lark:
                 return self._inner(tree)
 
     def _inner(self, tree: Format) -> str:
-        """A format that something may follow."""
+        """Return the expression of a format that more text may follow."""
         match tree["type"]:
             case "const_string":
                 return literal(tree["value"])
@@ -60,11 +62,14 @@ class Lark:
                 return self._separated(tree)
             case kind:
                 raise refused(
-                    PART, f"format {kind} is not supported in the middle of a text: let it be last, or use xgrammar"
+                    PART, f"format {kind} is not supported in the middle of a text: put it last, or use xgrammar"
                 )
 
     def _content(self, tag: Format) -> str:
-        """What is behind the beginning of a tag. Free text in it ends where its end begins."""
+        """Return the expression of a tag behind its beginning.
+
+        Free text in the tag goes up to the first end.
+        """
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         end = f"({' | '.join(map(literal, ends))})" if len(ends) > 1 else _literal(ends[0])
         if tag["content"]["type"] == "any_text":
@@ -75,7 +80,10 @@ class Lark:
         return f"{self._inner(tag['content'])} {end}"
 
     def _triggered(self, tree: Format) -> str:
-        """Free text in which each trigger begins one of the tags; one that must come begins the text."""
+        """Return the expression of free text where triggers begin the tags.
+
+        With ``at_least_one``, a tag begins the text.
+        """
         self._no_excludes(tree)
         tags = []
         for tag in tree["tags"]:
@@ -107,5 +115,5 @@ _TIMES = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def _literal(text: str) -> str:
-    """A literal; nothing for an empty one, which the notation does not have."""
+    """Return a literal; nothing for an empty text, since the notation has no empty literal."""
     return literal(text) if text else ""

@@ -36,7 +36,7 @@ from preheat.grammar.source import refused
 from preheat.utils.exact_json import dumps
 
 MOST_RULES, MOST_DIGITS, MOST_CELLS, MOST_ITEMS = 100_000, 400, 32, 4096
-"""Bounds: rules of a schema, digits of a number, kinds of further properties, items or properties that must be."""
+"""Bounds: rules of a schema, digits of a number, kinds of further properties, required items or properties."""
 
 ROOT = "start"
 _BY_NAME = "patternProperties"
@@ -44,8 +44,10 @@ _BY_NAME = "patternProperties"
 
 @dataclass(frozen=True)
 class Layout:
-    """White space between the parts of JSON, each a regular expression that may be empty: behind an opening bracket
-    or a comma, before a closing one, behind a colon, and before a comma or a colon.
+    """White space between the parts of JSON.
+
+    Each is a regular expression that may hold the empty text. ``open``: behind an opening bracket or a comma.
+    ``close``: before a closing bracket. ``colon``: behind a colon. ``before``: before a comma or a colon.
     """
 
     open: Node = EMPTY
@@ -55,7 +57,7 @@ class Layout:
 
 
 class JsonRules:
-    """The ``rules`` of the JSON texts of ``document``; the first one is `ROOT`."""
+    """The ``rules`` of the JSON texts of ``document``; the first rule is `ROOT`."""
 
     def __init__(self, document: Document, layout: Layout) -> None:
         self._document, self._layout = document, layout
@@ -69,7 +71,7 @@ class JsonRules:
         self.rules[ROOT] = Ref(root.name)
 
     def _value(self, places: Together) -> Ref:
-        """The rule of the values that fit ``places``."""
+        """Return the rule of the values that fit ``places``."""
         places = tuple(place for place in places if place.schema is not True)
         if (name := self._names.get(places)) is None:
             name = self._names[places] = f"v{len(self._names)}"
@@ -89,7 +91,7 @@ class JsonRules:
                 raise refused(self._document.part, f"it has too many rules (at {_paths(places)})")
 
     def _check_overlaps(self) -> None:
-        """Refuse a oneOf of schemas that have a value in common."""
+        """Refuse a oneOf if two of its schemas have a value in common."""
         checked = dict[Ref, Place]()
         while pairs := {pair: at for pair, at in self._document.overlaps.items() if self._ref(pair) not in checked}:
             checked |= {self._value(pair): at for pair, at in pairs.items()}
@@ -105,7 +107,7 @@ class JsonRules:
         return Ref(self._names[places]) if places in self._names else None
 
     def _alternative(self, leaves: Alternative, name: str) -> Node:
-        """The values that fit all of ``leaves``."""
+        """Return the texts of the values that fit all of ``leaves``."""
         known = [leaf for leaf in leaves if "const" in leaf.schema or "enum" in leaf.schema]
         if known:
             schema = known[0].schema
@@ -126,7 +128,7 @@ class JsonRules:
         return alt(*found, self._object(leaves, name) if "object" in types else NOTHING)
 
     def _constants(self, values: Sequence[Any], at: Place) -> Node:
-        """These values; one way to write each, apart from white space."""
+        """Return the texts of ``values``; each is written in one way, apart from white space."""
         simple = [each for each in values if not isinstance(each, list | dict)]
         found = [token(alt(*(text(written(each)) for each in simple)))] if simple else []
         return alt(*found, *(self._constant(each) for each in values if isinstance(each, list | dict)))
@@ -209,7 +211,7 @@ class JsonRules:
         return seq(self._opened("["), behind)
 
     def _items(self, item: Node, before: int, least: int, most: int | None) -> Node:
-        """What follows ``before`` items: more of them, and the end of the array."""
+        """Return the rest of an array behind ``before`` items: more items, and its end."""
         least, most = max(least - before, 0), None if most is None else most - before
         more, close = seq(self._comma(), item), self._closed("]")
         if most is not None and most <= 0:
@@ -236,7 +238,7 @@ class JsonRules:
         return seq(self._opened("{"), rest.first())
 
     def _further(self, leaves: Alternative, names: list[str]) -> Node:
-        """The properties that are not named, by the patterns that their names fit."""
+        """Return the properties beside ``names``, by the patterns that their names fit."""
         document = self._document
         cells: list[tuple[Node, frozenset[str]]] = [(without(alt(*map(text, names))), frozenset())]
         for leaf in leaves:
@@ -267,7 +269,7 @@ class JsonRules:
             raise refused(self._document.part, f"it asks for more than {MOST_ITEMS:,} {what} (at {_paths(leaves)})")
 
     def _rule(self, name: str, node: Node) -> Node:
-        """``node``, as a rule of its own unless it is short."""
+        """Return ``node`` as a rule of its own; `NOTHING` stays."""
         if node == NOTHING:
             return node
         self._made += 1
@@ -276,12 +278,14 @@ class JsonRules:
 
 
 Member = tuple[Node, bool]
-"""A property that has a name, and whether it must be there."""
+"""A named property, and whether it is required."""
 
 
 class _Members:
-    """What follows some members of an object: state (``at``, ``seen``) has decided on ``at`` of those that are named
-    and has ``seen`` members, as far as their number matters.
+    """The rest of an object behind some members.
+
+    State (``at``, ``seen``) has decided on the first ``at`` named members and has ``seen`` members. ``seen`` stops at a
+    cap, where the number no longer matters.
     """
 
     def __init__(
@@ -297,7 +301,7 @@ class _Members:
         self._known = dict[tuple[int, int], Node]()
 
     def first(self) -> Node:
-        """The first state; made from the last one on."""
+        """Return the first state; the states are made from the last one on."""
         for at in reversed(range(len(self._named) + 1)):
             for seen in reversed(range(self._cap + 1)):
                 if at == len(self._named) or seen <= at:
@@ -315,7 +319,7 @@ class _Members:
         return self._rules._rule(self._name, alt(taken, skipped))
 
     def _end(self, seen: int, full: bool) -> Node:
-        """Further members, and the end of the object."""
+        """Return further members, and the end of the object."""
         close = self._rules._closed("}") if seen else token(text("}"))
         ends = close if seen >= self._least else NOTHING
         comma, further = self._rules._comma(), self._further
@@ -334,20 +338,20 @@ def _any(least: int, most: int | None) -> Node:
 
 
 def _span(leaves: Alternative, of: str) -> tuple[int, int | None]:
-    """The least and the most of ``of``."""
+    """Return the least and the greatest number ``of`` parts."""
     least = max((count(leaf.schema.get(f"min{of}", 0)) or 0 for leaf in leaves), default=0)
     most = [count(leaf.schema[f"max{of}"]) or 0 for leaf in leaves if f"max{of}" in leaf.schema]
     return least, min(most) if most else None
 
 
 def _common(one: Fraction, other: Fraction) -> Fraction:
-    """The least common multiple."""
+    """Return the least common multiple."""
     both = lcm(one.denominator, other.denominator)
     return Fraction(lcm(int(one * both), int(other * both)), both)
 
 
 def _multiples(of: Fraction, low: numbers.Bound | None, high: numbers.Bound | None, whole: bool) -> Node:
-    """The multiples within bounds, or nothing where there is none."""
+    """Return the multiples of ``of`` within bounds, or `NOTHING` if there is none."""
     least = most = None
     if low is not None:
         times = ceil(Fraction(low[0]) / of)
@@ -361,7 +365,7 @@ def _multiples(of: Fraction, low: numbers.Bound | None, high: numbers.Bound | No
 
 
 def written(value: Any) -> str:
-    """A JSON value without parts, as it is written. Raises UnicodeEncodeError for half a character."""
+    """Return the text of a JSON value without parts. Raises UnicodeEncodeError for a lone surrogate."""
     found = dumps(value)
     found.encode()
     return found
@@ -372,7 +376,10 @@ def _paths(places: Sequence[Place]) -> str:
 
 
 def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, Together]) -> dict[str, Node]:
-    """The rules that can be used, without ways into those that no finite text satisfies."""
+    """Return the rules that can be used.
+
+    Branches that no finite text satisfies are left out. Raises InvalidRequest if no finite text satisfies the ``root``.
+    """
     alive = productive(rules)
     if root.name not in alive:
         raise refused(part, f"no finite text satisfies it (at {_paths(names[_cause(rules, root.name, alive, names)])})")
@@ -386,7 +393,7 @@ def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, To
 
 
 def _cause(rules: dict[str, Node], name: str, alive: set[str], names: dict[str, Together]) -> str:
-    """A schema because of which no text satisfies the rule ``name``."""
+    """Return the name of a schema that keeps all texts from satisfying the rule ``name``."""
     found, seen = name, set[str]()
     while name not in seen:
         seen.add(name)

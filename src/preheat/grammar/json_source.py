@@ -22,20 +22,21 @@ PRINTED = Layout(open=_BETWEEN, close=_BETWEEN, colon=optional(_SPACE))
 
 
 def json_rules(params: StructuredOutputsParams, given: object, part: str) -> Rules:
-    """The rules of JSON of the schema ``given``, in the layout that ``params`` ask for. Raises InvalidRequest, naming
-    the ``part`` and the place in it.
+    """Return the rules of JSON for a schema, in the layout of ``params``.
+
+    Raises InvalidRequest, naming the ``part`` and the place in it.
     """
     schema = loaded_schema(params, given, part)
     try:
         return JsonRules(Document(schema, part), layout(params)).rules
     except UnicodeEncodeError:
-        raise refused(part, "it has half a surrogate pair, which is no character") from None
+        raise refused(part, "it has half a surrogate pair, and that is not a character") from None
     except ValueError as error:  # of numbers with thousands of digits too
-        raise refused(part, f"it cannot be kept to: {error}") from None
+        raise refused(part, f"it cannot be enforced: {error}") from None
 
 
 def layout(params: StructuredOutputsParams) -> Layout:
-    """Where white space may be."""
+    """Return the places of white space by ``params``."""
     if params.disable_any_whitespace:
         return Layout()
     if params.whitespace_pattern is None:
@@ -45,7 +46,7 @@ def layout(params: StructuredOutputsParams) -> Layout:
 
 
 def _free(pattern: str) -> Node:
-    """A request's own white space."""
+    """Return the white space of a request's own ``pattern``. Raises InvalidRequest if it allows anything else."""
     name = "whitespace_pattern"
     try:
         node = parsed(pattern, WHOLE)
@@ -53,12 +54,12 @@ def _free(pattern: str) -> Node:
     except (PatternError, TooComplex) as error:
         raise refused(name, str(error)) from None
     if empty or not _blank(node):
-        raise refused(name, "it must be about spaces, tabs and line breaks alone")
+        raise refused(name, "it must match only spaces, tabs and line breaks")
     return node
 
 
 def _blank(node: Node) -> bool:
-    """Whether all texts of ``node`` are white space of JSON."""
+    """Return whether all texts of ``node`` are white space of JSON."""
     other = Chars(others(of(" \t\n\r")))
     if all(not isinstance(each, Chars) or is_empty(both(each, other)) for each in within(node)):
         return True

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: what each may be, and where schemas are within schemas."""
+"""The keywords of JSON Schema: their allowed values, and the schemas within schemas."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ UNSUPPORTED = frozenset((
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
     "$dynamicRef", "$recursiveRef",
 ))  # fmt: skip
-"""Keywords that mean something and are not kept to."""
+"""Keywords of JSON Schema that are not supported."""
 
 Number = int | Decimal
 
 
 def number(value: Any) -> Number | None:
-    """``value`` if it is a JSON number, exactly; None otherwise."""
+    """Return ``value`` if it is a JSON number, exactly; None otherwise."""
     if isinstance(value, float):
         return Decimal(repr(value)) if value - value == 0 else None
     return value if isinstance(value, int | Decimal) and not isinstance(value, bool) else None
 
 
 def count(value: Any) -> int | None:
-    """``value`` if it is a number of things; None otherwise."""
+    """Return ``value`` as an integer if it is a JSON integer of at least 0; None otherwise."""
     found = number(value)
     return None if found is None or found < 0 or found != int(found) else int(found)
 
@@ -96,7 +96,7 @@ _KNOWN = {key.lower(): key for key in (*_CHECKS, *UNSUPPORTED, "const")}
 
 
 def check(schema: Any, part: str) -> None:
-    """Raises InvalidRequest for a schema with a keyword that is malformed or misspelled, with its place."""
+    """Raise InvalidRequest, with the place, if a schema has a malformed or misspelled keyword."""
     todo, size = [("$", schema)], 0
     while todo:
         path, each = todo.pop()
@@ -109,20 +109,20 @@ def check(schema: Any, part: str) -> None:
             size += _said(key, value)
             meant = _KNOWN.get(key.replace("_", "").replace("-", "").lower())
             if meant not in (None, key):
-                raise refused(part, f"{key} is no keyword of JSON Schema, {meant} is (at {path}.{key})")
+                raise refused(part, f"{key} is not a keyword of JSON Schema, {meant} is (at {path}.{key})")
         todo += inner_schemas(path, each)
         check_size(part, size, "its names, patterns and values have")
 
 
 def _said(key: str, value: Any) -> int:
-    """The characters of what ``key`` says of values."""
+    """Return the number of characters in the names, patterns and values of ``key``."""
     if key in ("enum", "const", "pattern"):
         return len(json.dumps(value, default=str))
     return sum(map(len, value)) if key in ("properties", "patternProperties", "required") else 0
 
 
 def inner_schemas(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right within ``schema``, with their paths."""
+    """Yield the schemas directly within ``schema``, with their paths."""
     for key in HOLD_SCHEMAS:
         for name, each in schema.get(key, {}).items():
             yield f"{path}.{key}.{name}", each

@@ -26,18 +26,18 @@ from preheat.grammar.quote import quoted
 from preheat.grammar.source import Inexact
 
 EXACT = 2**53
-"""The library reads numbers as doubles: up to here each integer is one."""
+"""The library reads numbers as doubles; up to this bound, each integer is a double."""
 
 
 class LarkWriter:
-    """Writes rules; names begin with ``prefix``."""
+    """Writer of rules in llguidance's notation; names begin with ``prefix``."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix, self._lines = prefix, list[str]()
         self._terminals = dict[Node, str]()
 
     def rules(self, rules: Rules) -> list[str]:
-        """The lines of ``rules``."""
+        """Return the lines of ``rules``."""
         for name, node in rules.items():
             self._lines.append(f"{self._prefix}{name}: {self._rule(node)}")
         return self._lines
@@ -66,7 +66,7 @@ class LarkWriter:
 
 
 def terminal(node: Node) -> str:
-    """A regular expression in the notation of terminals."""
+    """Return the regular expression ``node`` in the notation of terminals."""
     if not any(isinstance(each, Both | Not) for each in within(node)):
         found = expression(node)
         return f"/{found}/" if found else '""'
@@ -89,7 +89,7 @@ def _compound(node: Node, write: Callable[[Node], str]) -> str:
 
 
 def expression(node: Node) -> str:
-    """A regular expression in Rust's syntax."""
+    """Return the regular expression ``node`` in Rust's syntax."""
     match node:
         case Chars(ranges):
             return characters(ranges)
@@ -103,7 +103,7 @@ def expression(node: Node) -> str:
 
 
 def characters(ranges: Ranges) -> str:
-    """A class of characters; one that needs no escape as it is."""
+    """Return a class of characters; a single character without need of an escape stays as it is."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _plain(ranges[0][0]):
         return chr(ranges[0][0])
     spans = (_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
@@ -119,14 +119,14 @@ def _code(code: int) -> str:
 
 
 def times(least: int, most: int | None) -> str:
-    """A quantifier."""
+    """Return the quantifier of a repetition."""
     known = {(0, None): "*", (1, None): "+", (0, 1): "?"}
     count = str(least) if least == most else f"{least},{'' if most is None else most}"
     return known.get((least, most), f"{{{count}}}")
 
 
 def _multiple(node: Multiple) -> dict[str, object]:
-    """The library's own schema of multiples. Raises Inexact for numbers that it would round."""
+    """Return the library's own schema of multiples. Raises Inexact for numbers that the library would round."""
     for each in (node.of, node.least, node.most):
         if each is not None and (abs(each) > EXACT or (each != Fraction(repr(float(each))))):
             raise Inexact(f"multipleOf with numbers of more digits than a double has: {each}")

@@ -1,7 +1,7 @@
 """Grammars as trees of nodes, before any library sees them.
 
 A tree without a :class:`Ref` is a regular expression over characters. The functions of this module build trees and keep
-them small: `NOTHING` is in no tree but itself, unless a :class:`Both`, a :class:`Not` or a rule hides it.
+them small: `NOTHING` is never part of another tree, unless a :class:`Both`, a :class:`Not` or a rule hides it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Repeat(Node):
 
 @dataclass(frozen=True, eq=False)
 class Both(Node):
-    """What all of ``parts`` hold."""
+    """The texts that all of ``parts`` hold."""
 
     parts: tuple[Node, ...]
 
@@ -89,21 +89,21 @@ class Ref(Node):
 
 @dataclass(frozen=True, eq=False)
 class Token(Node):
-    """``inner``, a regular expression, as one unit: a text is cut into units without looking ahead."""
+    """``inner``, a regular expression, as one unit; a text is cut into units without lookahead."""
 
     inner: Node
 
 
 @dataclass(frozen=True, eq=False)
 class Quoted(Node):
-    """The JSON strings whose values are texts of ``inner``, a regular expression; one unit."""
+    """The JSON strings with a value in ``inner``, a regular expression; one unit."""
 
     inner: Node
 
 
 @dataclass(frozen=True, eq=False)
 class Multiple(Node):
-    """The multiples of ``of`` from ``least`` to ``most``, as JSON numbers; one unit. ``whole``: integers alone."""
+    """The multiples of ``of`` from ``least`` to ``most``, as JSON numbers; one unit. ``whole``: only integers."""
 
     of: Fraction
     least: Fraction | None
@@ -118,17 +118,17 @@ EMPTY, NOTHING = Seq(()), Alt(())
 
 
 def chars(ranges: Ranges) -> Node:
-    """One character of ``ranges``."""
+    """Return one character of ``ranges``."""
     return Chars(ranges) if ranges else NOTHING
 
 
 def text(value: str) -> Node:
-    """This text."""
+    """Return the text ``value``."""
     return seq(*(Chars(((ord(each), ord(each)),)) for each in value))
 
 
 def seq(*nodes: Node) -> Node:
-    """``nodes`` one behind the other."""
+    """Return ``nodes`` one behind the other."""
     parts = list[Node]()
     for node in nodes:
         if node == NOTHING:
@@ -138,7 +138,7 @@ def seq(*nodes: Node) -> Node:
 
 
 def alt(*nodes: Node) -> Node:
-    """One of ``nodes``."""
+    """Return one of ``nodes``."""
     single, parts = Ranges(), dict[Node, None]()
     for node in nodes:
         for part in node.parts if isinstance(node, Alt) else (node,):
@@ -152,7 +152,7 @@ def alt(*nodes: Node) -> Node:
 
 
 def repeat(inner: Node, least: int = 0, most: int | None = None) -> Node:
-    """``inner`` at least ``least`` times and at most ``most``."""
+    """Return ``inner`` at least ``least`` times and at most ``most``."""
     if most == 0 or inner == EMPTY:
         return EMPTY
     if inner == NOTHING:
@@ -167,17 +167,17 @@ def repeat(inner: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def token(inner: Node) -> Node:
-    """``inner`` as one unit."""
+    """Return ``inner`` as one unit."""
     return inner if inner == NOTHING else Token(inner)
 
 
 def optional(inner: Node) -> Node:
-    """``inner``, or nothing."""
+    """Return ``inner``, or nothing."""
     return repeat(inner, 0, 1)
 
 
 def both(*nodes: Node) -> Node:
-    """What all of ``nodes`` hold."""
+    """Return the texts that all of ``nodes`` hold."""
     parts = dict[Node, None]()
     for node in nodes:
         if node == NOTHING:
@@ -190,7 +190,7 @@ def both(*nodes: Node) -> Node:
 
 
 def without(node: Node) -> Node:
-    """Every text that ``node`` does not hold."""
+    """Return every text that ``node`` does not hold."""
     return node.inner if isinstance(node, Not) else EVERYTHING if node == NOTHING else Not(node)
 
 
@@ -198,7 +198,7 @@ EVERYTHING = Repeat(Chars(ANY_CHARACTER), 0, None)
 
 
 def nullable(node: Node) -> bool:
-    """Whether the empty text is one of a regular expression's; False for what a rule hides."""
+    """Return whether a regular expression holds the empty text; False for a :class:`Ref`."""
     match node:
         case Seq(parts) | Both(parts):
             return all(map(nullable, parts))
@@ -214,12 +214,12 @@ def nullable(node: Node) -> bool:
 
 
 def counted(node: Node) -> int:
-    """How far the repetitions within each other count, multiplied; 1 where no count is within another."""
+    """Return the product of nested counts; 1 if no count is within another."""
     return _counted(node)[0]
 
 
 def _counted(node: Node) -> tuple[int, int]:
-    """The same, and how far the outer repetitions count."""
+    """Return the product of nested counts, and the product of all counts from ``node`` down."""
     found = [_counted(each) for each in children(node)]
     nested, inner = max((each[0] for each in found), default=1), max((each[1] for each in found), default=1)
     if not isinstance(node, Repeat) or (times := max(node.least, node.most or 1)) == 1:
@@ -228,7 +228,7 @@ def _counted(node: Node) -> tuple[int, int]:
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The nodes right below ``node``."""
+    """Return the nodes right below ``node``."""
     match node:
         case Seq(parts) | Alt(parts) | Both(parts):
             return parts
@@ -238,7 +238,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def within(node: Node) -> Iterable[Node]:
-    """``node`` and all below it, each once."""
+    """Yield ``node`` and all nodes below it, each once."""
     seen, todo = set[Node](), [node]
     while todo:
         each = todo.pop()
@@ -252,7 +252,7 @@ Rules = Mapping[str, Node]
 
 
 def productive(rules: Rules) -> set[str]:
-    """The names of the rules that a finite text satisfies."""
+    """Return the names of the rules that a finite text satisfies."""
     found, waiting = set[str](), dict[str, list[str]]()
     todo = list(rules)
     while todo:
@@ -270,7 +270,10 @@ def productive(rules: Rules) -> set[str]:
 
 
 def _missing(node: Node, found: set[str]) -> list[str] | None:
-    """None if ``node`` holds a finite text, given that the rules ``found`` do; otherwise rules that might change it."""
+    """Return None if ``node`` holds a finite text.
+
+    The rules ``found`` are known to hold one. Otherwise return the names of rules that might change this.
+    """
     match node:
         case Ref(name):
             return None if name in found else [name]
@@ -285,7 +288,7 @@ def _missing(node: Node, found: set[str]) -> list[str] | None:
 
 
 def pruned(node: Node, alive: set[str]) -> Node:
-    """``node`` without the ways that lead into a rule that is not ``alive``."""
+    """Return ``node`` without branches into rules that are not ``alive``."""
     match node:
         case Ref(name):
             return node if name in alive else NOTHING

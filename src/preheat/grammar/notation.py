@@ -1,6 +1,7 @@
-"""Grammars as clients write them, read as far as to see whether each of their rules ends.
+"""Grammars of clients, read to check that each of their rules ends.
 
-A library follows a rule that no finite text satisfies until the text is as long as it may be, or fails on the way.
+There may be a rule that no finite text satisfies. A library follows such a rule until the text has its greatest length,
+or fails on the way.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from preheat.grammar.pattern import ECMA, WHOLE, PatternError, parsed
 from preheat.grammar.source import refused
 
 MOST_COUNT = 64
-"""The most that xgrammar may count in a grammar of a client, all counts within each other multiplied: its masks cost
-more with each that is open. A single character may be counted up to any number."""
+"""Most that a client's grammar for xgrammar may count, nested counts multiplied. Masks cost more with each open count.
+A single character may be counted up to any number."""
 
 MOST_NESTED = 1000
-"""The most that counts within each other may make for llguidance, multiplied."""
+"""Most that a client's grammar for llguidance may count, nested counts multiplied."""
 
 _LARK = re.compile(
     r"""(?P<space>\s+|//[^\n]*|\#[^\n]*)|(?P<string>"(?:\\.|[^"\\\n])*")i?|/(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[a-z]*)
@@ -58,7 +59,7 @@ _EBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z_][\w.-]*)[ \t]*::=")
 
 
 def check_lark(grammar: str) -> None:
-    """Raises InvalidRequest for a grammar of llguidance that may not end, with the rule."""
+    """Raise InvalidRequest, naming the rule, if a grammar of llguidance may not end."""
     if "::" not in grammar:  # rules with parameters are not looked at
         rules = _rules(grammar, _LARK_RULE, _LARK)
         _check(rules, "start")
@@ -66,7 +67,7 @@ def check_lark(grammar: str) -> None:
 
 
 def check_ebnf(grammar: str) -> None:
-    """Raises InvalidRequest for a grammar, as xgrammar prints it, that may not end or that counts too much."""
+    """Raise InvalidRequest if a grammar, as printed by xgrammar, may not end or counts too much."""
     rules = _rules(grammar, _EBNF_RULE, _EBNF)
     _check(rules, "root")
     _check_counts(rules, MOST_COUNT)
@@ -98,7 +99,7 @@ def _check_terminal(node: Node, name: str) -> None:
 
 
 def _expanded(node: Node, rules: Mapping[str, Node], depth: int = 50) -> Node:
-    """``node`` with terminals in place of their names."""
+    """Return ``node`` with terminals in place of their names."""
     match node:
         case Ref(name):
             return _expanded(rules[name], rules, depth - 1) if depth and name in rules else node
@@ -116,11 +117,11 @@ def _expanded(node: Node, rules: Mapping[str, Node], depth: int = 50) -> Node:
 
 
 def _check_counts(rules: Mapping[str, Node], most: int, *, nested: bool = False) -> None:
-    """Refuse rules that count further than to ``most``; ``nested``: one count alone may be of any size."""
+    """Refuse rules that count further than ``most``; ``nested``: a single count may have any size."""
     known = dict[str, tuple[int, int]]()
 
     def counts(node: Node, above: frozenset[str]) -> tuple[int, int]:
-        """How many counts are within each other, and their product."""
+        """Return the depth of nested counts, and their product."""
         if isinstance(node, Ref):
             if node.name in above or node.name not in rules:
                 return 0, 1
@@ -143,14 +144,14 @@ def _check_counts(rules: Mapping[str, Node], most: int, *, nested: bool = False)
 
 
 def _simple(node: Node, rules: Mapping[str, Node]) -> bool:
-    """Whether ``node`` is a single class of characters."""
+    """Return whether ``node`` is a single class of characters."""
     if isinstance(node, Ref):
         node = rules.get(node.name, node)
     return node == CLASS
 
 
 CLASS = repeat(text("x"), 1, 1)
-"""Stands for any class of characters that is not empty."""
+"""A substitute for any class of characters that is not empty."""
 
 
 def _rules(grammar: str, rule: re.Pattern[str], token: re.Pattern[str]) -> dict[str, Node]:
@@ -167,14 +168,14 @@ def _tokens(body: str, token: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     while at < len(body):
         found = token.match(body, at)
         if found is None:
-            at += 1  # the library says what is wrong
+            at += 1  # the library reports the error
             continue
         at = found.end()
         kind = found.lastgroup or ""
         if kind == "flags":
             kind = "regex"
         if kind == "directive":
-            return  # it is about all rules and ends this one
+            return  # a directive concerns all rules and ends this one
         if kind == "inline":
             at = _behind_object(body, at)
         if kind not in ("space", ""):
@@ -189,7 +190,7 @@ def _behind_object(body: str, at: int) -> int:
 
 
 class _Reader:
-    """Reads the body of a rule."""
+    """Reader of a rule's body."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._at = tokens, 0
@@ -259,7 +260,7 @@ def _expression(value: str) -> Node:
     try:
         return parsed(value, WHOLE)
     except PatternError:
-        return EVERYTHING  # of Rust's syntax, that is more
+        return EVERYTHING  # Rust's syntax has more
 
 
 def _is_empty_class(value: str) -> bool:

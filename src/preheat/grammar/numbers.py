@@ -10,7 +10,7 @@ from preheat.grammar.nodes import EMPTY, NOTHING, Node, alt, chars, optional, re
 DIGIT = chars(of("0123456789"))
 SOME, MORE = repeat(DIGIT, 1), repeat(DIGIT)
 ZERO, POSITIVE = text("0"), seq(repeat(DIGIT), chars(of("123456789")), repeat(DIGIT))
-"""Digits of which one is not zero."""
+"""``POSITIVE``: digits, at least one of them not zero."""
 
 INTEGER = seq(optional(text("-")), alt(ZERO, seq(chars(of("123456789")), MORE)))
 NUMBER = seq(
@@ -21,7 +21,7 @@ NUMBER = seq(
 
 
 def digits(low: int, high: int, count: int, base: int = 10) -> Node:
-    """The numbers from ``low`` to ``high``, of ``count`` digits."""
+    """Return the numbers from ``low`` to ``high``, of ``count`` digits."""
     if count == 0:
         return EMPTY
     if (low, high) == (0, base**count - 1):
@@ -48,7 +48,7 @@ def _digit(low: int, high: int) -> Node:
 
 
 def integers(low: int | None, high: int | None) -> Node:
-    """The integers from ``low`` to ``high``; None: without end."""
+    """Return the integers from ``low`` to ``high``; None: without end."""
     if low is None and high is None:
         return INTEGER
     negative: Node = NOTHING
@@ -61,7 +61,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 
 def _naturals(low: int, high: int | None) -> Node:
-    """The numbers from ``low``, at least 0, to ``high``."""
+    """Return the integers from ``low``, at least 0, to ``high``."""
     if high is not None and low > high:
         return NOTHING
     least, most = len(str(low)), None if high is None else len(str(high))
@@ -77,11 +77,11 @@ def _naturals(low: int, high: int | None) -> Node:
 
 
 Bound = tuple[Decimal, bool]
-"""A bound, and whether it is a value itself."""
+"""A bound, and whether the bound itself is allowed."""
 
 
 def decimals(low: Bound | None, high: Bound | None) -> Node:
-    """The numbers from ``low`` to ``high``, without exponents where there is a bound."""
+    """Return the numbers from ``low`` to ``high``, without exponents where there is a bound."""
     if low is None and high is None:
         return NUMBER
     negative: Node = NOTHING
@@ -95,7 +95,7 @@ def decimals(low: Bound | None, high: Bound | None) -> Node:
 
 
 def _magnitudes(low: Bound, high: Bound | None) -> Node:
-    """The numbers from ``low``, at least 0, to ``high``, without signs."""
+    """Return the numbers from ``low``, at least 0, to ``high``, without signs."""
     first, least = _cut(low[0])
     if high is None:
         return alt(_with(first, _above(least, low[1]), not least and low[1]), _any_fraction(_naturals(first + 1, None)))
@@ -112,7 +112,7 @@ def _magnitudes(low: Bound, high: Bound | None) -> Node:
 
 
 def _cut(value: Decimal) -> tuple[int, str]:
-    """The whole part of a number and the digits of its fraction, without zeros at the end."""
+    """Return the whole part of a number and its decimals, without zeros at the end."""
     whole, _, fraction = format(value, "f").partition(".")
     return int(whole), fraction.rstrip("0")
 
@@ -122,13 +122,13 @@ def _any_fraction(whole: Node) -> Node:
 
 
 def _with(whole: int, fraction: Node, none: bool) -> Node:
-    """``whole`` with one of the fractions, or with ``none``."""
+    """Return ``whole`` with one of the fractions; ``none``: or without a fraction."""
     behind = seq(text("."), fraction)
     return seq(text(str(whole)), optional(behind) if none else behind)
 
 
 def _above(least: str, itself: bool) -> Node:
-    """Digits of fractions from ``least`` on, at least one digit."""
+    """Return the digits of fractions from ``least`` on, at least one digit."""
     if not least:
         return SOME if itself else POSITIVE
     first, rest = int(least[0]), least[1:]
@@ -140,7 +140,7 @@ def _above(least: str, itself: bool) -> Node:
 
 
 def _below(most: str, itself: bool) -> Node:
-    """Digits of fractions up to ``most``, at least one digit."""
+    """Return the digits of fractions up to ``most``, at least one digit."""
     if not most:
         return repeat(ZERO, 1) if itself else NOTHING
     first, rest = int(most[0]), most[1:]
@@ -152,7 +152,7 @@ def _below(most: str, itself: bool) -> Node:
 
 
 def _between(least: str, most: str, itself: bool, most_itself: bool) -> Node:
-    """Digits of fractions from ``least`` to ``most``, at least one digit."""
+    """Return the digits of fractions from ``least`` to ``most``, at least one digit."""
     if not least and not most:
         return repeat(ZERO, 1) if itself and most_itself else NOTHING
     one, other = least[:1] or "0", most[:1] or "0"

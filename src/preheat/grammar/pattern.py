@@ -1,8 +1,8 @@
 r"""Regular expressions as nodes: the syntax that ECMA 262, Python and Rust share.
 
-Two dialects. That of JSON Schema is ECMA 262: classes such as ``\d`` are ASCII, ``.`` takes no line terminator, and a
-pattern may be found anywhere in the text. The other is that of a whole text: classes are Unicode's, ``.`` takes no
-newline. What is no regular expression in this sense is a :class:`PatternError`, which says where it stands.
+There are two dialects. The dialect of JSON Schema is ECMA 262: classes such as ``\d`` are ASCII, ``.`` takes no line
+terminator, and a pattern may be found anywhere in the text. The dialect of whole texts has Unicode's classes, and its
+``.`` takes no newline. Other syntax raises :class:`PatternError`, with the position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_COUNT = 10**6
 
 
 class PatternError(ValueError):
-    """What is wrong with a regular expression; ``at``: the position of the character."""
+    """An error in a regular expression; the message has the position ``at``."""
 
     def __init__(self, why: str, at: int) -> None:
         super().__init__(f"{why} at position {at}")
@@ -28,7 +28,7 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class _Anchor(Node):
-    """The beginning of the text, or its ``end``; it stands ``at`` this position of the expression."""
+    """An anchor for the beginning of the text, or its ``end``, ``at`` a position of the expression."""
 
     end: bool
     at: int
@@ -36,7 +36,9 @@ class _Anchor(Node):
 
 @dataclass(frozen=True)
 class Dialect:
-    r"""``dot``: what the dot takes. ``classes``: the set of ``\d``, ``\s`` or ``\w``. ``search``: the expression may
+    r"""A syntax of regular expressions.
+
+    ``dot``: the characters of the dot. ``classes``: the set of ``\d``, ``\s`` or ``\w``. ``search``: the expression may
     be found anywhere in the text.
     """
 
@@ -54,7 +56,7 @@ WHOLE = Dialect(characters.others(characters.of("\n")), characters.unicode_class
 
 
 def parsed(pattern: str, dialect: Dialect) -> Node:
-    """The texts that fit ``pattern``. Raises PatternError."""
+    """Return the texts that fit ``pattern``. Raises PatternError."""
     return _Anchored(dialect.search).node(_Parser(pattern, dialect).whole())
 
 
@@ -67,7 +69,7 @@ _CATEGORY = re.compile(r"([pP])(?:\{(?:General_Category=|gc=)?(\w{1,2})\}|([A-Z]
 
 
 class _Parser:
-    """Reads ``pattern`` by recursive descent."""
+    """Parser of ``pattern`` by recursive descent."""
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._text, self._dialect, self._at = pattern, dialect, 0
@@ -114,7 +116,7 @@ class _Parser:
                 raise self._wrong("nothing to repeat", 1)
             if self._take("+"):
                 raise self._wrong("possessive quantifiers are not supported", 1)
-            self._take("?")  # a lazy one holds the same texts
+            self._take("?")  # a lazy quantifier holds the same texts
             node = repeat(node, *least_most)
         return node
 
@@ -168,7 +170,7 @@ class _Parser:
         return found
 
     def _escape(self, start: int, *, within: bool) -> Ranges:
-        """The characters of an escape, behind its backslash."""
+        """Return the characters of an escape, behind its backslash."""
         letter = self._peek()
         if not letter:
             raise PatternError("a backslash at the end", start)
@@ -195,14 +197,14 @@ class _Parser:
         return _single(ord(letter), start)
 
     def _code(self, digits: str) -> int:
-        """The code point of ``digits``; two escapes of surrogates are one."""
+        """Return the code point of ``digits``; two escapes of surrogates make one code point."""
         code = int(digits, 16)
         if 0xD800 <= code < 0xDC00 and (low := self._match(_PAIR)):
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         return code
 
     def _class(self, start: int) -> Node:
-        """A class of characters, behind its bracket."""
+        """Return the class of characters behind its bracket."""
         negated, found, first = self._take("^"), Ranges(), self._at
         while self._at == first or self._peek() != "]":
             if self._peek() == "]" and self._dialect.search:
@@ -233,20 +235,20 @@ _QUANTIFIERS: tuple[tuple[str, tuple[int, int | None]], ...] = (("*", (0, None))
 def _single(code: int, at: int) -> Ranges:
     if found := characters.common(((code, code),), characters.ANY_CHARACTER):
         return found
-    raise PatternError(f"{code:x} is no character", at)
+    raise PatternError(f"{code:x} is not a character", at)
 
 
 def _span(low: Ranges, high: Ranges, at: int) -> Ranges:
-    """The range from one character to another."""
+    """Return the range from one character to another."""
     if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or high[0][0] != high[0][1]:
         raise PatternError("a range of classes", at)
     if low[0][0] > high[0][0]:
-        raise PatternError("a range whose end is before its beginning", at)
+        raise PatternError("a range that ends before it begins", at)
     return characters.ranges((low[0][0], high[0][0]))
 
 
 class _Anchored:
-    """Replaces anchors. They may stand at the edges of the expression and of its alternatives."""
+    """Removal of anchors; they may stand at the edges of the expression and of its alternatives."""
 
     def __init__(self, search: bool) -> None:
         self._around = EVERYTHING if search else EMPTY
@@ -270,7 +272,10 @@ class _Anchored:
 
 
 def _spread(node: Node) -> list[tuple[Node, ...]]:
-    """``node`` as alternatives of sequences, so that an anchor at the edge of a group is at that of a sequence."""
+    """Return ``node`` as alternatives of sequences.
+
+    An anchor at the edge of a group is then at the edge of a sequence.
+    """
     if isinstance(node, Alt):
         return [each for part in node.parts for each in _spread(part)]
     if not isinstance(node, Seq) or _first_anchor(node) is None:
@@ -284,7 +289,7 @@ def _spread(node: Node) -> list[tuple[Node, ...]]:
 
 
 def _first_anchor(node: Node) -> _Anchor | None:
-    """An anchor within ``node``."""
+    """Return the first anchor within ``node``, if there is one."""
     match node:
         case _Anchor():
             return node

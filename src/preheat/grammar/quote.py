@@ -1,4 +1,4 @@
-"""JSON strings: all the ways in which RFC 8259, section 7, spells a text."""
+"""JSON strings: all spellings of a text by RFC 8259, section 7."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PLAIN: Ranges = others(ranges((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 """Characters that may stand for themselves."""
 
 SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-"""Characters with an escape of two characters, and the second of them."""
+"""Characters with an escape of two characters, and the second character of the escape."""
 
 
 def quoted(node: Node) -> Node:
-    """The JSON strings whose values are texts of ``node``, with their quotation marks."""
+    """Return the JSON strings with values in ``node``, with their quotation marks."""
     return seq(text('"'), spelled(node), text('"'))
 
 
 def spelled(node: Node) -> Node:
-    """The spellings of the texts of ``node``."""
+    """Return the spellings of the texts of ``node``."""
     match node:
         case Chars(found):
             return character(found)
@@ -55,7 +55,7 @@ def spelled(node: Node) -> Node:
 
 @lru_cache(maxsize=4096)
 def character(found: Ranges) -> Node:
-    """The spellings of one character of ``found``."""
+    """Return the spellings of one character of ``found``."""
     short = "".join(letter for each, letter in SHORT.items() if common(of(each), found))
     return alt(
         chars(common(found, PLAIN)),
@@ -66,7 +66,7 @@ def character(found: Ranges) -> Node:
 
 
 def _pairs(low: int, high: int) -> list[Node]:
-    """The pairs of surrogates of the characters from ``low`` to ``high``."""
+    """Return the escapes, as pairs of surrogates, of the characters from ``low`` to ``high``."""
     low, high = low - 0x10000, high - 0x10000
     first, last = low >> 10, high >> 10
     if first == last:
@@ -86,7 +86,7 @@ def _pairs(low: int, high: int) -> list[Node]:
 
 
 def _unit(low: int, high: int) -> Node:
-    """The escapes of the numbers from ``low`` to ``high``."""
+    """Return the escapes of the code units from ``low`` to ``high``."""
     return seq(text("\\u"), digits(low, high, 4, 16))
 
 

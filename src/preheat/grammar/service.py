@@ -1,5 +1,6 @@
-"""Grammars beside the engine's loop: compiled by threads while requests wait, masks computed by threads while the model
-runs.
+"""Grammars beside the engine's loop: compilation and masks in threads.
+
+Grammars are compiled while their requests wait; masks are computed while the model runs.
 """
 
 from __future__ import annotations
@@ -42,31 +43,31 @@ from preheat.utils.structured import (
 logger = logging.getLogger(__name__)
 
 KEPT, KEPT_BYTES = 512, 2**26
-"""Compiled grammars that are kept for requests to come, the latest used ones, and bytes of what they were made from."""
+"""Bounds of the latest compiled grammars that are kept: their number, and the bytes of their parameters."""
 
 MOST_COMPILERS, MOST_MASK_THREADS = 8, 32
 
 STACK = 2**29
-"""Bytes of the stack of a thread that compiles, of which only those in use take memory. The library recurses: with the
-usual 8 MiB a chain of 2,000 references would end the process."""
+"""Bytes of the stack of a thread that compiles; only used pages take memory. The library recurses: with the usual 8 MiB
+a chain of 2,000 references would end the process."""
 
 PATHS, PATH_TOKENS = 4, 64
-"""The paths through a grammar whose states are built at boot."""
+"""Paths through a grammar at boot, to build its states, and their length in tokens."""
 
 LIBRARIES: Mapping[str, Callable[[str, int, int], Library]] = MappingProxyType(
     {"llguidance": Guidance, "xgrammar": XGrammar}
 )
 
 PROBE_TOKENS, PROBES = 24, 2
-"""The paths that each grammar is tried on when it is compiled: one whose masks cost too much is noticed before it is
-used, where nobody waits for it."""
+"""Length and number of the paths that try each grammar when it is compiled. A grammar with masks that cost too
+much is found there, before a running request waits for it."""
 
 Arrived = tuple[Request, State | PreheatError]
 
 
 @dataclass
 class _Waiting:
-    """A request whose grammar is being compiled, since ``began``; 0: it waits for a thread."""
+    """A request that waits for its grammar, compiled since ``began``; 0: it waits for a thread."""
 
     request: Request
     grammar: Future[Grammar]
@@ -79,8 +80,10 @@ class _Kept(NamedTuple):
 
 
 class Grammars:
-    """Grammars over the tokens of one model. :meth:`start` a request, and :meth:`take` it once its grammar is compiled;
-    :meth:`fill` masks. ``seconds``: the most that compiling may take. ``config`` has the server's own wishes.
+    """Grammars over the tokens of one model.
+
+    :meth:`start` a request, and :meth:`take` it once its grammar is compiled; :meth:`fill` masks. ``seconds``: the most
+    that a compilation may take. ``config``: the server's own options.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Grammars:
         self._masks = ThreadPoolExecutor(1, "grammar-masks")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._kept_bytes = 0
-        self._free: Future[Grammar] = Future()  # of requests whose masks follow from their parameters alone
+        self._free: Future[Grammar] = Future()  # of requests with masks by their parameters alone
         self._free.set_result(Grammar(backend, None))
         self._waiting: dict[int, _Waiting] = {}
 
@@ -106,13 +109,13 @@ class Grammars:
         return bool(self._waiting)
 
     def start(self, request: Request) -> None:
-        """Have the grammar of ``request`` compiled, unless it is there."""
+        """Have the grammar of ``request`` compiled, unless it is kept."""
         params = request.params.structured_outputs
         grammar = self._free if params is None else self.grammar(params)
         self._waiting[request.id] = _Waiting(request, grammar)
 
     def grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar of ``params``, which may not be compiled yet."""
+        """Return the grammar of ``params``; it may not be compiled yet."""
         everywhere = msgspec.structs.replace(
             params, after_token_id=None, start_token_id=None, call_token_ids=(), after_header=None
         )
@@ -143,18 +146,19 @@ class Grammars:
         return grammar
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a waiting request; False if it does not wait."""
+        """Forget a waiting request. Return False if it does not wait."""
         return self._waiting.pop(request_id, None) is not None
 
     def cancel_all(self) -> list[int]:
-        """Forget all waiting requests; their ids."""
+        """Forget all waiting requests. Return their ids."""
         ids = [*self._waiting]
         self._waiting.clear()
         return ids
 
     def take(self, timeout: float = 0.0) -> list[Arrived]:
-        """The requests that no longer wait, each with the state at its beginning or with what is wrong; waits up to
-        ``timeout`` seconds for the first one.
+        """Return the requests that no longer wait.
+
+        Each comes with its first state or an error. Wait up to ``timeout`` seconds for the first one.
         """
         if timeout and self._waiting:
             wait([each.grammar for each in self._waiting.values()], timeout, FIRST_COMPLETED)
@@ -186,11 +190,12 @@ class Grammars:
         return PreheatError(f"structured_outputs: {type(error).__name__}: {error}")
 
     def fill(self, masks: np.ndarray, slots: Slots, schedule: Schedule) -> Future[float]:
-        """Begin to write the masks of a step, int32 [sampled tokens, words]; how long it took, in seconds. All tokens
-        of the step's rows with a grammar must be known. A row whose sequence has ended is allowed everything: what it
-        draws is dropped.
+        """Begin to write the masks of a step, int32 [sampled tokens, words].
+
+        The result is the time that it took, in seconds. All tokens of the step's rows with a grammar must be known. A
+        row whose sequence has ended allows all tokens: its token is dropped.
         """
-        if schedule.total_sampled > len(masks):  # libraries write to where they are told
+        if schedule.total_sampled > len(masks):  # libraries write without a check of bounds
             raise ValueError(f"{schedule.total_sampled} masks do not fit into {len(masks)}")
         rows, ruled, counts = list[Row](), list[Row](), schedule.num_sampled
         places = counts.cumsum() - counts
@@ -222,14 +227,15 @@ class Grammars:
         return took
 
     def wait(self, masks: Future[float]) -> None:
-        """Until the masks of a step are written."""
+        """Wait until the masks of a step are written."""
         began = time.perf_counter()
         masks.result()
         self.stats.wait_seconds += time.perf_counter() - began
 
     def preload(self, name: str) -> int:
-        """Compile the grammar that the boot knows by ``name`` and build states of it; how many. Raises InvalidRequest,
-        naming it, if it cannot be compiled.
+        """Compile the preloaded grammar ``name`` and build its states. Return the number of masks computed.
+
+        Raises InvalidRequest, with the name, if it cannot be compiled.
         """
         try:
             return self.grammar(self.preloads[name]).result().explore(PATH_TOKENS, PATHS)
@@ -242,7 +248,10 @@ class Grammars:
 
 
 def _deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have a stack of `STACK` bytes; they are started here, because that is a setting of all."""
+    """Return a pool of threads with stacks of `STACK` bytes.
+
+    The threads start here: the size of the stack is a setting of the whole process.
+    """
     pool, started = ThreadPoolExecutor(count, name), threading.Barrier(count)
     before = threading.stack_size(STACK)
     try:
@@ -254,7 +263,7 @@ def _deep_threads(count: int, name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """A panic of the library, which is no Exception, becomes an error of the request or the step."""
+    """Turn a panic of the library, not an Exception, into an error of the request or step."""
     try:
         yield
     except Exception:
@@ -264,13 +273,18 @@ def _no_panic() -> Iterator[None]:
 
 
 def compilers() -> int:
-    """Threads that compile: half of the cores, the others run the model and the server."""
+    """Return the number of threads that compile: half of the cores.
+
+    The other cores run the model and the server.
+    """
     return min(max((os.cpu_count() or 1) // 2, 1), MOST_COMPILERS)
 
 
 def mask_threads(*, idle: bool) -> int:
-    """Threads that compute masks: half of the cores too, or on an ``idle`` host, whose model is on a device, all but
-    those of the loop and the server, because a step waits for its masks.
+    """Return the number of threads that compute masks.
+
+    A step waits for its masks. The number is half of the cores. On an ``idle`` host, with the model on a device, it is
+    all cores but two, for the loop and the server.
     """
     cores = os.cpu_count() or 1
     return min(max(cores - 2 if idle else cores // 2, 1), MOST_MASK_THREADS)
@@ -279,8 +293,10 @@ def mask_threads(*, idle: bool) -> int:
 def open_grammars(
     settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int, *, idle: bool = False
 ) -> Grammars | str:
-    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none. ``idle``: see
-    :func:`mask_threads`. Raises SettingsError for a library that is not installed.
+    """Return the grammars for the model's tokenizer, or the reason for none.
+
+    ``find_tokenizer`` returns the tokenizer's folder. ``idle``: see :func:`mask_threads`. Raises SettingsError if the
+    library is not installed.
     """
     if why := why_none(settings):
         return why
@@ -291,7 +307,7 @@ def open_grammars(
         text = read_text(tokenizer / "tokenizer.json", most=TABLE_BYTES)
         backend = library(text, vocab_size, mask_threads(idle=idle))
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
-    except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception
+    except BaseException as error:  # the library raises many kinds, and its panic is no Exception
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        logger.warning("There are no structured outputs: %s", reason)
+        logger.warning("Structured outputs are not available: %s", reason)
         return f"the tokenizer cannot be used for grammars ({reason})"

@@ -1,4 +1,4 @@
-"""What a request asks of its text, whatever library compiles it: its parts, checked. Nothing is compiled here."""
+"""The parts of a request's constraint, checked for any library. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from preheat.errors import InvalidRequest
 
 MAX_CHOICES = 10_000
 MAX_OBJECTS = 20_000
-"""Objects in a schema. The library follows references by recursion, on a stack of `STACK` bytes (service.py)."""
+"""Most objects in a schema. The library follows references by recursion, on a stack of `STACK` bytes (service.py)."""
 
 MAX_TEXT = 2**17
-"""Characters of a grammar, of a regular expression, of all texts of a choice, or of all that a schema has its values
-say, for the same reason."""
+"""Most characters of a grammar, of a regular expression, of all texts of a choice, or of a schema's names, patterns and
+values. The reason is the same."""
 
 OPTIONS = "x-guidance"
-"""The key under which schemas carry options of llguidance elsewhere. Here they would be ignored."""
+"""The key of schemas for options of llguidance elsewhere. Here the options would be ignored."""
 
 
 class Inexact(ValueError):
-    """What a library cannot say exactly."""
+    """A constraint that a library cannot express exactly."""
 
 
 def check_sizes(params: StructuredOutputsParams) -> None:
-    """Raises InvalidRequest for a text that is too long for a library to recurse through."""
+    """Raise InvalidRequest if a text is too long for a library to recurse through."""
     for part in ("regex", "grammar", "choice", "whitespace_pattern"):
         check_size(part, sum(map(len, getattr(params, part) or "")))
 
 
 def check_size(part: str, size: int, what: str = "it has") -> None:
-    """Raises InvalidRequest for more characters than a library can recurse through."""
+    """Raise InvalidRequest if ``size`` is more characters than a library can recurse through."""
     if size > MAX_TEXT:
         raise refused(part, f"{what} {size:,} characters, at most {MAX_TEXT:,} are allowed")
 
 
 def refused(part: str, why: str) -> InvalidRequest:
-    """The error for a ``part`` of ``structured_outputs`` that cannot be served."""
+    """Return the error for a ``part`` of ``structured_outputs`` that cannot be served."""
     param = f"structured_outputs.{part}"
     return InvalidRequest(f"{param}: {why}", param=param)
 
 
 def loaded_schema(params: StructuredOutputsParams, given: object, part: str) -> dict[str, Any]:
-    """The JSON schema ``given``, without other properties if ``params`` say so."""
+    """Return the JSON schema ``given``, closed to other properties if ``params`` say so."""
     schema = loaded(given, part)
     for count, (path, inner) in enumerate(objects(schema, "$")):
         if count == MAX_OBJECTS:
@@ -57,7 +57,7 @@ def loaded_schema(params: StructuredOutputsParams, given: object, part: str) -> 
 
 
 def loaded(given: object, part: str) -> dict[str, Any]:
-    """An object, or the text of one."""
+    """Return the object ``given``, or the object in its text. Raises InvalidRequest if it is neither."""
     if isinstance(given, str):
         try:
             given = json.loads(given, parse_float=Decimal, parse_constant=_no_number)
@@ -69,11 +69,11 @@ def loaded(given: object, part: str) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects in ``value``, with their JSON paths."""
+    """Yield all objects in ``value``, with their JSON paths."""
     if isinstance(value, dict):
         yield path, value
         for key, inner in value.items():
@@ -90,7 +90,7 @@ ARE_SCHEMAS = ("additionalProperties", "items", "additionalItems")
 
 
 def _closed(schema: Any) -> Any:
-    """``schema`` in which objects that name properties have no others, unless they say otherwise."""
+    """Return ``schema`` with objects closed to properties that they do not name, unless they say otherwise."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -107,7 +107,7 @@ def _closed(schema: Any) -> Any:
 
 
 def choices_of(params: StructuredOutputsParams) -> list[str]:
-    """The texts of ``choice`` as literals, as a choice in Lark's notation and in EBNF."""
+    """Return the texts of ``choice`` as literals, for a choice in Lark's notation and in EBNF."""
     texts = params.choice or []
     if not texts:
         raise refused("choice", "it has no texts")
@@ -117,5 +117,5 @@ def choices_of(params: StructuredOutputsParams) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """A text in Lark's notation, which is that of EBNF too."""
+    """Return a literal of ``text`` in Lark's notation and in EBNF."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,11 +1,11 @@
-"""Grammars and their states over the tokens of one model, whatever library computes masks.
+"""Grammars and their states over the tokens of one model, for any library.
 
 A mask is a row of int32 words; bit i % 32 of word i // 32 says whether token i is allowed.
 
-Order. The grammar allows what its text may go on with. Where the text may end, all stop ids of the request are allowed
-too. Then ``min_tokens`` and ``ignore_eos`` take away the stop ids that they are about, unless nothing else is left: a
-text that is complete and cannot go on ends all the same. Before the grammar begins, in a model's reasoning, no stop id
-is allowed: a text that is not there yet is not complete.
+A mask is made in this order. The grammar allows the tokens that may continue its text. Where the text may end, all stop
+ids of the request are allowed too. Then ``min_tokens`` and ``ignore_eos`` remove the stop ids that they concern, unless
+nothing else is left: a complete text that cannot go on ends all the same. Before the grammar begins, in a model's
+reasoning, no stop id is allowed: a text that has not begun is not complete.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ class Matcher(Protocol):
     """A library's own state of a grammar."""
 
     def deep_copy(self) -> Matcher:
-        """One that goes its own way from here."""
+        """Return a copy that changes independently."""
 
     def consume_token(self, token: int) -> bool:
-        """Move on behind ``token``; False if the grammar does not allow it, and then for ever."""
+        """Move on behind ``token``; False, now and from then on, if the grammar does not allow it."""
 
     def is_error(self) -> bool:
-        """Whether the grammar cannot go on: a token was refused, or it became too complex."""
+        """Return whether the grammar cannot go on: a token was refused, or it became too complex."""
 
     def get_error(self) -> str:
-        """What is wrong then."""
+        """Return the reason why the grammar cannot go on."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """The tokens with which the text must go on; where it may be cut into others, it need not be these."""
+        """Return the tokens of the text that must follow; other tokens may spell the same text."""
 
 
 class Library(Protocol):
-    """A library of grammars over the tokens of one model, for logits of ``vocab_size`` tokens, so masks of ``words``
-    words. ``end``: a token that never stands for text; in the library's own masks it says that the text may end.
+    """A library of grammars over the tokens of one model.
+
+    Logits are of ``vocab_size`` tokens, so masks have ``words`` words. ``end``: a token that never stands for text; in
+    the library's own masks it says that the text may end.
     """
 
     vocab_size: int
@@ -57,26 +59,29 @@ class Library(Protocol):
     end: int
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of ``params``. Raises InvalidRequest, naming the part, if there is none. May take seconds."""
+        """Return the grammar of ``params``. May take seconds.
+
+        Raises InvalidRequest, naming the part, if there is no grammar.
+        """
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write masks, int32 [rows, words]. What stands behind a draft that the grammar refuses is never looked at."""
+        """Write masks, int32 [rows, words]. Nobody looks at the masks behind a draft that the grammar refuses."""
 
 
 class Grammar:
-    """A compiled grammar. Its states share what is built while they are used. Without a ``matcher`` it allows all."""
+    """A compiled grammar. Its states share structures that grow in use. Without a ``matcher`` it allows all."""
 
     def __init__(self, backend: Library, matcher: Any) -> None:
         self.backend, self._matcher = backend, matcher
 
     def state(self, request: Request) -> State:
-        """The state at the beginning of the output of ``request``. Raises InvalidRequest for one that cannot end."""
+        """Return the first state of the output of ``request``. Raises InvalidRequest if no token could end the text."""
         if self._matcher is None:
             return State(self.backend, None, request)
         if not request.stop_ids:
@@ -88,8 +93,10 @@ class Grammar:
         return State(self.backend, self._matcher.deep_copy(), request)
 
     def explore(self, tokens: int, walks: int) -> int:
-        """Build the states on ``walks`` paths of at most ``tokens`` tokens through the grammar, the same at every call;
-        how many masks were computed. Raises ValueError if the grammar cannot go on from one of them.
+        """Build the states on ``walks`` paths through the grammar.
+
+        The paths have at most ``tokens`` tokens, and are the same at every call. Return the number of masks computed.
+        Raises ValueError if the grammar cannot go on from a state.
         """
         if self._matcher is None:
             return 0
@@ -109,10 +116,11 @@ class Grammar:
 
 
 class State:
-    """The state of one sequence's grammar; see :class:`preheat.schedule.grammar.GrammarState`. ``bans``: stop ids are
-    to be taken out of its masks. ``phase``: how far the reasoning is, in which the text is free. Without a ``matcher``
-    it is free to its end. ``rules`` and ``budget``: what the request's parameters allow besides; the budget's end of
-    the reasoning goes before all else.
+    """The state of one sequence's grammar; see :class:`preheat.schedule.grammar.GrammarState`.
+
+    ``bans``: stop ids may have to be removed from its masks. ``phase``: the progress of the reasoning; the text is free
+    within it. Without a ``matcher``, the text is free to its end. ``rules`` and ``budget``: other limits of the
+    request's parameters. The budget's end of the reasoning wins over everything else.
     """
 
     def __init__(self, backend: Library, matcher: Any, request: Request) -> None:
@@ -121,10 +129,12 @@ class State:
         chosen = set(params.stop_token_ids or ())
         stops, own = list(request.stop_ids), [id for id in request.stop_ids if id not in chosen]
         words = backend.words
-        self._stops, self._own = _mask_of(stops, words), _mask_of(own, words)
-        # Those that are text to the grammar would end the sequence within it.
+        self._stops, self._model_stops = _mask_of(stops, words), _mask_of(own, words)
+        # Stop ids that are text to the grammar would end the sequence within the text.
         texts = _mask_of([id for id in own if not backend.is_special(id)], words)
-        self._ban_stops, self._ban_own, self._ban_texts = map(_parts_of, (self._stops, self._own, texts))
+        self._ban_stops, self._ban_model_stops, self._ban_texts = map(
+            _parts_of, (self._stops, self._model_stops, texts)
+        )
         self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
         self.budget = None if request.thinking is None else Budget(request.thinking, self._is_space)
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
@@ -165,7 +175,7 @@ class State:
         return [] if self.error or not self.phase.is_content else self.matcher.compute_ff_tokens()
 
     def _sign(self, token: int, phase: Phase, header: _Header | None) -> Sign:
-        """What ``token`` means in ``phase`` behind ``header``: white space matters only at the beginning."""
+        """Return the meaning of ``token`` in ``phase`` behind ``header``; white space matters only at the beginning."""
         found = self._signs.get(token)
         if found is Sign.END and header is not None and not header.counts:
             return Sign.TEXT
@@ -177,7 +187,7 @@ class State:
         return self._backend.text([token]).isspace()
 
     def _phases(self, drafts: Sequence[int]) -> list[Phase]:
-        """The phases [1 + drafts] before and behind each of ``drafts``."""
+        """Return the phases [1 + drafts]: before the first draft, and behind each of ``drafts``."""
         phases, header = [self.phase], self._header
         for draft in drafts:
             phases.append(phase_after(phases[-1], self._sign(draft, phases[-1], header)))
@@ -185,8 +195,9 @@ class State:
         return phases
 
     def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> list[Row]:
-        """Write those of ``masks``, int32 [1 + drafts, words], where the text is free. The rows for the others, with
-        places in ``masks``.
+        """Write the masks of the free text into ``masks``, int32 [1 + drafts, words].
+
+        Return the rows for all other masks, with places in ``masks``.
         """
         if self.phase.is_content:
             return [(self, 0, drafts)]
@@ -197,14 +208,14 @@ class State:
             rows.append((self, 0, drafts[: begin - 1]))
         for ahead in range(begin, end):
             early = self._accepted + ahead < self._min_tokens
-            banned = self._stops if early else self._own if self._ignore_eos else np.int32(0)
+            banned = self._stops if early else self._model_stops if self._ignore_eos else np.int32(0)
             masks[ahead] = ~(banned | self._unfinished)
         if end < len(masks):
             rows.append((self._behind(drafts[:end]), end, drafts[end:]))
         return rows
 
     def _behind(self, drafts: Sequence[int]) -> State:
-        """The state behind ``drafts``, the last of which ends the reasoning."""
+        """Return the state behind ``drafts``; the last draft ends the reasoning."""
         found = copy(self)
         found.matcher, found.phase = (self._first or self.matcher).deep_copy(), Phase.ENDED
         found._accepted += len(drafts)
@@ -220,11 +231,11 @@ class State:
 
     @property
     def ruled(self) -> bool:
-        """Whether :meth:`keep_rules` may take something out of a mask."""
+        """Whether :meth:`keep_rules` may remove a token from a mask."""
         return self.rules is not None or self.budget is not None
 
     def keep_rules(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Take out of ``masks``, int32 [1 + drafts, words], what the rules and the budget do not allow."""
+        """Remove the tokens that rules and budget forbid from ``masks``, int32 [1 + drafts, words]."""
         for ahead, mask in enumerate(masks):
             forced = None if self.budget is None else self.budget.forced(drafts[:ahead])
             if forced is not None:
@@ -240,8 +251,8 @@ class State:
             mask[:] = -1
 
     def add_ends(self, mask: np.ndarray, ends: bool, ahead: int) -> None:
-        """Finish the ``mask`` int32 [words] ``ahead`` tokens behind the state; ``ends``: the text may end there."""
-        if ends and self.matcher.is_error():  # its mask would end the text, which is not complete
+        """Finish the ``mask``, int32 [words], ``ahead`` tokens behind the state; ``ends``: the text may end there."""
+        if ends and self.matcher.is_error():  # the mask would end a text that is not complete
             self.error = f"the grammar of structured_outputs cannot go on: {self.matcher.get_error()}"
             mask[:] = -1
             return
@@ -249,7 +260,7 @@ class State:
             mask |= self._stops
         early = self._accepted + ahead < self._min_tokens
         if early or self._ignore_eos or not ends:
-            words, bits = self._ban_stops if early else self._ban_own if self._ignore_eos else self._ban_texts
+            words, bits = self._ban_stops if early else self._ban_model_stops if self._ignore_eos else self._ban_texts
             banned = mask[words] & bits
             if banned.any():
                 mask[words] &= ~bits
@@ -258,7 +269,7 @@ class State:
 
 
 class _Header:
-    """What ``after_header`` looks at: the text behind the last ``token``, as far as it may be the ``word``."""
+    """The text behind the last ``token``, for ``after_header``, as long as it may be the ``word``."""
 
     def __init__(self, backend: Library, token: int, word: str) -> None:
         self._backend, self._token, self._word = backend, token, word.encode()
@@ -266,11 +277,11 @@ class _Header:
 
     @property
     def counts(self) -> bool:
-        """Whether the word is the first one behind the token."""
+        """Whether ``word`` is the first word behind the token."""
         return self._text is not None and _FIRST_WORD.split(self._text.lstrip(), maxsplit=1)[0] == self._word
 
     def behind(self, token: int) -> _Header:
-        """The header with ``token`` behind it."""
+        """Return the header with ``token`` behind it."""
         if token != self._token and (self._text is None or len(self._text.lstrip()) > len(self._word)):
             return self
         found = copy(self)
@@ -280,7 +291,7 @@ class _Header:
 
 
 class Rules:
-    """What ``allowed_token_ids`` and ``bad_words`` of a request allow behind the ``recent`` tokens of its output."""
+    """The tokens that ``allowed_token_ids`` and ``bad_words`` allow behind the ``recent`` tokens of an output."""
 
     def __init__(self, request: Request, words: int) -> None:
         allowed = request.params.allowed_token_ids
@@ -289,7 +300,7 @@ class Rules:
         self.recent: deque[int] = deque(maxlen=max((len(begin) for begin, _ in self._bad), default=0))
 
     def mask(self, drafts: Sequence[int]) -> np.ndarray:
-        """The tokens that are allowed behind ``drafts``, int32 [words]: none that would complete a bad word."""
+        """Return the tokens that are allowed behind ``drafts``, int32 [words]: none that would complete a bad word."""
         text, mask = [*self.recent, *drafts], self._allowed.copy()
         for begin, last in self._bad:
             if not begin or text[-len(begin) :] == begin:
@@ -298,11 +309,11 @@ class Rules:
 
 
 Row = tuple[State, int, Sequence[int]]
-"""A state, the place of its first mask, and the draft tokens behind whose each another mask follows."""
+"""A state, the place of its first mask, and draft tokens; one more mask follows for each draft."""
 
 
 def add_ends(masks: np.ndarray, rows: Sequence[Row], end: int) -> None:
-    """Finish ``masks`` as a library writes them, in which the token ``end`` says that a text may end."""
+    """Finish the ``masks`` of a library; in them, the token ``end`` says that a text may end."""
     word, bit = end // WORD, np.int32(_bit(end))
     ending = masks[:, word] & bit != 0
     for state, place, drafts in rows:
@@ -317,7 +328,7 @@ def add_ends(masks: np.ndarray, rows: Sequence[Row], end: int) -> None:
 
 
 def _signs(params: StructuredOutputsParams | None) -> dict[int, Sign]:
-    """The tokens that begin or end the reasoning before a text of ``params``."""
+    """Return the tokens that begin or end the reasoning before a text of ``params``."""
     if params is None or params.after_token_id is None:
         return {}
     starts = {} if params.start_token_id is None else {params.start_token_id: Sign.START}
@@ -325,12 +336,12 @@ def _signs(params: StructuredOutputsParams | None) -> dict[int, Sign]:
 
 
 def _bit(token: int) -> int:
-    """The bit of ``token`` in its word, as int32."""
+    """Return the bit of ``token`` in its word, as int32."""
     return int(np.uint32(1 << token % WORD).view(np.int32))
 
 
 def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
-    """The mask int32 [words] of ``tokens``; those outside are left out."""
+    """Return the mask, int32 [words], of ``tokens``; tokens beyond the mask are left out."""
     mask = np.zeros(words, np.int32)
     for token in tokens:
         if 0 <= token < words * WORD:
@@ -339,7 +350,10 @@ def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
 
 
 def _parts_of(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of the words of ``mask`` that have a bit, and these words: few, so a row of masks costs no time."""
+    """Return the places and the values of the nonzero words of ``mask``.
+
+    There are few, so they are quickly applied to a row of masks.
+    """
     words = np.flatnonzero(mask)
     return words, mask[words]
 

@@ -1,7 +1,7 @@
-"""Structural tags: text that is free in places, and JSON, tags and other formats between them.
+"""Structural tags: free text, and JSON, tags and other formats in it.
 
-A tag is a tree of formats, with the names of vLLM and xgrammar. The older form, ``structures`` and ``triggers``,
-becomes one: `format_of`. xgrammar takes the tree as it is, for llguidance it is written down as a grammar.
+A tag is a tree of formats, with the names of vLLM and xgrammar. `format_of` turns the older form, ``structures`` and
+``triggers``, into a tree. xgrammar takes the tree itself; for llguidance it is written as a grammar.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ FIELDS: Mapping[str, tuple[set[str], set[str]]] = MappingProxyType(
         "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
     }
 )
-"""The formats that are served: the fields that each must have, and others that it may have."""
+"""The supported formats: the fields that each must have, and the fields that it may have."""
 
 
 def format_of(params: StructuredOutputsParams) -> Format:
-    """The tree of formats of ``structural_tag``, whose schemas are objects. Raises InvalidRequest, naming the part."""
+    """Return the tree of formats of ``structural_tag``. Raises InvalidRequest, naming the part.
+
+    Its schemas are checked to be objects.
+    """
     given = loaded(params.structural_tag, PART)
     if unknown := given.keys() - {"type", "structures", "triggers", "format"}:
         raise refused(PART, f"{min(unknown)} is not supported; it has a format, or structures and triggers")
     if "format" in given:
         if old := given.keys() & {"structures", "triggers"}:
-            raise refused(PART, f"{min(old)} and format both say what the text must be; give one")
+            raise refused(PART, f"{min(old)} and format both constrain the text; give one of them")
         return _checked(given["format"], "format")
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not structures:
@@ -58,12 +61,12 @@ def format_of(params: StructuredOutputsParams) -> Format:
 
 
 def _checked(given: Any, at: str) -> Format:
-    """The tree ``given``, with the fields that its formats have and no others."""
+    """Return the tree ``given``. Raises InvalidRequest if a format has missing or other fields."""
     if not isinstance(given, dict) or not isinstance(given.get("type"), str):
         raise refused(PART, f"{at} must be an object with a type")
     kind = given["type"]
     if kind not in FIELDS:
-        raise refused(PART, f"{at} has type {kind}, which is not supported; there are {', '.join(FIELDS)}")
+        raise refused(PART, f"{at}: type {kind} is not supported; supported are {', '.join(FIELDS)}")
     must, may = FIELDS[kind]
     own = {key: value for key, value in given.items() if value is not None}
     if wrong := (must - own.keys()) or (own.keys() - must - may - {"type"}):
@@ -86,7 +89,7 @@ def _checked(given: Any, at: str) -> Format:
 
 
 def _check_value(key: str, value: Any, at: str) -> None:
-    """Raises InvalidRequest for a field of another kind than it must be."""
+    """Raise InvalidRequest if a field has a value of the wrong kind."""
     if key == "json_schema":
         loaded(value, PART)
     elif key in ("at_least_one", "stop_after_first"):
@@ -113,7 +116,7 @@ def _check_triggers(given: Format, at: str) -> None:
 
 
 def with_grammars(tree: Format, grammar: Callable[[Format], str]) -> Format:
-    """``tree`` in which each schema and regular expression is the grammar that ``grammar`` makes of its format."""
+    """Return ``tree`` with the result of ``grammar`` in place of each schema and regular expression."""
     if tree["type"] in ("json_schema", "regex"):
         return {"type": "grammar", "grammar": grammar(tree)}
     found = dict(tree)

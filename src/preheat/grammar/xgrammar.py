@@ -1,7 +1,8 @@
 """xgrammar: the other library of grammars, chosen by ``--structured-outputs-config '{"backend": "xgrammar"}'``.
 
-It walks the text of tokens, never of special ones, and precomputes for each grammar which tokens its states allow. What
-it would not keep to in a schema or in a regular expression is refused here, by :mod:`preheat.grammar.xgrammar_source`.
+It walks the text of tokens, never of special tokens. For each grammar it precomputes the allowed tokens of each state.
+The parts of schemas and regular expressions that it would not keep to are refused here, by
+:mod:`preheat.grammar.xgrammar_source`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from preheat.ops.sampling import words_of
 
 
 class XGrammar:
-    """Grammars over the tokens of ``tokenizer``, the text of a tokenizer.json, for logits of ``vocab_size`` tokens.
-    Masks are computed by ``threads`` threads. Raises ValueError for a tokenizer whose tokens are not made of bytes,
-    or that has no special token.
+    """Grammars over the tokens of ``tokenizer``, for logits of ``vocab_size`` tokens.
+
+    ``tokenizer`` is the text of a tokenizer.json. Masks are computed by ``threads`` threads. Raises ValueError if the
+    tokenizer's tokens are not made of bytes, or if it has no special token.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, threads: int) -> None:
@@ -53,65 +55,70 @@ class XGrammar:
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of ``params``. Raises InvalidRequest, naming the part, if there is none. May take seconds."""
+        """Return the grammar of ``params``. May take seconds.
+
+        Raises InvalidRequest, naming the part, if there is no grammar.
+        """
         try:
             grammar = compiled(self._compiler, params)
         except RuntimeError as error:
             raise refused(params.kind, f"it cannot be compiled: {plain_message(error)}") from error
         except RecursionError:
             raise refused(params.kind, "it is nested too deeply") from None
-        own, mask = self._matcher(grammar), np.zeros((1, self.words), np.int32)
-        own.fill_next_token_bitmask(mask)
+        inner, mask = self._matcher(grammar), np.zeros((1, self.words), np.int32)
+        inner.fill_next_token_bitmask(mask)
         if not mask.any():
             raise refused(params.kind, "no text satisfies it")
-        return Grammar(self, Matcher(own, self._encode))
+        return Grammar(self, Matcher(inner, self._encode))
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` never stands for text."""
+        """Return whether ``token`` never stands for text."""
         return not self._text[token]
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return b"".join(self._text[token] for token in tokens)
 
     def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write masks, int32 [rows, words]. For each state: at which place its mask goes, and the draft tokens behind
-        whose each another mask follows.
+        """Write masks, int32 [rows, words].
+
+        Each of ``rows`` has a state, the place of its mask, and draft tokens. One more mask follows for each draft.
         """
         self._batch.batch_fill_next_token_bitmask(
-            [state.matcher.own for state, _, _ in rows], masks, [place for _, place, _ in rows]
+            [state.matcher.inner for state, _, _ in rows], masks, [place for _, place, _ in rows]
         )
         for state, place, drafts in rows:
             if len(drafts):
-                self._fill_behind(masks[place + 1 : place + 1 + len(drafts)], state.matcher.own, drafts)
+                self._fill_behind(masks[place + 1 : place + 1 + len(drafts)], state.matcher.inner, drafts)
         add_ends(masks, rows, self.end)
 
-    def _fill_behind(self, masks: np.ndarray, own: Any, drafts: Sequence[int]) -> None:
-        """The ``masks`` int32 [drafts, words] behind each of the ``drafts``, up to one that is refused."""
+    def _fill_behind(self, masks: np.ndarray, inner: Any, drafts: Sequence[int]) -> None:
+        """Write the ``masks``, int32 [drafts, words], behind each of ``drafts``, up to the first refused draft."""
         masks[:] = -1
         taken = 0
         for draft in drafts:
-            if draft == self.end or not own.accept_token(draft):
+            if draft == self.end or not inner.accept_token(draft):
                 break
-            own.fill_next_token_bitmask(masks, taken)
+            inner.fill_next_token_bitmask(masks, taken)
             taken += 1
         if taken:
-            own.rollback(taken)
+            inner.rollback(taken)
 
 
 class Matcher:
-    """See :class:`preheat.grammar.state.Matcher`; ``own`` is the library's, which knows no tokens of what it forces:
-    ``encode`` cuts that text into some.
+    """A :class:`preheat.grammar.state.Matcher` around ``inner``, the library's matcher.
+
+    The library returns a forced text without tokens: ``encode`` cuts it into tokens.
     """
 
-    def __init__(self, own: Any, encode: Callable[[str], list[int]]) -> None:
-        self.own, self._encode, self._error = own, encode, ""
+    def __init__(self, inner: Any, encode: Callable[[str], list[int]]) -> None:
+        self.inner, self._encode, self._error = inner, encode, ""
 
     def deep_copy(self) -> Matcher:
-        return Matcher(self.own.fork(), self._encode)
+        return Matcher(self.inner.fork(), self._encode)
 
     def consume_token(self, token: int) -> bool:
-        if not self._error and not self.own.accept_token(token):
+        if not self._error and not self.inner.accept_token(token):
             self._error = "its text does not go on with it"
         return not self._error
 
@@ -122,5 +129,5 @@ class Matcher:
         return self._error
 
     def compute_ff_tokens(self) -> list[int]:
-        text = self.own.find_jump_forward_string()
+        text = self.inner.find_jump_forward_string()
         return self._encode(text) if text else []

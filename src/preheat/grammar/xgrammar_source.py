@@ -1,4 +1,4 @@
-"""What a request asks of its text, compiled by xgrammar."""
+"""A request's constraint, compiled by xgrammar."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from preheat.grammar.structural import PART, Format, format_of, with_grammars
 
 
 def compiled(compiler: Any, params: StructuredOutputsParams) -> Any:
-    """The compiled grammar of ``params``. Raises InvalidRequest, naming the part, for what cannot be one, RuntimeError
-    for what xgrammar refuses.
+    """Return the compiled grammar of ``params``.
+
+    Raises InvalidRequest, naming the part, if it cannot be a grammar, RuntimeError if xgrammar refuses it.
     """
     check_sizes(params)
     if params.kind == "structural_tag":
@@ -46,7 +47,7 @@ def _written(rules: Rules, part: str) -> str:
     try:
         return EbnfWriter().text(rules, ROOT)
     except (TooComplex, Inexact) as error:
-        raise refused(part, f"xgrammar cannot keep to it: {error}") from None
+        raise refused(part, f"xgrammar cannot enforce it: {error}") from None
 
 
 def _regex(pattern: str, part: str) -> str:
@@ -55,7 +56,7 @@ def _regex(pattern: str, part: str) -> str:
         if is_empty(node):
             raise refused(part, "no text satisfies it")
     except PatternError as error:
-        raise refused(part, f"it is no regular expression that is supported: {error}") from None
+        raise refused(part, f"its regular expression is not supported: {error}") from None
     return _written({ROOT: Token(node)}, part)
 
 
@@ -80,5 +81,5 @@ def _tags(params: StructuredOutputsParams) -> Format:
 
 
 def plain_message(error: Exception) -> str:
-    """What xgrammar says, without time and place in its source."""
+    """Return xgrammar's message without its time and place in the source."""
     return re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()[:500]

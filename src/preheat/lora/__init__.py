@@ -1,1 +1,1 @@
-"""Adapters (LoRA): reading them, and serving them while the engine runs."""
+"""Adapters (LoRA): read them, and serve them while the engine runs."""

@@ -1,7 +1,7 @@
-"""Reads an adapter of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read an adapter of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Strict: config and tensors must agree with each other and with the model, because what is left out or misread answers
-all the same, only worse. Every error names the adapter and says what to change.
+The reader is strict: config and tensors must agree with each other and with the model. An adapter with missing or
+misread parts would still answer, only worse. Every error names the adapter and the remedy.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ _LINEAR, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora
 _DTYPES = ("F32", "BF16", "F16")
 
 FEW_TENSORS = 10_000
-"""So many are read in a moment, whatever the model."""
+"""A number of tensors that are read in a moment, for any model."""
 
 HEADER_BYTES = 32 << 20
 """The longest header of an adapter's tensors: some hundred thousand names."""
 
 MESSAGE_CHARACTERS = 2000
-"""Of an error, which may name a tensor of any length."""
+"""Most characters of an error; it may name a tensor of any length."""
 
 _OTHERS = {
-    "lora_magnitude_vector": "is of DoRA, which is not supported",
+    "lora_magnitude_vector": "belongs to DoRA, and DoRA is not supported",
     "lora_A.": "is not named as PEFT names it: save the adapter with save_pretrained",
     "lora_B.": "is a bias or not named as PEFT names it; neither is supported",
     "lora_": "is of a variant of LoRA that is not supported",
-    "": "is a whole weight, as those of modules_to_save, of biases or of a resized vocabulary: only the base model's "
-    "own are served",
+    "": "is a whole weight (of modules_to_save, a bias or a resized vocabulary): only the base model's whole weights "
+    "are served",
 }
 """Why a tensor that is no factor is refused, by a part of its name."""
 
 
 class Single(NamedTuple):
-    """The adapter of one module: its names in the model's code, ``raw``, and in the checkpoint, and what PEFT calls
-    both matrices.
+    """The adapter of one module.
+
+    ``raw`` is the module's name in the model's code, ``module`` its name in the checkpoint. ``halves`` are PEFT's names
+    of both matrices.
     """
 
     raw: str
@@ -65,32 +67,34 @@ class Single(NamedTuple):
 
     @property
     def parameter(self) -> str:
-        """What the config's patterns match."""
+        """The name that the config's patterns match."""
         return self.raw
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """The key of the module in the adapter's digest."""
         return self.module
 
     @property
     def names(self) -> list[str]:
-        """Of its modules in the checkpoint."""
+        """The names of the modules in the checkpoint."""
         return [self.module]
 
     def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
-        """The matrices of each module."""
+        """Yield the name and the matrices of the module."""
         yield self.module, LowRankPair(a, b, scale)
 
 
 Found = Mapping[str, Single | Stack]
-"""Single modules by their names in the checkpoint, stacks by those that the adapter has for them."""
+"""Single modules by their names in the checkpoint, stacks by their names in the adapter."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was read. ``factors`` are by the checkpoint's module, ``rank`` is the largest one. Equal
-    ``digest``, equal factors and scales as they are stored, whatever the name.
+    """An adapter that was read.
+
+    ``factors`` are by the checkpoint's module, ``rank`` is the largest rank. Adapters with an equal ``digest`` have
+    equal factors and scales as stored, whatever their names.
     """
 
     name: str
@@ -103,10 +107,10 @@ class Adapter:
 def read_adapter(
     name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype, *, without_experts: str = ""
 ) -> Adapter:
-    """The adapter in the folder ``path``, in ``dtype``, for the model of ``spec``. ``max_rank``: ``--max-lora-rank``.
-    ``without_experts``: why experts have no places for adapters, if they have none.
+    """Return the adapter in the folder ``path`` for the model of ``spec``.
 
-    No tensor is read before all names and shapes are known to fit. Raises AdapterError.
+    Its matrices are in ``dtype``. ``max_rank``: ``--max-lora-rank``. ``without_experts``: the reason if experts have no
+    adapter slots. No tensor is read before all names and shapes are known to fit. Raises AdapterError.
     """
     try:
         config = AdapterConfig.read(Path(path))
@@ -114,8 +118,8 @@ def read_adapter(
             rules, found = _checked(file, config, spec, max_rank)
             if without_experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
-                    f"module {of_experts[0]} is of an expert: adapters of experts are not served {without_experts}; "
-                    "those of attention, routers and shared experts alone are"
+                    f"module {of_experts[0]} belongs to an expert: adapters of experts are not served "
+                    f"{without_experts}; adapters of attention, routers and shared experts are"
                 )
             factors, digest = _read(file, rules, found, dtype)
     except (AdapterError, ModelError, OSError, SafetensorError) as error:
@@ -125,8 +129,10 @@ def read_adapter(
 
 
 def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The outputs and inputs of every linear layer that an adapter may adapt: those of the decoder, as the checkpoint
-    stores them, and the output head, also where it is the table of embeddings.
+    """Return outputs and inputs of every layer that may be adapted, by module.
+
+    The layers are the linear layers of the decoder, as the checkpoint stores them, and the output head. The output head
+    is there even if it is the table of embeddings.
     """
     return {
         TIED_HEAD if module == spec.embedding.name else module: (outputs, linear.stored_inputs or linear.inputs)
@@ -136,7 +142,7 @@ def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The same of every routed expert."""
+    """Return outputs and inputs of the modules of every routed expert, by module."""
     found = dict[str, tuple[int, int]]()
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
@@ -148,26 +154,26 @@ def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _most_tensors(spec: ModelSpec) -> int:
-    """More than an adapter of the model has: both factors of each module, and copies of the base model's weights."""
+    """Return a bound on an adapter's tensors: factors of each module, and copies of base weights."""
     return max(4 * (len(adapted_modules(spec)) + len(expert_modules(spec)) + 1), FEW_TENSORS)
 
 
 def _opened(folder: Path, most: int) -> Any:
-    """The file of ``most`` tensors at most. Raises AdapterError if there is none."""
+    """Return the open file of at most ``most`` tensors. Raises AdapterError if there is none."""
     if os.path.lexists(folder / TENSORS):
         _check_header(folder / TENSORS, most)
         return open_tensors(folder / TENSORS)
     if pickle := next((name for name in _PICKLES if os.path.lexists(folder / name)), None):
-        raise AdapterError(f"{pickle} is a pickle, which may run code: save the adapter as {TENSORS}")
+        raise AdapterError(f"{pickle} is a pickle, and reading one may run code: save the adapter as {TENSORS}")
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
 def _check_header(path: Path, most: int) -> None:
-    """Raise AdapterError for more tensors than an adapter has: to read their names would hold others up."""
+    """Raise AdapterError for more tensors than an adapter has: reading their names would hold other requests up."""
     try:
         with open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            count = file.read(length).count(b"{") if length <= HEADER_BYTES else 0  # no tensor has none
+            count = file.read(length).count(b"{") if length <= HEADER_BYTES else 0  # each tensor has a brace
     except OSError as error:
         raise AdapterError(f"{path} cannot be read: {why_unread(error)}") from None
     if length > HEADER_BYTES:
@@ -177,8 +183,9 @@ def _check_header(path: Path, most: int) -> None:
 
 
 def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> tuple[ModuleRules, Found]:
-    """What the adapter adapts, if names, shapes and dtypes of all tensors are those that ``config`` and ``spec`` ask
-    for; and what ``config`` says about these modules.
+    """Return the rules of ``config`` for the adapted modules, and the adapted modules.
+
+    Raises AdapterError unless names, shapes and dtypes of all tensors agree with ``config`` and ``spec``.
     """
     table, experts = spec.embedding, expert_modules(spec)
     expected = adapted_modules(spec) | experts | {table.name: (table.size, table.vocab_size)}
@@ -200,18 +207,18 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
     stacked = {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
     found: dict[str, Single | Stack] = {**singles, **stacked}
     if not found:
-        raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
+        raise AdapterError(f"{TENSORS} holds no LoRA tensors")
     if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
         raise AdapterError(
-            "ensure_weight_tying is set: what adapts the table of embeddings would adapt the output head, too; that is "
-            "not supported: train both, or one, without it"
+            "ensure_weight_tying is set: an adapter of the table of embeddings would also adapt the output head, and "
+            "that is not supported: train one or both without it"
         )
     _check_complete(found, rules, spec, expected.keys() if found.keys() & experts.keys() else expected.keys() - experts)
     return rules, found
 
 
 def _check_single(file: Any, single: Single, sizes: tuple[int, int], rules: ModuleRules, max_rank: int) -> None:
-    """Raise AdapterError unless ``single`` fits a module of these outputs and inputs."""
+    """Raise AdapterError unless ``single`` fits a module of ``sizes``, its outputs and inputs."""
     raw = single.raw
     if not rules.names(raw):
         raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
@@ -221,12 +228,12 @@ def _check_single(file: Any, single: Single, sizes: tuple[int, int], rules: Modu
 
 
 def _checked_stack(file: Any, raw: str, stacks: list[Stack], rules: ModuleRules, max_rank: int) -> Stack:
-    """That of ``stacks``, the parameters of one module, whose adapter ``raw`` is, if it fits."""
+    """Return the stacked parameter, one of ``stacks``, that the adapter of the module ``raw`` fits."""
     a, b = (file.get_slice(name).get_shape() for name in _tensors(stacks[0]))
     fitting = [each for each in stacks if [each.inputs, each.outputs] == [a[-1], b[0]]]
     if not fitting:
         shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
-        raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model makes it {shapes}")
+        raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model needs {shapes}")
     stack = fitting[0]
     if not rules.names_parameter(stack.parameter):
         raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
@@ -237,8 +244,10 @@ def _checked_stack(file: Any, raw: str, stacks: list[Stack], rules: ModuleRules,
 
 
 def _check_complete(found: Found, rules: ModuleRules, spec: ModelSpec, expected: Set[str]) -> None:
-    """Raise AdapterError for a module twice, and for one that the config names and that has no tensors. Names like
-    gate_proj are no experts' if no expert has tensors of its own: PEFT sees them stacked.
+    """Raise AdapterError if a module is adapted twice, or has no tensors.
+
+    A module without tensors is an error if the config names it. Names like gate_proj mean no experts unless an expert
+    has tensors of its own: PEFT sees the experts stacked.
     """
     adapted, stacks = _adapted(found), [each for each in found.values() if isinstance(each, Stack)]
     if len(adapted) > len(set(adapted)):
@@ -256,12 +265,12 @@ def _check_complete(found: Found, rules: ModuleRules, spec: ModelSpec, expected:
 
 
 def _adapted(found: Found) -> list[str]:
-    """The names in the checkpoint of all modules that were ``found``."""
+    """Return the names in the checkpoint of all modules in ``found``."""
     return [name for each in found.values() for name in each.names]
 
 
 def _modules(file: Any, spec: ModelSpec) -> list[str]:
-    """The modules that have both factors, as the adapter names them."""
+    """Return the modules with both factors, by their names in the adapter. Raises AdapterError for other tensors."""
     halves: dict[str, set[str]] = {}
     for tensor in sorted(file.keys()):
         if match := _FACTOR.fullmatch(tensor):
@@ -271,20 +280,21 @@ def _modules(file: Any, spec: ModelSpec) -> list[str]:
             raise AdapterError(f"tensor {tensor} {why}")
     for module, there in halves.items():
         if missing := set(_halves(_stored_name(module, spec), spec)) - there:
-            raise AdapterError(f"module {module} has no {min(missing)}: both halves are needed")
+            raise AdapterError(f"module {module} has no {min(missing)}: both matrices are needed")
         if more := there - set(_halves(_stored_name(module, spec), spec)):
-            raise AdapterError(f"module {module} has {min(more)} too, which only other modules have")
+            raise AdapterError(f"module {module} has {min(more)}, and only modules of another kind have it")
     return list(halves)
 
 
 def _halves(module: str, spec: ModelSpec) -> tuple[str, str]:
-    """What PEFT calls both matrices of ``module``, which has its name in the checkpoint."""
+    """Return PEFT's names of both matrices of ``module``, a name in the checkpoint."""
     return _TABLE if module == spec.embedding.name else _LINEAR
 
 
 def _is_copy(file: Any, tensor: str, spec: ModelSpec) -> bool:
-    """Whether ``tensor`` repeats the output head or the table of embeddings, as PEFT saves it beside the factors of one
-    that is adapted, and the vocabulary is the base model's.
+    """Return whether ``tensor`` repeats the output head or the table of embeddings.
+
+    PEFT saves such a copy beside the factors if the module is adapted. The vocabulary must be the base model's.
     """
     module = tensor.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
     if tensor != f"{_PREFIX}{module}.base_layer.weight":
@@ -295,7 +305,7 @@ def _is_copy(file: Any, tensor: str, spec: ModelSpec) -> bool:
 
 
 def _stored_name(module: str, spec: ModelSpec) -> str:
-    """What the checkpoint calls ``module``, which has the name that it has in the model's code."""
+    """Return the name in the checkpoint of ``module``, a name in the model's code."""
     for rename in spec.renames:
         if match := re.fullmatch(rename.stored, f"{module}.weight"):
             return match.expand(rename.names[0]).removesuffix(".weight") if len(rename.names) == 1 else module
@@ -303,12 +313,12 @@ def _stored_name(module: str, spec: ModelSpec) -> str:
 
 
 def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> str:
-    """Why ``module`` cannot be adapted."""
+    """Return the reason why ``module`` cannot be adapted."""
     tower = (leaf for _, leaf in leaves(spec.vision) if isinstance(leaf, LinearSpec)) if spec.vision else ()
     if any(module == name for linear in tower for name, _ in linear.parts):
-        return "is of the vision tower: adapters of what reads images are not supported"
+        return "belongs to the vision tower: adapters of the image encoder are not supported"
     ends = sorted({name.rpartition(".")[2] for name in expected})
-    return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
+    return f"cannot be adapted in this model: only {', '.join(ends)} of its layers can"
 
 
 def _check_rank(module: str, rank: int, max_rank: int) -> None:
@@ -317,26 +327,26 @@ def _check_rank(module: str, rank: int, max_rank: int) -> None:
 
 
 def _check_shapes(file: Any, tensors: Iterable[str], rank: int, shapes: Iterable[list[int]]) -> None:
-    """Raise AdapterError unless the ``tensors`` have the ``shapes`` that the config's ``rank`` makes them."""
+    """Raise AdapterError unless the ``tensors`` have the ``shapes`` by the config's ``rank``."""
     for name, wanted in zip(tensors, shapes, strict=True):
         stored = file.get_slice(name)
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
         if shape != wanted:
             raise AdapterError(
-                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config make it {wanted}"
+                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config need {wanted}"
             )
         if dtype not in _DTYPES:
             raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
 
 
 def _tensors(each: Single | Stack) -> Iterator[str]:
-    """The names of both matrices."""
+    """Return the names of both matrices."""
     halves = each.halves if isinstance(each, Single) else _LINEAR
     return (f"{_PREFIX}{each.raw}.{half}" for half in halves)
 
 
 def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRankPair], str]:
-    """The factors of the modules that were ``found``, and their digest."""
+    """Return the factors of the modules in ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRankPair]()
     for _, each in sorted(found.items(), key=lambda item: item[0]):
         scale = rules.scale_of(each.parameter)
@@ -348,19 +358,19 @@ def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tu
 
 
 def _check_scale(module: str, alpha: float, scale: float, matrices: Iterable[Tensor]) -> None:
-    """Raise AdapterError unless the ``scale`` that ``alpha`` gives, and each of the ``matrices`` times it, is finite in
-    float32, in which they are scaled.
+    """Raise AdapterError unless the scaled ``matrices`` are finite in float32.
+
+    They are scaled in float32. ``scale`` comes from ``alpha``, and must be finite too.
     """
     largest = max(1.0, *(float(each.abs().max()) for each in matrices))
     if abs(scale) * largest > torch.finfo(torch.float32).max:
         raise AdapterError(
-            f"lora_alpha {alpha:g} scales {module} by {scale:g}, which makes numbers that float32 cannot hold: make it "
-            "smaller"
+            f"lora_alpha {alpha:g} scales {module} by {scale:g}, beyond the range of float32: make lora_alpha smaller"
         )
 
 
 def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> Tensor:
-    """The tensor ``name`` in ``dtype``, whose numbers go into ``digest``."""
+    """Return the tensor ``name`` in ``dtype``; add its numbers to ``digest``."""
     # A copy: the file is mapped, and may be written to while the adapter is served.
     stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
     digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())

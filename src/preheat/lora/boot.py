@@ -1,4 +1,4 @@
-"""What a boot does for adapters."""
+"""The steps of a boot for adapters."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ReadPacked = Callable[[str, str], PackedAdapter]
 
 
 def adapter_reader(model: LoadedModel) -> ReadPacked:
-    """What reads adapters for ``model``, or a rank's shard, which has places for them."""
-    seats = model.adapters
-    assert seats is not None, "there are no places for adapters"
+    """Return a reader of adapters for ``model``, or for a rank's shard, with adapter slots."""
+    slots = model.adapters
+    assert slots is not None, "there are no adapter slots"
 
     def read(name: str, path: str) -> PackedAdapter:
         adapter = read_adapter(
-            name, path, model.spec, seats.max_rank, seats.dtype, without_experts=seats.without_experts
+            name, path, model.spec, slots.max_rank, slots.dtype, without_experts=slots.without_experts
         )
-        return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
+        return PackedAdapter(name, adapter.digest, slots.pack(adapter.factors))
 
     return read
 
@@ -47,24 +47,26 @@ def adapter_reader(model: LoadedModel) -> ReadPacked:
 def open_adapters(
     settings: Settings, model: LoadedModel, share: Callable[[ReadPacked], ReadPacked] = lambda read: read
 ) -> Adapters | str:
-    """The adapters that are served from the start, or why there are none. ``share`` has all ranks read what one reads.
-    Raises what reading one raises.
+    """Return the adapters served from the start, or the reason for none.
+
+    ``share`` makes all ranks read the adapters that one rank reads. Raises the errors of reading an adapter.
     """
-    seats = model.adapters
-    if seats is None:
+    slots = model.adapters
+    if slots is None:
         return NO_ADAPTERS
     adapters = Adapters(share(adapter_reader(model)), settings.max_cpu_loras or settings.max_loras)
     for module in lora_modules(settings.lora_modules):
         adapter = adapters.serve(module.name, module.path)
         logger.info("Adapter %s from %s: %s", module.name, module.path, adapter.digest)
-    logger.info(
-        "%d places for adapters of rank %d at most: %.1f MiB", seats.places, seats.max_rank, seats.bytes / 2**20
-    )
+    logger.info("%d adapter slots of rank %d at most: %.1f MiB", slots.count, slots.max_rank, slots.bytes / 2**20)
     return adapters
 
 
 def adapter_parts(settings: Settings, adapters: Adapters | str = NO_ADAPTERS) -> dict[str, object]:
-    """What a boot's caches depend on; with ``adapters``, for its proof, their digests too."""
+    """Return the adapters' part of the key of a boot's caches.
+
+    With ``adapters``, their digests are in it too, for the boot's proof.
+    """
     if not settings.enable_lora:
         return {}
     served = {} if isinstance(adapters, str) else {"adapters": adapters.digests}

@@ -1,7 +1,7 @@
-"""What an ``adapter_config.json`` says, by PEFT's rules. No torch here.
+"""An ``adapter_config.json``, read by PEFT's rules. No torch here.
 
-What would change the arithmetic and is not computed is refused by name. The patterns of a config are regular
-expressions, which are matched all at once and in limited time.
+Fields that would change the arithmetic and are not computed are refused by name. The patterns of a config are regular
+expressions; they are matched all at once and in limited time.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from preheat.utils.files import read_json
 from preheat.utils.text import brief
 
 CONFIG_BYTES = 4 << 20
-"""The most that is read of an adapter's config: some ten thousand names of modules."""
+"""Most bytes that are read of an adapter's config: some ten thousand names of modules."""
 
 _REFUSED = {
-    "use_dora": "DoRA, which scales whole rows of the base model's weights",
-    "alora_invocation_tokens": "an activated LoRA (aLoRA), which begins in the middle of a prompt",
+    "use_dora": "DoRA (it scales whole rows of the base model's weights)",
+    "alora_invocation_tokens": "an activated LoRA (aLoRA; it begins in the middle of a prompt)",
     "lora_bias": "a LoRA with biases",
     "layer_replication": "more layers than the base model has",
     "use_qalora": "QALoRA",
-    "use_bdlora": "BD-LoRA, whose matrices are blocks",
+    "use_bdlora": "BD-LoRA (its matrices are blocks)",
     "modules_to_save": "whole modules in place of the base model's",
     "trainable_token_indices": "rows of the embedding in place of the base model's",
-    "arrow_config": "Arrow, which mixes adapters",
-    "kasa_config": "KaSA, which changes the base model's weights",
+    "arrow_config": "Arrow (it mixes adapters)",
+    "kasa_config": "KaSA (it changes the base model's weights)",
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
-    "fan_in_fan_out": "a base model whose layers are stored transposed (Conv1D), as no model here is",
+    "fan_in_fan_out": "a base model with transposed layers (Conv1D), unlike all models here",
 }
-"""What is not computed, by the field that asks for it."""
+"""The features that are not computed, by the field that asks for them."""
 
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -50,10 +50,10 @@ _HARMLESS = {
     "lora_dropout", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
-"""Fields about training, or about what another field switches on."""
+"""Fields about training, or about a feature that another field switches on."""
 
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""The beginnings of training that leave the base model's weights as they are."""
+"""Initial values of training that leave the base model's weights as they are."""
 
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -78,9 +78,9 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """From the file in ``folder``. Raises AdapterError, naming the field."""
+        """Read the config from the file in ``folder``. Raises AdapterError, naming the field."""
         if not os.path.lexists(folder / CONFIG):
-            raise AdapterError(f"the folder holds no {CONFIG}, so it is no adapter of PEFT")
+            raise AdapterError(f"the folder holds no {CONFIG}, so it is not an adapter of PEFT")
         try:
             return cls.of(read_json(folder / CONFIG, most=CONFIG_BYTES))
         except ModelError as error:
@@ -88,7 +88,7 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> AdapterConfig:
-        """From the file's fields. Raises AdapterError, naming the field."""
+        """Read the config from the file's fields. Raises AdapterError, naming the field."""
         _check_supported(fields)
         rank, alpha = _rank("r", fields.get("r")), _number("lora_alpha", fields.get("lora_alpha"))
         targets = fields.get("target_modules")
@@ -96,7 +96,7 @@ class AdapterConfig:
         if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
             raise AdapterError(f"{CONFIG}: target_parameters must be a list of names, got {brief(parameters)}")
         if targets in _UNSET and not parameters:
-            raise AdapterError(f"{CONFIG}: target_modules must say which modules are adapted")
+            raise AdapterError(f"{CONFIG}: target_modules must name the adapted modules")
         layers = fields.get("layers_to_transform")
         return cls(
             rank=rank,
@@ -113,8 +113,9 @@ class AdapterConfig:
         )
 
     def about(self, names: Iterable[str]) -> ModuleRules:
-        """What the config says about the modules and parameters ``names``. Raises AdapterError for an expression that
-        is none, or that takes too long.
+        """Return the config's rules for the modules and parameters ``names``.
+
+        Raises AdapterError if a regular expression is invalid or takes too long.
         """
         layers = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
         asked = (
@@ -131,13 +132,13 @@ class AdapterConfig:
 
     @property
     def all_linear(self) -> bool:
-        """Whether it only says that all linear layers but the output head are adapted."""
+        """Whether the config only says that all linear layers but the output head are adapted."""
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """What ``config`` says about modules, by what its expressions match of their names."""
+    """The rules of ``config`` for modules, with the matches of its expressions in their names."""
 
     config: AdapterConfig
     ranks: Found
@@ -147,22 +148,22 @@ class ModuleRules:
     layers: Found
 
     def rank_of(self, module: str) -> int:
-        """The rank of ``module``: that of the first pattern that matches, else the config's."""
+        """Return the rank of ``module``: the rank of the first pattern that matches, else the config's."""
         found = self.ranks.get(module)
         return self.config.rank if found is None else self.config.ranks[found.number][1]
 
     def scale_of(self, module: str) -> float:
-        """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
+        """Return the factor of the product of ``module``'s matrices: alpha / rank, or alpha / sqrt(rank)."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.config.rslora else rank)
 
     def alpha_of(self, module: str) -> float:
-        """That of the first pattern that matches, else the config's."""
+        """Return the alpha of the first pattern that matches ``module``, else the config's."""
         found = self.alphas.get(module)
         return self.config.alpha if found is None else self.config.alphas[found.number][1]
 
     def names(self, module: str) -> bool:
-        """Whether ``module`` is one of those that the config says are adapted."""
+        """Return whether the config says that ``module`` is adapted."""
         config = self.config
         if module in self.excluded or _lists(config.excluded, module):
             return False
@@ -173,11 +174,14 @@ class ModuleRules:
         return _lists(config.targets, module) and (not config.layers or self._layer(module) in config.layers)
 
     def names_parameter(self, parameter: str) -> bool:
-        """The same of a stacked parameter: target_parameters are its name or the end of it."""
+        """Return whether the config lists a stacked ``parameter``, by its name or the end of it."""
         return _lists(self.config.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
-        """The first number in ``module``'s name, behind the list of layers if it has a name."""
+        """Return the number of ``module``'s layer, if there is one.
+
+        It is the first number in the name, or the number behind the name of the list of layers.
+        """
         found = self.layers.get(module)
         if found is None:
             return None
@@ -185,12 +189,12 @@ class ModuleRules:
             return int(found.group or "")
         except ValueError:
             raise AdapterError(
-                f"{CONFIG}: layers_pattern matches {found.group!r}, which is no layer's number"
+                f"{CONFIG}: layers_pattern matches {found.group!r}, and that is not the number of a layer"
             ) from None
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
-    """Raise AdapterError for what is not computed, and for a field that nobody here knows."""
+    """Raise AdapterError for a field that is not computed, and for an unknown field."""
     if (kind := str(fields.get("peft_type", "LORA"))).upper() != "LORA":
         raise AdapterError(f"{CONFIG}: peft_type is {brief(kind)}, but only adapters of type LORA are served")
     for name, value in fields.items():
@@ -200,8 +204,8 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
             raise AdapterError(f"{CONFIG}: {name} is set: {what}; that is not supported")
         if name not in _READ | _HARMLESS:
             raise AdapterError(
-                f"{CONFIG}: {brief(name)} is set, and it is not known what it means; if it changes nothing about the "
-                "answers, remove it"
+                f"{CONFIG}: {brief(name)} is set, and preheat does not know it; remove it if it changes nothing about "
+                "the answers"
             )
     if (bias := fields.get("bias", "none")) not in ("none", None):
         raise AdapterError(f"{CONFIG}: bias is {brief(bias)}: adapters with biases are not supported, only 'none' is")
@@ -209,11 +213,12 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
     init = init.lower() if isinstance(init, str) else init
     if isinstance(init, str) and init.startswith(_BASE_CHANGING):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights is {brief(init)}, which changes the base model's weights: the adapter does "
-            "not fit the plain ones. Save it as a plain LoRA, with PEFT's path_initial_model_for_weight_conversion"
+            f"{CONFIG}: init_lora_weights is {brief(init)}, and such training changes the base model's weights: the "
+            "adapter does not fit the original ones. Save it as a plain LoRA, with PEFT's "
+            "path_initial_model_for_weight_conversion."
         )
     if init not in _PLAIN_INITS:
-        raise AdapterError(f"{CONFIG}: init_lora_weights is {brief(init)}, which is not known here")
+        raise AdapterError(f"{CONFIG}: init_lora_weights is {brief(init)}, an unknown value")
 
 
 def _rank(name: str, value: object) -> int:
@@ -235,12 +240,12 @@ def _layers(value: object) -> frozenset[int]:
 
 
 def _names(name: str, value: object) -> frozenset[str] | str:
-    """A list of names, or one regular expression."""
+    """Return a set of names, or one regular expression."""
     return value if isinstance(value, str) else frozenset(_list(name, value))
 
 
 def _listed(value: object) -> tuple[str, ...]:
-    """The expressions of layers_pattern, which may be one."""
+    """Return the expressions of layers_pattern; the field may hold one or a list."""
     return (value,) if isinstance(value, str) else _list("layers_pattern", value)
 
 
@@ -251,7 +256,7 @@ def _list(name: str, value: object) -> tuple[str, ...]:
 
 
 def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
-    """The regular expressions of a field, and their values."""
+    """Return the regular expressions of a field, and their values."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise AdapterError(f"{CONFIG}: {name} must be an object, got {brief(value)}")
@@ -259,7 +264,7 @@ def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]
 
 
 def _ending(key: str) -> str:
-    """The expression for names that end with what ``key`` matches, after a dot or from their beginning on."""
+    """Return the expression for names that match ``key``, or end with a match behind a dot."""
     return rf"(.*\.)?({key})$"
 
 
@@ -268,11 +273,11 @@ def _expression(field: str, value: frozenset[str] | str) -> Expressions:
 
 
 def endings(name: str) -> Iterator[str]:
-    """``name``, and what is behind each of its dots."""
+    """Yield ``name``, and the rest behind each of its dots."""
     yield name
     yield from (name[place + 1 :] for place, letter in enumerate(name) if letter == ".")
 
 
 def _lists(names: frozenset[str] | str, module: str) -> bool:
-    """Whether one of ``names`` is ``module``, or its end behind a dot. An expression lists nothing."""
+    """Return whether ``names`` list ``module``, or its end behind a dot; an expression lists nothing."""
     return not isinstance(names, str) and not names.isdisjoint(endings(module))

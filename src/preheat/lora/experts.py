@@ -1,9 +1,9 @@
-"""Adapters of all experts of a layer at once, as PEFT saves them for stacked parameters (``target_parameters``).
+"""Adapters of all experts of a layer at once (``target_parameters`` of PEFT).
 
 transformers has the experts of a layer in two parameters: gates above ups [experts, 2 * inner, hidden] and downs
-[experts, hidden, inner]. PEFT saves one pair of matrices for each: lora_A [experts * rank, inputs], one expert's ranks
-after the other's, and lora_B [outputs, rank * experts], in which the experts of a rank are together. It names them by
-the module, and the one that it wrapped first with ``.base_layer``, so their shapes tell them apart.
+[experts, hidden, inner]. PEFT saves one pair of matrices for each parameter. lora_A [experts * rank, inputs] has one
+expert's ranks after the other's. lora_B [outputs, rank * experts] has the experts of each rank together. PEFT names the
+pairs by the module, and adds ``.base_layer`` for the parameter that it wrapped first, so their shapes tell them apart.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from preheat.ops.matmul import LowRankPair
 
 
 class Stack(NamedTuple):
-    """A stacked ``parameter`` by its name in the model's code: of ``experts`` a matrix [outputs, inputs] each, whose
-    rows are those of ``modules`` of the checkpoint, with {} for the expert's number, evenly. ``raw`` is the module that
-    an adapter calls it.
+    """A stacked ``parameter``, by its name in the model's code.
+
+    It has a matrix [outputs, inputs] for each of the ``experts``. The rows of a matrix belong to ``modules`` of the
+    checkpoint, in equal parts; {} in their names is the expert's number. ``raw`` is the module's name in an adapter.
     """
 
     raw: str
@@ -34,20 +35,20 @@ class Stack(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """The key of the parameter in the adapter's digest."""
         return self.parameter
 
     @property
     def names(self) -> list[str]:
-        """Of its modules in the checkpoint."""
+        """The names of the modules in the checkpoint, of all experts."""
         return [name.format(expert) for expert in range(self.experts) for name in self.modules]
 
     def shapes(self, rank: int) -> tuple[list[int], list[int]]:
-        """Of lora_A and lora_B."""
+        """Return the shapes of lora_A and lora_B."""
         return [self.experts * rank, self.inputs], [self.outputs, rank * self.experts]
 
     def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRankPair]]:
-        """The matrices of each module of each expert."""
+        """Yield the name and the matrices of each module of each expert."""
         rank, rows = len(a) // self.experts, self.outputs // len(self.modules)
         downs, ups = a.view(self.experts, rank, self.inputs), b.view(self.outputs, rank, self.experts)
         for expert in range(self.experts):
@@ -57,7 +58,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
-    """The parameters of the module that an adapter calls ``raw``; none if it is no layer's experts."""
+    """Return the stacked parameters of an adapter's module ``raw``; none unless it has experts."""
     module, found = raw.removesuffix(".base_layer"), list[Stack]()
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
@@ -70,7 +71,7 @@ def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
 
 
 def alike(stack: Stack, spec: ModelSpec) -> Iterator[str]:
-    """The same parameter of every layer that has experts."""
+    """Yield the names of the same parameter in every layer with experts."""
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
             number, own = _number(layer.mlp.experts.gate), _number(stack.modules[0])
@@ -84,7 +85,7 @@ def _number(module: str) -> str:
 
 
 def _parameter(module: str, parts: tuple[str, ...], spec: ModelSpec) -> str | None:
-    """The parameter of ``module`` that the family's checkpoints store stacked as these ``parts``."""
+    """Return the parameter of ``module`` that the family's checkpoints store as ``parts``, if there is one."""
     for name in ("gate_up_proj", "down_proj"):
         for rename in spec.renames:
             match = re.fullmatch(rename.stored, f"{module}.{name}")

@@ -1,4 +1,4 @@
-"""Random adapters, the same at every boot and on every rank: what checks and ``preheat verify`` need."""
+"""Random adapters for checks and ``preheat verify``, the same at every boot and on every rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from preheat.model.adapters import AdapterSeats, Packed
+from preheat.model.adapters import ModelAdapterSlots, Packed
 from preheat.ops.matmul import LowRankPair
 
 SMALL_RANK = 5
 
 
 class RandomSource(NamedTuple):
-    """What other ranks make a random adapter of."""
+    """The number of a random adapter; other ranks make the same adapter of it."""
 
     number: int
 
@@ -29,16 +29,16 @@ class RandomAdapter:
     source: RandomSource
 
 
-def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
-    """Random matrices for every module: those of adapter 0 have the largest rank, others a small one."""
+def random_adapter(adapter_slots: ModelAdapterSlots, number: int) -> RandomAdapter:
+    """Return random matrices for every module; adapter 0 has the largest rank, others a small one."""
     generator = torch.Generator().manual_seed(number)
-    rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
+    rank = adapter_slots.max_rank if number == 0 else min(SMALL_RANK + number, adapter_slots.max_rank)
     factors = {
         name: LowRankPair(
             torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
             torch.randn(outputs, rank, generator=generator) * rank**-0.5,
             1.0 + number,
         )
-        for name, (outputs, inputs) in seats.modules.items()
+        for name, (outputs, inputs) in adapter_slots.modules.items()
     }
-    return RandomAdapter(f"random {number}", f"random {number}", seats.pack(factors), RandomSource(number))
+    return RandomAdapter(f"random {number}", f"random {number}", adapter_slots.pack(factors), RandomSource(number))

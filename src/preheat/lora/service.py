@@ -1,4 +1,7 @@
-"""The adapters that are served, by name. They are read beside the loop; a request waits only for its own."""
+"""The served adapters, by name.
+
+They are read beside the loop; a request waits only for its own adapter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from preheat.errors import AlreadyThere, ModelNotFound, NotFound, PreheatError, 
 from preheat.schedule.adapters import Adapter
 
 Read = Callable[[str, str], Adapter]
-"""``read(name, path)``: the adapter in a folder, packed as a place holds it. Raises a PreheatError for one that is not
+"""``read(name, path)``: the adapter in a folder, packed for an adapter slot. Raises a PreheatError if it cannot be
 served.
 """
 
@@ -29,39 +32,42 @@ class _Waiting(NamedTuple):
 
 
 class Adapters:
-    """``read`` reads adapters, of which the host keeps at most ``most``, those that requests named last; others are
-    read again when one is named. What requests run with, and what is on the device, stays whatever becomes of its name.
+    """The served adapters; ``read`` reads them from their folders.
+
+    The host keeps at most ``most`` adapters: the latest that requests named. Others are read again when a request
+    names them. Adapters of running requests and on the device stay, whatever becomes of their names.
     """
 
     def __init__(self, read: Read, most: int) -> None:
         self._read, self._most = read, most
         self._threads = ThreadPoolExecutor(1, "adapters")
-        self._paths: dict[str, str] = {}  # of those that are served
+        self._paths: dict[str, str] = {}  # of the served adapters
         self._kept: OrderedDict[str, Adapter] = OrderedDict()
         self._reading: dict[str, Future[Adapter]] = {}
         self._waiting: list[_Waiting] = []
         self._leaving: list[UnloadAdapter] = []
-        self._chosen: dict[int, Adapter] = {}  # by request id, until it is queued
+        self._chosen: dict[int, Adapter] = {}  # by request id, until the request is queued
         self._reports: list[AdapterReport] = []
 
     @property
     def pending(self) -> bool:
-        """Whether anything is being read, or waits for requests to end, or is to be told."""
+        """Whether an adapter is being read, waits for requests to end, or has a report due."""
         return bool(self._waiting or self._leaving or self._reports)
 
     @property
     def names(self) -> list[str]:
-        """Those that are served."""
+        """The names of the served adapters."""
         return [*self._paths]
 
     @property
     def digests(self) -> dict[str, str]:
-        """Those that the host keeps, by name."""
+        """The digests of the adapters that the host keeps, by name."""
         return {name: adapter.digest for name, adapter in self._kept.items()}
 
     def serve(self, name: str, path: str, adapter: Adapter | None = None) -> Adapter:
-        """Serve ``adapter``, by default what is read from ``path`` now, as ``name``. One without a path is always kept:
-        it cannot be read again.
+        """Serve ``adapter`` as ``name``; by default, read it from ``path`` now.
+
+        An adapter without a path is always kept: it cannot be read again.
         """
         adapter = self._read(name, path) if adapter is None else adapter
         self._paths[name] = path
@@ -80,7 +86,7 @@ class Adapters:
             self._waiting.append(_Waiting(message, name, self._threads.submit(self._read, name, message.path)))
 
     def unload(self, message: UnloadAdapter) -> None:
-        """Serve an adapter no longer; the report follows when its last request has ended."""
+        """Stop serving an adapter; the report follows when its last request has ended."""
         if message.name not in self._paths:
             why = f"there is no adapter {message.name!r}"
             self._tell(message, NotFound(why, param="lora_name"))
@@ -91,8 +97,10 @@ class Adapters:
         self._leaving.append(message)
 
     def start(self, request: Request) -> bool:
-        """Find the adapter of ``request``, which :meth:`chosen` then gives; False: it is being read, and :meth:`take`
-        returns the request later. Raises ModelNotFound for a name that is not served.
+        """Find the adapter of ``request``; :meth:`chosen` then returns it.
+
+        Return False if the adapter is being read; :meth:`take` returns the request later. Raises ModelNotFound for a
+        name that is not served.
         """
         name = request.lora_name
         if name not in self._paths:
@@ -107,25 +115,28 @@ class Adapters:
         return False
 
     def chosen(self, request: Request) -> Adapter | None:
-        """The adapter of a request that is about to be queued; None: it has none."""
+        """Return the adapter of a request that is about to be queued; None if it has none."""
         return self._chosen.pop(request.id, None)
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request; False if it does not wait here."""
+        """Forget a request. Return False if it does not wait here."""
         self._chosen.pop(request_id, None)
         count = len(self._waiting)
         self._waiting = [each for each in self._waiting if _request_id(each) != request_id]
         return len(self._waiting) < count
 
     def cancel_all(self) -> list[int]:
-        """Forget all requests; the ids of those that wait."""
+        """Forget all requests. Return the ids of the waiting ones."""
         ids = [id for each in self._waiting if (id := _request_id(each)) is not None]
         self._chosen.clear()
         self._waiting = [each for each in self._waiting if _request_id(each) is None]
         return ids
 
     def take(self, timeout: float) -> list[tuple[Request, PreheatError | None]]:
-        """The requests whose adapter is there now, or the error why not; waits at most so many seconds for one."""
+        """Return the requests that no longer wait.
+
+        Each comes with an error if its adapter could not be read. Wait at most ``timeout`` seconds for one.
+        """
         if timeout and self._waiting and not self._reports:
             wait([each.adapter for each in self._waiting], timeout, FIRST_COMPLETED)
         waiting, self._waiting = self._waiting, []
@@ -140,7 +151,7 @@ class Adapters:
         return found
 
     def reports(self, serves: Callable[[str], bool]) -> list[AdapterReport]:
-        """The answers that are due; ``serves`` says whether requests with the adapter of a name are left."""
+        """Return the reports that are due; ``serves(name)`` says whether requests with the adapter are left."""
         held = {each.name for each in self._waiting if isinstance(each.message, Request)}
         for message in [*self._leaving]:
             if message.name not in held and not serves(message.name):
@@ -150,7 +161,7 @@ class Adapters:
         return reports
 
     def _choose(self, request: Request, waiting: _Waiting) -> PreheatError | None:
-        """Let ``request`` have what has been read, or say why it cannot."""
+        """Give ``request`` the adapter that was read, or return the error."""
         adapter, known = _outcome(waiting), self._reading.get(waiting.name) is waiting.adapter
         if known:
             del self._reading[waiting.name]
@@ -165,7 +176,7 @@ class Adapters:
         if isinstance(adapter, PreheatError):
             self._tell(message, adapter)
             return
-        self._reading.pop(message.name, None)  # what is being read is what the name meant before
+        self._reading.pop(message.name, None)  # the adapter that is being read is an old one of this name
         self.serve(message.name, message.path, adapter)
         self._tell(message)
 

@@ -1,1 +1,1 @@
-"""Models: specs read from a checkpoint's config, weights loaded by them, and the decoder that runs them."""
+"""Models: specs from a checkpoint's config, loaded weights, and the decoder."""

@@ -1,4 +1,4 @@
-"""Places for adapters on the device: which linear layers have them, and how an adapter is put into one."""
+"""Adapter slots on the device, and loading an adapter into one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ from preheat.ops.values import TILE, Dtype
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
-"""An adapter on the host as a place holds it: for each layer what it packed, or None if it is left alone."""
+"""An adapter on the host in the form of a slot.
+
+It has the packed matrices of each layer, None if the layer is unchanged.
+"""
 
 
-class Seat(NamedTuple):
-    """A module of the checkpoint: the number of the layer that has it, as which part, and in which order it has the
-    rows, of which a rank may have some; ``columns`` are its inputs, None: all. Scales of adapters are multiplied by
-    ``scale``.
+class AdapterModule(NamedTuple):
+    """A module of the checkpoint that an adapter may change.
+
+    ``layer`` is the number of its layer, ``part`` its part there. ``order`` lists the module's rows in the layer's
+    order, only the rank's own rows on a shard; None: all rows as stored. ``columns`` are the rank's inputs, None: all.
+    Scales of adapters are multiplied by ``scale``.
     """
 
     layer: int
@@ -46,51 +51,62 @@ class Seat(NamedTuple):
     columns: tuple[int, int] | None = None
 
 
-class AdapterSeats:
-    """All slots of a model for adapters, of which there is ``room`` for so many. The loader adds each layer that has
-    slots; ``rows`` say which adapter each row of a step has.
+class ModelAdapterSlots:
+    """The adapter slots of all layers of a model.
+
+    Their limits are ``room``. The loader adds each layer that has slots. ``rows`` hold the adapter slot of each row of
+    a step.
     """
 
     def __init__(self, rows: AdapterRows, room: AdapterLimits) -> None:
         self.rows, self.room = rows, room
-        self.places, self.max_rank, self.dtype = room.slots, room.rank, cast(torch.dtype, getattr(torch, room.dtype))
-        self._seats: dict[str, Seat] = {}
+        self.count, self.max_rank, self.dtype = room.slots, room.rank, cast(torch.dtype, getattr(torch, room.dtype))
+        self._modules: dict[str, AdapterModule] = {}
         self._layers: list[AdapterSlots] = []
         self._embedding: Embedding | None = None
         self.without_experts = ""
-        """Why experts have no places, if they have none."""
+        """Reason why experts have no adapter slots, if they have none."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all places on the device."""
+        """Bytes of all adapter slots on the device."""
         return sum(layer.bytes for layer in self._layers)
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:
-        """Outputs and inputs of each module that an adapter may change, by its name in the checkpoint."""
-        return {name: (seat.outputs, seat.inputs) for name, seat in self._seats.items()}
+        """Outputs and inputs of each module that an adapter may change.
+
+        Keys are the names in the checkpoint.
+        """
+        return {name: (module.outputs, module.inputs) for name, module in self._modules.items()}
 
     def add_linear(self, spec: LinearSpec, layer: Layer) -> None:
-        """The slots of ``layer``, that of ``spec``."""
+        """Add the slots of ``layer``, the layer of ``spec``."""
         orders, inputs = _orders(spec), spec.stored_inputs or spec.inputs
         for part, (name, size) in enumerate(spec.parts):
-            self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
+            self._modules[name] = AdapterModule(
+                len(self._layers), part, orders[part], inputs, size, columns=spec.columns
+            )
         self._add(layer)
 
     def add_embedding(self, spec: EmbeddingSpec, layer: Embedding, dtype: torch.dtype) -> None:
-        """Those of the table of embeddings of ``spec``, which is of ``dtype``."""
+        """Add the slots of the table of embeddings of ``spec``.
+
+        The table is of ``dtype``.
+        """
         scale = 1.0 if spec.scale is None else rounded(spec.scale, dtype)
-        self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
+        self._modules[spec.name] = AdapterModule(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
         self._embedding = layer
         self._add(layer)
 
     def add_experts(self, spec: ExpertsSpec, layer: ExpertsLayer) -> None:
-        """Those of the experts of ``spec``."""
+        """Add the slots of the experts of ``spec``."""
         rows = None if spec.kept is None else torch.arange(*spec.kept)
-        gated = Seat(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
-        seats = gated, gated, Seat(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
+        gated = AdapterModule(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
+        down = AdapterModule(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
+        modules = gated, gated, down
         for part, name in enumerate(spec.modules):
-            self._seats[name] = seats[part % len(seats)]._replace(part=part)
+            self._modules[name] = modules[part % len(modules)]._replace(part=part)
         self._add(layer)
 
     def _add(self, layer: Layer | ExpertsLayer | Embedding) -> None:
@@ -98,52 +114,54 @@ class AdapterSeats:
         self._layers.append(layer.slots)
 
     def embed(self, inputs: StepInputs, last_token: Tensor, out: Tensor) -> None:
-        """Add to the embeddings ``out`` [tokens, hidden] what adapters have for their tokens."""
+        """Add the adapters' terms of the tokens to the embeddings ``out`` [tokens, hidden]."""
         assert self._embedding is not None
         self._embedding.add(inputs.tokens, inputs.slots, last_token, out)
 
     def pack(self, factors: Mapping[str, LowRankPair]) -> Packed:
-        """What :meth:`load` puts into a place, of an adapter's matrices by module; any thread may ask. Raises
-        InvalidRequest for modules that have no place, or matrices that do not fit.
+        """Return an adapter's matrices in the form that :meth:`load` takes.
+
+        ``factors`` has them by module. Any thread may call it. Raises InvalidRequest for modules without a slot, or
+        matrices that do not fit.
         """
         self._check(factors)
         parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
         for name, each in factors.items():
-            seat = self._seats[name]
-            a = each.a if seat.columns is None else each.a[:, slice(*seat.columns)]
-            b = each.b if seat.order is None else each.b[seat.order]
-            parts[seat.layer][seat.part] = LowRankPair(a, b, each.scale * seat.scale)
+            module = self._modules[name]
+            a = each.a if module.columns is None else each.a[:, slice(*module.columns)]
+            b = each.b if module.order is None else each.b[module.order]
+            parts[module.layer][module.part] = LowRankPair(a, b, each.scale * module.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
-    def load(self, place: int, packed: Packed) -> None:
-        """Put an adapter into ``place``: copies are asked for, not waited for."""
+    def load(self, slot: int, packed: Packed) -> None:
+        """Put an adapter into ``slot``; copies are started, not waited for."""
         for layer, each in zip(self._layers, packed, strict=True):
             if each is None:
-                layer.clear(place)
+                layer.clear(slot)
             else:
-                layer.write(place, each)
+                layer.write(slot, each)
 
     def _check(self, factors: Mapping[str, LowRankPair]) -> None:
         """Raise InvalidRequest unless an adapter fits."""
         for name, each in factors.items():
-            seat = self._seats.get(name)
-            if seat is None:
+            module = self._modules.get(name)
+            if module is None:
                 raise InvalidRequest(f"the model has no module {name!r} that an adapter may change")
             rank = len(each.a)
-            if each.a.shape != (rank, seat.inputs) or each.b.shape != (seat.outputs, rank) or rank > self.max_rank:
+            if each.a.shape != (rank, module.inputs) or each.b.shape != (module.outputs, rank) or rank > self.max_rank:
                 raise InvalidRequest(
                     f"the adapter's matrices of {name} are {list(each.a.shape)} and {list(each.b.shape)}: they must be "
-                    f"[r, {seat.inputs}] and [{seat.outputs}, r] with r at most {self.max_rank}"
+                    f"[r, {module.inputs}] and [{module.outputs}, r] with r at most {self.max_rank}"
                 )
 
-    def clear(self, place: int) -> None:
-        """Nothing is added to rows of ``place``."""
+    def clear(self, slot: int) -> None:
+        """Empty ``slot``: nothing is added to its rows."""
         for layer in self._layers:
-            layer.clear(place)
+            layer.clear(slot)
 
-    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+    def describe(self, turn: int, step: AdapterStep, slots: np.ndarray) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
-        self.rows.describe(turn, step, places)
+        self.rows.describe(turn, step, slots)
 
     def use(self, step: AdapterStep | None) -> None:
         """See :class:`preheat.backends.base.AdapterRows`."""
@@ -151,8 +169,10 @@ class AdapterSeats:
 
 
 def _orders(spec: LinearSpec) -> list[Tensor | None]:
-    """For each part the order in which the layer has its rows, or those of its rows that a rank has; None: as they are
-    stored.
+    """Return each part's rows in the layer's order.
+
+    A shard has only the rank's own rows. None stands for the stored order. Raises SettingsError if rows of one module
+    lie among the rows of another.
     """
     if not spec.order:
         return [None] * len(spec.parts)
@@ -161,12 +181,18 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
     for name, rows in spec.pieces():
         found.setdefault(name, []).append(torch.arange(*rows))
         if name != names[len(found) - 1]:
-            raise SettingsError(f"enable_lora: rows of {name} are among those of another module", param="enable_lora")
+            raise SettingsError(
+                f"enable_lora: the rows of {name} lie among the rows of another module; leave enable_lora out",
+                param="enable_lora",
+            )
     return [torch.cat(found[name]) for name in names]
 
 
 def check_tiles(settings: Settings) -> None:
-    """Raise SettingsError if adapters that ranks divide would leave one of them none."""
+    """Raise SettingsError if a rank would have no tile of adapters.
+
+    Only adapters divided among ranks can be too small.
+    """
     least = settings.tensor_parallel_size * TILE
     if settings.fully_sharded_loras and settings.max_lora_rank < least:
         raise SettingsError(
@@ -176,9 +202,10 @@ def check_tiles(settings: Settings) -> None:
         )
 
 
-def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSeats | None:
-    """Slots for the adapters that the settings ask for, none yet, in a model of ``dtype``; None: adapters are off.
-    Raises SettingsError where they cannot be served.
+def make_adapter_slots(settings: Settings, backend: Backend, dtype: Dtype) -> ModelAdapterSlots | None:
+    """Return empty adapter slots as the settings ask.
+
+    The model is of ``dtype``. None if adapters are off. Raises SettingsError where adapters cannot be served.
     """
     if not settings.enable_lora:
         return None
@@ -189,4 +216,4 @@ def make_seats(settings: Settings, backend: Backend, dtype: Dtype) -> AdapterSea
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
     own = dtype if settings.lora_dtype == "auto" else cast(Dtype, settings.lora_dtype)
     room = AdapterLimits(settings.max_loras, settings.max_lora_rank, own, settings.fully_sharded_loras)
-    return AdapterSeats(backend.adapters.rows(tokens, settings.max_loras), room)
+    return ModelAdapterSlots(backend.adapters.rows(tokens, settings.max_loras), room)

@@ -1,4 +1,7 @@
-"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows, dtype. No torch here."""
+"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows, dtype.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,17 @@ _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-"""Bounds on what a config may ask for, so that a wrong number is an error and no list of a billion layers."""
+"""Bounds of a config's numbers.
+
+A wrong number is an error, and no list of a billion layers.
+"""
 
 
 _LEFT_OUT = "; if the model does without it, set it to null with --hf-overrides"
 
 
 class _Recorded(dict[str, Any]):
-    """Fields that know which of them were ``read``."""
+    """Fields that record the names ``read`` so far."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -47,16 +53,17 @@ class _Recorded(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field ``name``, which counts as read; ``default`` where it is absent."""
+        """Return the field ``name``, ``default`` without it; record the reading."""
         self.read.add(name)
         return super().get(name, default)
 
 
 class Config:
-    """The fields of a ``config.json``. An absent or null field has its value in ``defaults``, if there is one: those of
-    the reference implementation's config class.
+    """The fields of a ``config.json``.
 
-    Methods raise ModelError, naming the field, for one that is missing, wrong or not supported.
+    An absent or null field takes its value from ``defaults``, if there is one: the defaults of the reference
+    implementation's config class. Methods raise ModelError, naming the field, for a field that is missing, wrong or not
+    supported.
     """
 
     def __init__(
@@ -71,31 +78,35 @@ class Config:
     def _again(
         self, values: Mapping[str, Any], names: Mapping[str, str] | None, defaults: Mapping[str, object]
     ) -> Config:
-        """Another view of the same config: a field that one view reads is read."""
+        """Return another view of the same config.
+
+        A field read through one view counts as read in both.
+        """
         other = Config(self.architecture, values, names, **defaults)
         other._fields.read = self._fields.read
         return other
 
     def with_defaults(self, **defaults: object) -> Config:
-        """The same fields with other defaults."""
+        """Return the same fields with other defaults."""
         return self._again(self._values, self._names, defaults)
 
     def updated(self, values: Mapping[str, Any]) -> Config:
-        """The same fields without defaults, with these ``values`` in place of their own."""
+        """Return the same fields without defaults, updated by ``values``."""
         return self._again({**self._values, **values}, self._names, {})
 
     def renamed(self, **names: str) -> Config:
-        """The same fields without defaults, some of which are read by other names: ``hidden_size="n_embd"``."""
+        """Return the same fields without defaults, some under other names: ``hidden_size="n_embd"``."""
         return self._again(self._values, names, {})
 
     def refuse_unread(self, where: str = "config.json") -> None:
-        """Raise ModelError for a field that changes numbers and that nothing has read, unless its value changes none:
-        see :mod:`preheat.model.unread`.
+        """Raise ModelError for a field that changes numbers but was never read.
+
+        A field with a neutral value is accepted: see :mod:`preheat.model.unread`.
         """
         refuse_unread(where, self._values, MODEL, self._fields.read, hint=_LEFT_OUT)
 
     def size(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """A positive integer, at most ``most``."""
+        """Return a positive integer, at most ``most``."""
         value, own = self._fields.get(name, default), self._names.get(name, name)
         if value is None:
             raise ModelError(f"config.json has no {own}")
@@ -106,26 +117,26 @@ class Config:
         return value
 
     def num_layers(self) -> int:
-        """How many decoder layers there are."""
+        """Return the number of decoder layers."""
         return self.size("num_hidden_layers", most=MAX_LAYERS)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; absent is empty."""
+        """Return an object; an absent one is empty."""
         value = self._fields.get(name, {})
         if not isinstance(value, Mapping):
             raise ModelError(f"config.json: {name} must be an object, got {value!r}")
         return value
 
     def positive(self, name: str, default: float) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         return _positive(self._names.get(name, name), self._fields.get(name, default))
 
     def get(self, name: str) -> object:
-        """Whatever the field holds; None if it is absent and has no default."""
+        """Return the field's value; None without value and default."""
         return self._fields.get(name)
 
     def flag(self, name: str) -> bool:
-        """A boolean; absent is false."""
+        """Return a boolean; an absent one is false."""
         return bool(self._fields.get(name, False))
 
     def has(self, name: str) -> bool:
@@ -135,17 +146,17 @@ class Config:
     def require(self, name: str) -> None:
         """Raise ModelError unless the config states ``name``."""
         if not self.has(name):
-            raise ModelError(f"config.json has no {name}, which models of {self.architecture} must state")
+            raise ModelError(f"config.json has no {name}, and models of {self.architecture} need it")
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """A list of numbers; an absent one is empty."""
+        """Return a list of numbers; an absent one is empty."""
         value = self._fields.get(name) or ()
         if not isinstance(value, list | tuple) or any(type(id) is not int for id in value):
             raise ModelError(f"config.json: {name} must be a list of numbers, got {value!r}")
         return tuple(value)
 
     def refuse(self, name: str, *allowed: object) -> None:
-        """Raise ModelError unless the field is absent, false, or one of the values that are ``allowed``."""
+        """Raise ModelError unless the field is absent, false or ``allowed``."""
         value = self._fields.get(name)
         if value and value not in allowed:
             only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
@@ -157,17 +168,17 @@ class Config:
             raise ModelError(f"hidden_act {self._fields['hidden_act']!r} is not supported, only 'silu' is")
 
     def quantization(self) -> Mapping[str, Any] | None:
-        """How the checkpoint is quantized; None if it is not."""
+        """Return the checkpoint's quantization config; None if it is not quantized."""
         return self.mapping("quantization_config") if "quantization_config" in self._fields else None
 
     def require_unquantized(self) -> None:
-        """Raise ModelError if this part of a model is quantized by a config of its own."""
+        """Raise ModelError if this part has its own quantization config."""
         if (config := self.quantization()) is not None:
             method = config.get("quant_method", "unknown")
-            raise ModelError(f"a part of a model that is quantized by itself ({method}) is not supported")
+            raise ModelError(f"a quantization_config of one part of a model ({method}) is not supported")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """The ids of a field that may be one id, a list or null."""
+        """Return the ids of a field: one id, a list or null."""
         value = self._fields.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(id) is not int for id in ids):
@@ -175,7 +186,7 @@ class Config:
         return tuple(ids)
 
     def dtype(self) -> Dtype:
-        """The checkpoint's dtype."""
+        """Return the checkpoint's dtype."""
         name = str(self._fields.get("dtype", self._fields.get("torch_dtype", "float32"))).removeprefix("torch.")
         for dtype in _DTYPES:
             if name == dtype:
@@ -190,16 +201,16 @@ class Config:
         theta: float = 10000.0,
         also: Mapping[str, str] | None = None,
     ) -> RopeSpec:
-        """From ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling``.
+        """Return the spec of ``rope_parameters`` (transformers 5), or of ``rope_theta`` and ``rope_scaling``.
 
-        ``layers``: for the layers of this type, if it tells them apart. ``partial``: only a part of a head may turn.
-        ``theta`` is the default. ``also`` are other names of kinds.
+        ``layers`` selects the parameters of this layer type, if the config has them by type. ``partial``: only a part
+        of a head may turn. ``theta`` is the default. ``also`` are other names of kinds.
         """
         fields = self._fields
         params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         if self.mapping("rope_scaling") not in ({}, params):
             raise ModelError(
-                "config.json has rope_parameters and rope_scaling, which differ: set one of them to null with "
+                "config.json has rope_parameters and rope_scaling with different values: set one of them to null with "
                 "--hf-overrides"
             )
         if layers is not None and isinstance(params.get(layers), Mapping):
@@ -234,15 +245,20 @@ class Config:
         return RopeSpec(**given | {"kind": kind})
 
     def max_positions(self, rope: RopeSpec) -> int:
-        """The longest sequence. With linear or yarn scaling, configs state the length either before or after it."""
+        """Return the longest sequence.
+
+        With linear or yarn scaling, configs state the length either before or after it.
+        """
         stated = self.size("max_position_embeddings")
         if rope.kind in ("linear", "yarn"):
             return max(stated, int(rope.original_length * rope.factor))
         return stated
 
     def windows(self, *, used: bool = True, first_layer: str | None = None, every: int = 0) -> tuple[int | None, ...]:
-        """Each layer's sliding window: by ``layer_types`` if the config has it, else for all layers from the one that
-        the field ``first_layer`` names, and not for each ``every``-th. Not ``used``: none.
+        """Return each layer's sliding window, None for full attention.
+
+        ``layer_types`` decides if the config has it. Else layers have a window from the layer in the field
+        ``first_layer`` on, except each ``every``-th layer. Not ``used``: no layer has a window.
         """
         num_layers = self.num_layers()
         # An explicit null means "none", an absent field means the default.
@@ -272,9 +288,10 @@ class Config:
 
 
 def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
-    """The dtype to compute in for ``--dtype asked``, and a sentence to log if it is another one.
+    """Return the dtype for ``--dtype asked``, and a sentence to log.
 
-    ``auto`` is the checkpoint's dtype, except that float32 replaces bfloat16 where the device has no native bfloat16.
+    The sentence is None if the dtype is the expected one. ``auto`` is the checkpoint's dtype, except that float32
+    replaces bfloat16 where the device has no native bfloat16.
     """
     if asked not in ("auto", *_DTYPES):
         raise ModelError(f"dtype {asked!r} is not supported; use auto, bfloat16 or float32", param="dtype")
@@ -284,7 +301,7 @@ def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple
     if asked == "auto" and not native_bfloat16:
         return "float32", f"the checkpoint is {wanted}, but this device has no native bfloat16: running as float32"
     if wanted == "float16":
-        return "bfloat16", "float16 runs as bfloat16, which has the same size and a wider range"
+        return "bfloat16", "float16 runs as bfloat16, with the same size and a wider range"
     return "bfloat16", None
 
 

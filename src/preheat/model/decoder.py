@@ -1,4 +1,4 @@
-"""The decoder: one class for every architecture; they differ in the spec and the weights."""
+"""The decoder: one class for all architectures; only spec and weights differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, FusedInput, Norm, Region
+from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
 from preheat.model.layers import DecoderLayer, Weights, fused, normed
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
@@ -16,13 +16,18 @@ from preheat.model.specs import ModelSpec
 Inputs = tuple[FusedInput | None, FusedInput | None]
 
 Tap = Callable[[int, Tensor], None]
-"""``tap(layer, residual)`` sees the residual stream [tokens, hidden] after a layer; the next layer overwrites it. After
-the last layer it only has the tokens that :meth:`Decoder.finish` was given."""
+"""Reader of the residual stream: ``tap(layer, residual)`` is called after a layer.
+
+``residual`` is [tokens, hidden]; the next layer overwrites it. After the last layer it has only the tokens that
+:meth:`Decoder.finish` was given.
+"""
 
 
 class Attended(NamedTuple):
-    """The state after the last layer's attention: its output ``out`` [tokens, heads * dim] and ``residual`` [tokens,
-    hidden]. From here on tokens do not depend on each other, so only those that are sampled continue.
+    """State after the last layer's attention.
+
+    ``out`` [tokens, heads * dim] is the output of attention, ``residual`` is [tokens, hidden]. From here on tokens do
+    not depend on each other, so only sampled tokens continue.
     """
 
     out: Tensor
@@ -30,17 +35,17 @@ class Attended(NamedTuple):
 
 
 def project(x: Tensor, layer: DecoderLayer, dim: int) -> Tensor:
-    """Queries, keys and values of normed ``x`` [tokens, hidden], as [tokens, all heads, dim]."""
+    """Return queries, keys and values of normed ``x`` [tokens, hidden]: [tokens, all heads, dim]."""
     return layer.attention.qkv(x).view(len(x), -1, dim)
 
 
 def after_attention(
     attended: Tensor, residual: Tensor, layer: DecoderLayer, norm: Norm, inputs: Inputs = (None, None)
 ) -> Tensor:
-    """The rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
+    """Run the rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
 
-    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, the input of the next layer. ``inputs``:
-    how the layer's second block reads its input, and how the next layer does.
+    Add to ``residual`` [tokens, hidden] in place and return its ``norm``, the input of the next layer. ``inputs`` are
+    the fused inputs of this layer's second block and of the next layer.
     """
     here, following = inputs
     x = normed(layer.post_norm, layer.attention_output(attended), residual, here)
@@ -48,11 +53,12 @@ def after_attention(
 
 
 class Decoder:
-    """Runs ``weights`` according to ``spec``, for positions below ``max_model_len``. Call it under inference mode.
+    """Runs ``weights`` according to ``spec``, for positions below ``max_model_len``.
 
-    A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]`` [max_model_len, 2, 1, dim] are
-    the cosines and sines of each position, ``alibi[layer]`` fp32 [heads] the slopes, if it has any; layers of the same
-    kind share them. :meth:`finish` runs the rest of the last layer, only for tokens that are sampled.
+    Call it under inference mode. A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]``
+    [max_model_len, 2, 1, dim] are the cosines and sines of each position, ``alibi[layer]`` fp32 [heads] the slopes, if
+    it has any; layers of the same kind share them. :meth:`finish` runs the rest of the last layer, only for sampled
+    tokens.
     """
 
     def __init__(
@@ -61,9 +67,11 @@ class Decoder:
         weights: Weights,
         max_model_len: int,
         build: Callable[[Region], Region] = lambda region: region,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.weights = spec, weights
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.embedding.dtype if dtype is None else dtype
+        self.functions: LayerFunctions | None = None
         kinds = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
         device = weights.embedding.device
         tables = {
@@ -91,15 +99,19 @@ class Decoder:
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
-        """The output of the last layer's attention, from the embeddings ``residual`` [tokens, hidden], which are
-        overwritten. ``eager`` runs the regions uncompiled; ``tap`` is called after every layer but the last.
+        """Return the output of the last layer's attention.
 
-        ``only`` runs some of the layers, ascending. If the last one is not among them, the input of the next one is
-        returned, to be passed as ``given`` together with ``residual``.
+        ``residual`` [tokens, hidden] are the embeddings; they are overwritten. ``eager`` runs the regions uncompiled.
+        ``tap`` is called after every layer but the last.
+
+        ``only`` runs some of the layers, ascending. Without the last layer among them, the input of the next layer is
+        returned. Pass it as ``given`` together with ``residual`` to continue.
         """
         before, after = self._eager if eager else self._built
         weights = self.weights.layers
         part = range(len(weights)) if only is None else only
+        if self.functions is not None:
+            return self._by_functions(self.functions, residual, part, tap)
         x = self._first(residual) if given is None else given
         for index in part:
             attended = attend(index, before(x, weights[index], self.spec.layers[index].attention.head_dim))
@@ -112,14 +124,33 @@ class Decoder:
                 tap(index, residual)
         return x
 
+    def _by_functions(
+        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], tap: Tap | None
+    ) -> Tensor:
+        """Run the layers of ``part`` as :meth:`layers` does; the next layer's input is the residual stream itself."""
+        for index in part:
+            attended = functions.front(index, residual)
+            if index == self._last:
+                return attended
+            functions.back(index, attended, residual)
+            if tap is not None:
+                tap(index, residual)
+        return residual
+
     def _first(self, residual: Tensor) -> Tensor:
-        """The first layer's input."""
+        """Return the first layer's input."""
         return normed(self.weights.layers[0].input_norm, residual, None, self._fused[0][0])
 
     def finish(self, attended: Attended, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """Hidden states [tokens, hidden] after the final norm; the residual stream is overwritten. ``eager`` is as in
-        :meth:`layers`; ``tap`` is called after the last layer.
+        """Return hidden states [tokens, hidden] after the final norm; the residual stream is overwritten.
+
+        ``eager`` is as in :meth:`layers`; ``tap`` is called after the last layer.
         """
+        if self.functions is not None:
+            hidden = self.functions.finish(attended.out, attended.residual)
+            if tap is not None:
+                tap(self._last, attended.residual)
+            return hidden
         _, after = self._eager if eager else self._built
         layer, here = self.weights.layers[self._last], self._fused[self._last][1]
         hidden = after(attended.out, attended.residual, layer, self.weights.final_norm, (here, None))

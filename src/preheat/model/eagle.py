@@ -1,12 +1,12 @@
-"""A head of EAGLE-3: what its checkpoint holds, and how it is loaded.
+"""A head of EAGLE-3: the spec of its checkpoint, and its loading.
 
-Sources: the paper (arXiv 2503.01840) and the checkpoints of its authors, ``LlamaForCausalLMEagle3``. A feature of the
-model that it drafts for is ``fc`` of the residual stream before three of its layers, side by side. The head is one
-decoder layer, ``midlayer``, whose queries, keys and values are of twice the hidden size: of the norm of a token's
-embedding, and of ``hidden_norm`` of the feature at the position before it. To the residual stream, which begins as the
-feature, attention and the feed-forward block add; its norm gives logits of a vocabulary of the head's own, where id i
-is the model's id i + ``d2t[i]``. What it is before the norm stands for the feature of the next position, which the
-model has not computed yet.
+Sources: the paper (arXiv 2503.01840) and the checkpoints of its authors, ``LlamaForCausalLMEagle3``. A head drafts for
+a target model. A feature of the target is ``fc`` of the residual stream before three of its layers, side by side. The
+head is one decoder layer, ``midlayer``. Its queries, keys and values read twice the hidden size: the norm of a token's
+embedding, and ``hidden_norm`` of the feature at the position before it. The residual stream begins as the feature;
+attention and the feed-forward block add to it. Its norm gives logits over the head's own vocabulary, where id i is the
+target's id i + ``d2t[i]``. The residual stream before the norm stands for the feature of the next position, because the
+target has not computed it yet.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ TO_TARGET, TO_DRAFT = "d2t", "t2d"
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSpec:
-    """A head. ``decoder`` is its layer with its embeddings, final norm and output head, whose outputs are the draft
-    vocabulary. Features are ``fc`` of the residual stream before the ``layers`` of the model that it drafts for.
-    ``norm_before_residual``: the residual stream begins as the norm of the feature.
+    """An EAGLE-3 head.
+
+    ``decoder`` is its layer with its embeddings, final norm and output head; the outputs of the head are the draft
+    vocabulary. Features are ``fc`` of the residual stream before the target's ``layers``. ``norm_before_residual``: the
+    residual stream begins as the norm of the feature.
     """
 
     decoder: ModelSpec
@@ -54,7 +56,7 @@ class EagleSpec:
 
     @property
     def head(self) -> LinearSpec:
-        """The output head, over the vocabulary of drafts."""
+        """The output head, over the draft vocabulary."""
         assert self.decoder.head is not None  # it draws tokens
         return self.decoder.head
 
@@ -63,8 +65,9 @@ class EagleSpec:
         return self.head.outputs
 
     def tensors(self, *, embedding: bool, tables: bool) -> dict[str, Shape]:
-        """Name and shape of every tensor of a checkpoint, with or without embeddings of its own, and tables between the
-        vocabularies.
+        """Return name and shape of every tensor of a checkpoint.
+
+        ``embedding`` and ``tables``: whether it has its own embeddings, and tables between the vocabularies.
         """
         found = expected_tensors(self)
         if not embedding:
@@ -76,7 +79,10 @@ class EagleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedHead(LoadedModel):
-    """A head; as a model it is its layer. ``bytes_per_block`` are those of its cache and of the features."""
+    """A head, loaded as a model of one layer.
+
+    ``bytes_per_block`` counts its own cache and the features.
+    """
 
     eagle: EagleSpec
     fc: Linear
@@ -85,8 +91,9 @@ class LoadedHead(LoadedModel):
 
 @dataclass(frozen=True)
 class DraftHead:
-    """An output head over a part of the vocabulary, whose ``ids`` int64 [outputs] are given: all other tokens have a
-    logit of minus infinity.
+    """An output head over the tokens ``ids`` int64 [outputs] of the vocabulary.
+
+    All other tokens have a logit of minus infinity.
     """
 
     linear: Linear
@@ -100,9 +107,9 @@ class DraftHead:
 
 
 def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
-    """The head of a parsed ``config.json`` for the model ``target``.
+    """Return the head of a parsed ``config.json`` for the model ``target``.
 
-    Raises ModelError naming what is missing or not supported, and SettingsError for a head of another model.
+    Raises ModelError naming the field that is missing or not supported, and SettingsError for a head of another model.
     """
     if ARCHITECTURE not in (names := values.get("architectures") or []):
         raise ModelError(
@@ -139,22 +146,24 @@ def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
 def _must_fit(what: str, own: int, other: int) -> None:
     if own != other:
         raise SettingsError(
-            f"the head was made for a model with a {what.format(own)}, and this one has {other:,}: choose the head of "
-            "this model",
+            f"the head was made for a model with a {what.format(own)}, and this model has {other:,}: choose the head "
+            "of this model",
             param="speculative_config",
         )
 
 
 def _layers(config: Config, count: int) -> tuple[int, ...]:
-    """The layers of a model of ``count`` before which the residual stream is read. Ids at the top of a config are these
-    (vLLM); those in ``eagle_config`` are of the layers behind which it is read (SGLang, SpecForge).
+    """Return the layers with inputs that the head reads.
+
+    The model has ``count`` layers. Ids at the top of a config are these layers (vLLM). Ids in ``eagle_config`` are one
+    less: the residual stream is read after these layers (SGLang, SpecForge).
     """
     of_outputs = config.mapping("eagle_config").get(LAYER_IDS) or ()
     layers = [*config.ids(LAYER_IDS)] or [each + 1 for each in of_outputs] or [2, count // 2, count - 3]
     if any(not 0 < layer < count for layer in layers):
         raise ModelError(
             f"the head reads the residual stream before layers {layers}, and the model has {count}: each must be "
-            f"between 1 and {count - 1}; {LAYER_IDS} in the head's config.json says which"
+            f"between 1 and {count - 1}; {LAYER_IDS} in the head's config.json names them"
         )
     return tuple(layers)
 
@@ -165,10 +174,10 @@ def is_head(settings: Settings) -> bool:
 
 
 def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedHead:
-    """The head that ``settings`` name as their model, in the dtype of the ``target`` that it drafts for, whose
-    embeddings it shares unless it has its own.
+    """Return the head that ``settings`` name as their model.
 
-    Raises ModelError or SettingsError, naming what is wrong.
+    It runs in the dtype of ``target``. The head shares the embeddings of ``target`` unless it has its own. Raises
+    ModelError or SettingsError naming the mistake.
     """
     dummy = settings.load_format == "dummy"
     folder = find_model(settings, with_weights=not dummy)
@@ -196,7 +205,7 @@ def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> Load
 
 
 def _shared(spec: EagleSpec, target: LoadedModel) -> Tensor:
-    """The target's embeddings. Raises ModelError if they do not fit."""
+    """Return the target's embeddings. Raises ModelError if they do not fit."""
     if spec.decoder.hidden_size != target.spec.hidden_size:
         raise ModelError(
             f"the head has no {NAMES.embedding} and a hidden size of {spec.decoder.hidden_size}: the model's "
@@ -217,8 +226,9 @@ def _weights(spec: EagleSpec, loader: WeightLoader, embedding: Tensor, ids: Tens
 
 
 def _ids(spec: EagleSpec, files: SafetensorsFiles | None) -> Tensor:
-    """The model's ids of the draft vocabulary, int64 [draft vocabulary]; of random weights they are spread evenly.
-    Raises ModelError if the two tables contradict each other.
+    """Return the target's ids of the draft vocabulary, int64 [draft vocabulary].
+
+    For random weights they are spread evenly. Raises ModelError if the two tables contradict each other.
     """
     places, vocab_size = torch.arange(spec.draft_vocab_size), spec.decoder.vocab_size
     if files is None:

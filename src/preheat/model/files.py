@@ -1,4 +1,7 @@
-"""Finding a checkpoint's files and reading the JSON ones. No torch here: the HTTP process uses it too."""
+"""Finding a checkpoint's files and reading the JSON ones.
+
+No torch here: the HTTP process uses it too.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,28 @@ BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
 
 LONGEST_ID = 200
-"""More characters than an id on the Hub has."""
+"""More characters than any id on the Hub."""
 
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
-"""Files in which quantizers say what they did, where ``config.json`` does not: ModelOpt, AutoGPTQ and AutoAWQ."""
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ with the quantization that ``config.json`` lacks."""
 
 GGUF = ".gguf"
 _GGUF = re.compile(r"\.gguf$|-gguf:[\w.-]+$", re.IGNORECASE)
-"""A file, and vLLM's way to name one of a repository."""
+"""A GGUF file, and vLLM's name for one in a repository."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _NOT_NEEDED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
-"""Copies of the weights in other formats. Of folders only additional_chat_templates is needed, and patterns that say
-"all but" are made of letters.
+"""Copies of the weights in other formats.
+
+Of all folders only additional_chat_templates is needed; "all but" has to be spelled by letters in these patterns.
 """
 
 
 def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
-    """The directory of the settings' model; see :func:`find_checkpoint`."""
+    """Return the directory of the settings' model; see :func:`find_checkpoint`."""
     return find_checkpoint(
         settings.model, settings.revision, with_weights=with_weights, download_dir=settings.download_dir,
         token=settings.hf_token,
@@ -45,7 +49,10 @@ def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
 
 
 def find_tokenizer(settings: Settings) -> Path:
-    """The directory of the settings' tokenizer, which is the model's unless they name another."""
+    """Return the directory of the settings' tokenizer.
+
+    It is the model's unless the settings name another.
+    """
     if settings.tokenizer is None:
         return find_model(settings, with_weights=False)
     return find_checkpoint(
@@ -63,46 +70,50 @@ def find_checkpoint(
     token: str | None = None,
     what: str = "model",
 ) -> Path:
-    """The directory of ``model``: "bundled", a local directory, or a Hub id, which is downloaded unless it is cached.
+    """Return the directory of ``model``.
 
-    ``revision`` is a branch, tag or commit of a Hub repository; ``token``, or HF_TOKEN, gives access to gated ones.
-    Without ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache
-    folder. ``what`` is the option that named it: a model has a config.json. Raises ModelError if there is none.
+    ``model`` is "bundled", a local directory, or a Hub id. A Hub model is downloaded unless it is cached. ``revision``
+    is a branch, tag or commit of a Hub repository; ``token``, or HF_TOKEN, gives access to gated ones. Without
+    ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache folder.
+    ``what`` is the name of the option for errors; a "model" must have a config.json. Raises ModelError if there is no
+    such checkpoint.
     """
     if model == BUNDLED:
         return BUNDLED_PATH
     path = Path(model).expanduser()
     if _GGUF.search(model):
         raise ModelError(
-            f"{what} {files.shown(model)!r} is a GGUF file, whose formats are read by llama.cpp: give the checkpoint "
-            "that it was made of, a directory or an organisation/name with config.json and safetensors; quantized ones "
-            "are GPTQ, AWQ, FP8 and compressed-tensors, see docs/quantization.md",
+            f"{what} {files.shown(model)!r} is a GGUF file, a format of llama.cpp: give the checkpoint that it was "
+            "made from, a directory or an organization/name with config.json and safetensors. Quantized checkpoints "
+            "can be GPTQ, AWQ, FP8 or compressed-tensors, see docs/quantization.md.",
             param=what,
         )
-    if not os.path.isdir(path):  # of a name that is too long, too
+    if not os.path.isdir(path):  # also false for a name that is too long
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
             raise ModelError(
-                f"{what} {files.shown(model)!r} is neither a directory nor an organisation/name on the Hub", param=what
+                f"{what} {files.shown(model)!r} is neither a directory nor an organization/name on the Hub", param=what
             )
         path = _download(model, revision, with_weights=with_weights, folder=download_dir, token=token, what=what)
     if what == "model" and not os.path.lexists(path / "config.json"):
         gguf = "gguf" in model.lower() or any(path.glob(f"*{GGUF}"))
-        hint = (
-            ", but GGUF files, which are read by llama.cpp: give the checkpoint that they were made of" if gguf else ""
-        )
+        hint = ", but GGUF files, a format of llama.cpp: give the checkpoint that they were made from" if gguf else ""
         raise ModelError(f"model {model!r}: {path} holds no config.json{hint}", param=what)
     return path
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a checkpoint; an absent one is empty. Raises ModelError if it is not a JSON object."""
+    """Return a JSON file of a checkpoint; an absent one is empty.
+
+    Raises ModelError if it is no JSON object.
+    """
     return files.read_json(directory / name)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``config.json`` with the fields of ``overrides`` (``--hf-overrides``) in place of its own, for
-    :func:`preheat.model.families.read_spec`. What a file beside it says of quantization becomes its
-    ``quantization_config``, if it has none.
+    """Return ``config.json`` with the fields of ``overrides`` (``--hf-overrides``).
+
+    :func:`preheat.model.families.read_spec` takes the result. Without a ``quantization_config``, a
+    ``compression_config`` takes its place, or the quantization recorded in another file of the directory.
     """
     found = read_json(directory, "config.json")
     if found.get("quantization_config") is None:
@@ -113,8 +124,9 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def _stored_quantization(directory: Path) -> dict[str, Any] | None:
-    """The ``quantization_config`` in a file of its own, with its method: AutoGPTQ, which AutoAWQ's models may be
-    exported by too, names no method.
+    """Return the ``quantization_config`` in a file of its own, with its method.
+
+    AutoGPTQ's file names no method, and models of AutoAWQ may be exported with the same file name.
     """
     if stored := read_json(directory, MODELOPT).get("quantization"):
         if not isinstance(stored, dict):
@@ -128,8 +140,10 @@ def _stored_quantization(directory: Path) -> dict[str, Any] | None:
 
 
 def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order: those of its index if it has one, else all of them. What is
-    behind their links must be a regular file each, ``below`` that folder if there is one.
+    """Return the safetensors files of a checkpoint, in name order.
+
+    An index names the files; without one all count. Each file must lead to a regular file, through links too, within
+    the folder ``below`` if it is given.
     """
     index = _weight_map(directory, below)
     if index is not None:
@@ -140,7 +154,7 @@ def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]
         found = (path.name for path in directory.glob("*.safetensors"))
         names = sorted(name for name in found if not name.startswith("consolidated"))
     if missing := [name for name in names if not os.path.lexists(directory / name)]:
-        raise ModelError(f"{directory} lacks {some(missing)}, which its index names")
+        raise ModelError(f"{directory} lacks {some(missing)}, though its index names it: fetch the checkpoint again")
     if not names:
         raise ModelError(f"{directory} holds no *.safetensors file; convert the checkpoint, or use --load-format dummy")
     for name in names:
@@ -152,12 +166,18 @@ def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]
 
 
 def indexed_names(directory: Path, below: str | Path | None = None) -> set[str]:
-    """The tensor names in a sharded checkpoint's index; empty without an index."""
+    """Return the tensor names in a checkpoint's index.
+
+    Empty without an index.
+    """
     return set(_weight_map(directory, below) or ())
 
 
 def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | None:
-    """From a tensor's name to its file, which is in ``directory``; None without an index."""
+    """Return the file of each tensor, always in ``directory``.
+
+    None without an index.
+    """
     path = directory / INDEX
     found = files.read_json(path, below, most=files.TABLE_BYTES).get("weight_map")
     if found is None:

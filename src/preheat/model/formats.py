@@ -1,7 +1,7 @@
-"""How a checkpoint stores linear layers, and how they are loaded. No torch here.
+"""Formats of linear layers in checkpoints, and their loading. No torch here.
 
-A way to store quantized ones is a format too (:mod:`preheat.model.formats_quantized`), with a line in :data:`FORMATS`.
-Its kernels belong to the backend.
+A quantized format (:mod:`preheat.model.formats_quantized`) has a line in :data:`FORMATS` too. Its kernels belong to the
+backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a tensor of ``shape``: ``rows`` [from, to), and ``columns`` [from, to) if not all."""
+    """A piece of a tensor of ``shape``.
+
+    It has ``rows`` [from, to), and ``columns`` [from, to), None for all.
+    """
 
     shape: Shape
     rows: tuple[int, int]
@@ -39,16 +42,19 @@ class LinearFormat(Protocol):
     """One way to store linear layers."""
 
     def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
-        """Name and shape of every tensor that ``spec`` is loaded from."""
+        """Return name and shape of every tensor that ``spec`` is loaded from."""
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """The layer of ``spec``: allocate it with ``loader.empty``, read each tensor once, straight into its place,
-        with ``loader.source.fill``, and let ``loader.layer_of`` make the layer.
+        """Return the layer of ``spec``.
+
+        Allocate it with ``loader.empty``, read each tensor once, straight to its destination, with
+        ``loader.source.fill``, and let ``loader.layer_of`` make the layer.
         """
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor | QuantizedWeight, ...]:
-        """The weights of ``spec``, stacked: gates above ups [experts, 2 * inner, hidden], and downs [experts, hidden,
-        inner].
+        """Return the weights of ``spec``, stacked over experts.
+
+        Gates above ups are [experts, 2 * inner, hidden], downs [experts, hidden, inner].
         """
 
 
@@ -67,7 +73,7 @@ class Plain:
         return loader.layer_of(spec, LayerWeights(*self.read(spec, loader)))
 
     def read(self, spec: LinearSpec, loader: WeightLoader) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias: one matrix, each part read into its rows."""
+        """Return weight and bias: one matrix, each part read into its rows."""
         weight = loader.empty(spec.outputs, spec.inputs)
         bias = loader.empty(spec.outputs) if spec.bias else None
         if spec.sharded:
@@ -89,7 +95,7 @@ class Plain:
                 reorder(rows, spec.order)
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor, Tensor]:
-        """Each matrix read into its place."""
+        """Return the stacked weights, each matrix read straight to its destination."""
         count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
         gate_up, down = loader.empty(count, 2 * inner, hidden), loader.empty(count, hidden, inner)
         rows = columns = None
@@ -104,7 +110,7 @@ class Plain:
 
 
 def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
-    """Read a shard's rows and columns, each range of rows into its place."""
+    """Read a shard's rows and columns straight to their destination."""
     at, inputs, outputs = 0, spec.stored_inputs or spec.inputs, dict(spec.parts)
     for name, rows in spec.pieces():
         place = slice(at, at + rows[1] - rows[0])
@@ -129,7 +135,10 @@ FORMATS: Mapping[str, LinearFormat] = {
 
 
 def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint of this model, or of this part of a spec, must have."""
+    """Return name and shape of every tensor of a spec's checkpoint.
+
+    ``spec`` may be a part of a model's.
+    """
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec | ExpertsSpec):

@@ -1,10 +1,10 @@
 """Linear layers rounded to FP8 by Intel Neural Compressor's scales.
 
 Contract. Weights and inputs are rounded to e4m3 with one scale each (:mod:`preheat.ops.float8`). Where the backend
-multiplies codes, the layer is one of W8A8 with a static scale (:mod:`preheat.ops.quantization`). Elsewhere that is
-simulated: what was rounded is widened and multiplied by its scale in fp32, and rounded to the model's dtype, which
-powers of two leave as they are; the layer then is the backend's own. Scales are constants of the model, so that a row's
-bits depend on no other row.
+multiplies codes, the layer is one of W8A8 with a static scale (:mod:`preheat.ops.quantization`). Elsewhere the layer is
+simulated: codes are widened, multiplied by their scale in fp32, and rounded to the model's dtype. Scales that are
+powers of two make this last rounding exact. The layer is then the backend's own. Scales are constants of the model, so
+a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ if TYPE_CHECKING:
     from preheat.model.loader import WeightLoader
 
 ROWS = 1024
-"""Rows of weights that are rounded at a time: what is between them and their rounding is four bytes wide."""
+"""Rows rounded at a time.
+
+Intermediate numbers take four bytes each.
+"""
 
 
 class Inc(Plain):
-    """A plain checkpoint whose layers are rounded as they are loaded. ``scales`` are those of inputs, by module."""
+    """A plain checkpoint with layers rounded while they are loaded.
+
+    ``scales`` are the scales of inputs, by module.
+    """
 
     def __init__(self, config: IncConfig, scales: Mapping[str, float]) -> None:
         self._config, self._scales = config, scales
@@ -53,7 +59,10 @@ class Inc(Plain):
         return loader.layer_of(spec, LayerWeights(weight, bias, inputs, most))
 
     def _weight_scale(self, weight: Tensor) -> float:
-        """As INC does it, from the weights themselves: the greatest, or what rounds them with the least error."""
+        """Return the scale of a weight by INC's rule.
+
+        It comes from the greatest magnitude, or is the candidate of least error.
+        """
         config = self._config
         if not config.candidates:
             return config.weight_scale(max(rows.abs().max().item() for rows in torch.split(weight, ROWS)))

@@ -1,8 +1,9 @@
-"""How checkpoints store quantized linear layers. No torch is imported before a layer is loaded.
+"""Formats of quantized linear layers in checkpoints.
 
-Every format is read into the same codes, scales and zero points (:class:`preheat.ops.quantization.QuantizedWeight`),
-one module at a time; a backend lays them out for its kernels. Unpacked whole numbers are kept around zero: 8 (or 128)
-is taken from codes and zero points alike, so that their difference stays.
+No torch is imported before a layer is loaded. Every format is read into the same codes, scales and zero points
+(:class:`preheat.ops.quantization.QuantizedWeight`), one module at a time; a backend lays them out for its kernels.
+Unpacked integers are kept around zero: 8 (or 128) is subtracted from codes and zero points alike, so that their
+difference stays.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 def expert_modules(spec: ExpertsSpec) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every module of the experts."""
+    """Yield name and shape of every module of the experts."""
     for expert in range(spec.num_experts):
         yield spec.gate.format(expert), (spec.inner, spec.hidden)
         yield spec.up.format(expert), (spec.inner, spec.hidden)
@@ -43,19 +44,25 @@ def reorder(rows: Tensor, order: tuple[tuple[int, int], ...]) -> None:
         at += end - start
 
 
-def taken(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
-    """The ranges of ``rows`` in this ``order``: a new tensor."""
+def in_order(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
+    """Return the ranges of ``rows`` in this ``order``: a new tensor."""
     import torch
 
     return torch.cat([rows[start:end] for start, end in order])
 
 
 class QuantizedFormat(ABC):
-    """What formats share: subclasses say what a module's tensors are, and read them."""
+    """Base class of the quantized formats.
+
+    A subclass names the tensors of a module, and reads them.
+    """
 
     @abstractmethod
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
-        """Shape of every tensor of a module but the bias, by what follows its name."""
+        """Return the shapes of a module's tensors, without the bias.
+
+        Keys follow the module's name in the tensor's name.
+        """
 
     @abstractmethod
     def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
@@ -77,8 +84,10 @@ class QuantizedFormat(ABC):
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """The parts read into the rows of one weight. Of a shard all are read, and what it has not is let go: so parts
-        have the scales that they have on one rank.
+        """Return the layer of ``spec``.
+
+        Its parts are read into the rows of one weight. A shard reads all parts and drops the rows and columns of other
+        ranks. So parts keep the scales that they have on one rank.
         """
         weight = loader.empty_weight(_scheme(spec), spec.stored_outputs, spec.stored_inputs or spec.inputs)
         bias = loader.empty(spec.stored_outputs) if spec.bias else None
@@ -89,14 +98,14 @@ class QuantizedFormat(ABC):
                 loader.source.fill(f"{name}.bias", bias[start : start + outputs])
             start += outputs
         if spec.sharded:
-            weight, bias = weight.cut(spec.order, spec.columns), None if bias is None else taken(bias, spec.order)
+            weight, bias = weight.cut(spec.order, spec.columns), None if bias is None else in_order(bias, spec.order)
         elif spec.order:
             for rows in (*weight.row_tensors, *([] if bias is None else [bias])):
                 reorder(rows, spec.order)
         return loader.layer_of(spec, LayerWeights(weight, bias))
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
-        """Each matrix read into its place."""
+        """Return the stacked weights, each matrix read straight to its destination."""
         scheme, count, inner = _scheme(spec), spec.num_experts, spec.whole_inner
         matrices = replace(spec, inner=inner).matrices
         gate_up, down = (loader.empty_weight(scheme, count, *shape) for shape in matrices)
@@ -117,8 +126,10 @@ def _scheme(spec: LinearSpec | ExpertsSpec) -> Scheme:
 
 
 class OnlineFp8(QuantizedFormat):
-    """A module that is stored as usual and quantized when it is read, one at a time: a scale for each output, by
-    :func:`preheat.ops.quantization.quantize_channels`, from the checkpoint's own numbers.
+    """A plain module that is quantized when it is read.
+
+    Modules are read one at a time. Each output has a scale, computed from the checkpoint's own numbers by
+    :func:`preheat.ops.quantization.quantize_channels`.
     """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
@@ -131,9 +142,10 @@ class OnlineFp8(QuantizedFormat):
 
 
 class Fp8(QuantizedFormat):
-    """``weight`` in e4m3fn; the scales, which multiply, are ``scale``: one, one for each output, or one for each block
-    of 128 x 128. ``input_scale`` where activations have a static one; of parts that share their input the largest
-    counts.
+    """``weight`` in e4m3fn with factors named ``scale``.
+
+    There is one scale, one for each output, or one for each block of 128 x 128. ``input_scale`` is the static scale of
+    activations, if there is one; among parts with the same input the greatest counts.
     """
 
     def __init__(self, scale: str) -> None:
@@ -160,7 +172,10 @@ class Fp8(QuantizedFormat):
 
 
 class PackQuantized(QuantizedFormat):
-    """compressed-tensors' ``pack-quantized``: codes of an output side by side in whole words, lowest bits first."""
+    """compressed-tensors' ``pack-quantized``.
+
+    Codes of an output are side by side in words, lowest bits first.
+    """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         per_word, groups = 32 // _bits(scheme), scheme.groups(inputs)
@@ -181,7 +196,10 @@ class PackQuantized(QuantizedFormat):
 
 
 class Awq(QuantizedFormat):
-    """AutoAWQ's ``gemm``: an input's codes side by side, eight outputs a word, in the order of :data:`AWQ_ORDER`."""
+    """AutoAWQ's ``gemm``.
+
+    An input's codes are side by side, eight outputs a word, in the order of :data:`AWQ_ORDER`.
+    """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         groups = scheme.groups(inputs)
@@ -201,16 +219,16 @@ class Awq(QuantizedFormat):
 
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The nibble of a word that holds each of its eight columns."""
+"""Nibble of a word for each of its eight columns."""
 
 
 class Gptq(QuantizedFormat):
-    """GPTQ: an output's codes below each other, those of several inputs a word. ``g_idx`` says which group an input
-    belongs to.
+    """The formats of GPTQ.
 
-    ``added`` to the zero points that are stored: 1 in files of version 1, 0 in version 2. None: the file is symmetric,
-    so each zero point is the half of the range. Writers confuse the versions, and the numbers tell which one it is: a
-    module that stores one zero point everywhere, the half or the half less one, is symmetric too.
+    An output's codes are below each other, several inputs a word. ``g_idx`` has the group of each input. ``added`` is
+    the number to add to stored zero points: 1 in files of version 1, 0 in version 2. None: the file is symmetric, so
+    each zero point is half of the range. Writers confuse the versions, but the numbers tell them apart. A module with
+    the same zero point everywhere, half of the range or one less, is symmetric too.
     """
 
     def __init__(self, added: int | None) -> None:
@@ -234,7 +252,7 @@ class Gptq(QuantizedFormat):
         self._read_index(name, out, loader)
 
     def _around_zero(self, name: str, stored: Tensor, half: int) -> Tensor:
-        """The module's zero points, less ``half`` of the range."""
+        """Return the module's zero points, less ``half`` of the range."""
         first = int(stored[0, 0])
         if first in (half, half - 1) and bool(stored.eq(first).all()):
             return stored - first
@@ -249,7 +267,10 @@ class Gptq(QuantizedFormat):
 
     @staticmethod
     def _read_index(name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
-        """Parts that are stacked share their index: they were quantized with the same inputs."""
+        """Read and check the module's ``g_idx``.
+
+        Stacked parts must share it: they were quantized with the same inputs.
+        """
         import torch
 
         inputs, groups = out.shape[1], out.scheme.groups(out.shape[1])
@@ -258,17 +279,20 @@ class Gptq(QuantizedFormat):
         if index.eq(UNSAID).all():
             index = in_order
         if int(index.min()) < 0 or int(index.max()) >= groups:
-            raise ModelError(f"{name}.g_idx names groups that there are not")
+            raise ModelError(f"{name}.g_idx names groups that do not exist")
         if known is None and not torch.equal(index, in_order):
-            raise ModelError(f"{name}.g_idx: it is not in order, though desc_act is false")
+            raise ModelError(f"{name}.g_idx is not in order, though desc_act is false")
         if known is not None and not known.eq(UNSAID).all() and not torch.equal(index, known):
-            raise ModelError(f"{name}.g_idx: it differs from that of the modules beside it, which is not supported")
+            raise ModelError(f"{name}.g_idx must equal the g_idx of the modules beside it")
         if known is not None:
             known.copy_(index)
 
 
 UNSAID = -1
-"""In place of an index that is not known yet, or that dummy weights have not: groups follow each other."""
+"""Group of an input that is unknown yet, or in dummy weights.
+
+Groups are then consecutive.
+"""
 
 
 def _bits(scheme: Scheme) -> int:
@@ -276,7 +300,7 @@ def _bits(scheme: Scheme) -> int:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The whole numbers of ``bits`` bits in int32 ``words`` [rows, n], lowest first: int16 [rows, n * 32 / bits]."""
+    """Unpack integers of ``bits`` bits from int32 ``words`` [rows, n], lowest first: int16 [rows, n * 32 / bits]."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)

@@ -1,8 +1,9 @@
-"""Configurations and measured ranges of Intel Neural Compressor (INC), and the scales that follow from them. No torch.
+"""Configurations and ranges of Intel Neural Compressor (INC), and their scales.
 
-A configuration (``QUANT_CONFIG``) says which modules are rounded to FP8, by which rule, and where the ranges lie: a
-JSON file for each rank with the greatest magnitude of every module's inputs. Modules have the names that vLLM gives
-them, where projections that share a matrix are one module (``qkv_proj``); the checkpoint's are understood too.
+No torch here. A configuration (``QUANT_CONFIG``) names the modules to round to FP8, the rule, and the files of ranges.
+There is a JSON file for each rank with the greatest magnitude of every module's inputs. Modules have the names that
+vLLM gives them, where projections that share a matrix are one module (``qkv_proj``); the checkpoint's names are
+understood too.
 
 Source: neural_compressor/torch/algorithms/fp8_quant of INC 3, and vllm-gaudi's calibration folder.
 """
@@ -28,16 +29,17 @@ from preheat.utils.text import did_you_mean
 logger = logging.getLogger(__name__)
 
 FORMAT = "inc"
+"""Name of the format of rounded layers."""
 SCHEME = Scheme(code="fp8", scales="tensor", activations="static")
-"""Of its layers, where a backend multiplies codes."""
-"""The name of the format of what is rounded."""
+"""Scheme of rounded layers, where a backend multiplies codes."""
 
 Device = Literal["gaudi2", "gaudi3"]
 
 
 class Traits(NamedTuple):
-    """The FP8 of a device: its greatest number, and the scales that its hardware has, powers of ``base`` from
-    ``least`` to ``most``.
+    """The FP8 numbers and hardware scales of a device.
+
+    ``full_scale`` is its greatest number. The scales are powers of ``base`` from ``least`` to ``most``.
     """
 
     full_scale: float
@@ -59,37 +61,43 @@ DEVICES: Mapping[Device, Traits] = {
     "gaudi2": Traits(240.0, 16, 2.0**-8, 2.0**4),
     "gaudi3": Traits(448.0, 2, 2.0**-55, 2.0**7),
 }
-"""The numbers of e4m3 are those of Gaudi 3 here; those of Gaudi 2 are the ones up to 240."""
+"""FP8 of each device.
+
+Numbers here are e4m3 as on Gaudi 3; Gaudi 2 has the numbers up to 240 of them.
+"""
 
 INPUT_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
 
 ROUNDINGS = {"maxabs_hw": "hw", "maxabs_pow2": "pow2", "maxabs_arbitrary": "none"}
 WITHOUT_RANGES = ("unit_scale", "hw_aligned_single_scale")
 METHODS = (*ROUNDINGS, "maxabs_hw_opt_weight", "maxabs_pow2_opt_weight", *WITHOUT_RANGES)
-"""The ``scale_method``s that give a tensor one scale."""
+"""Values of ``scale_method`` that give a tensor one scale."""
 
 WITHOUT_EFFECT = {
     "method", "hp_dtype", "scale_format", "measure_on_hpu", "use_qdq", "fake_quant", "quantize_weight", "recalc_scales",
     "calibration_sample_interval", "local_rank", "global_rank", "world_size", "seperate_measure_files", "device_type",
     "measure_exclude", "use_stats_files", "verbose", "dump_stats_xlsx_path",
 }  # fmt: skip
-"""Keys that say how INC goes about it on its devices, or what it measures more than is needed here."""
+"""Keys without effect here.
+
+They steer INC on its devices, or measurements that are not needed.
+"""
 
 LISTS = {"whitelist": "allowlist", "blacklist": "blocklist"}
-"""The older names."""
+"""Older names of the lists."""
 
 FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 TYPES = {
     "qkv": "QKVParallelLinear", "o": "RowParallelLinear", "gate_up": "MergedColumnParallelLinear",
     "down": "RowParallelLinear", "router": "ReplicatedLinear", "head": "ParallelLMHead",
 }  # fmt: skip
-"""vLLM's classes, by the last part of a linear layer's path in the spec."""
+"""vLLM's classes, by the last part of a layer's path."""
 CACHE_TYPE = "VLLMKVCache"
 
 
 @dataclass(frozen=True)
 class Names:
-    """Modules by regular expressions that occur in their names, or by their classes."""
+    """Modules by regular expressions in their names, or by classes."""
 
     names: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
@@ -98,15 +106,20 @@ class Names:
         return bool(self.names or self.types)
 
     def match(self, module: str, kind: str) -> bool:
-        """Whether a module of the class ``kind`` is meant; every linear layer is a "Linear" too."""
+        """Whether a module of the class ``kind`` is meant.
+
+        Every linear layer is a "Linear" too.
+        """
         kinds = {kind, "KVCache" if kind == CACHE_TYPE else "Linear"}
         return bool(kinds & set(self.types)) or any(re.search(name, module) for name in self.names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IncConfig:
-    """A configuration file. ``stats`` is how the files of ranges begin, ``device`` whose they are, None if nothing says
-    so. ``lenient``: modules without ranges stay as they are.
+    """A configuration file.
+
+    ``stats`` is the beginning of the paths of the files of ranges. ``device`` is the device they were measured on, None
+    if unknown. ``lenient``: modules without ranges stay as they are.
     """
 
     path: Path
@@ -128,16 +141,25 @@ class IncConfig:
         return allowed and not self.block.match(module, kind)
 
     def input_scale(self, maxabs: float) -> float:
-        """The scale of an activation whose magnitudes reach ``maxabs``, or of a cache of keys or values."""
+        """Return the scale of inputs with magnitudes up to ``maxabs``.
+
+        Inputs are activations, or keys or values for the cache.
+        """
         return self._scale(maxabs, INPUT_BACKOFF)
 
     def weight_scale(self, maxabs: float) -> float:
-        """That of weights, unless :meth:`candidates` are tried."""
+        """Return the scale of weights with magnitudes up to ``maxabs``.
+
+        :meth:`candidates` are tried instead, if there are any.
+        """
         return self._scale(maxabs, WEIGHT_BACKOFF)
 
     @property
     def candidates(self) -> list[float]:
-        """The scales of which weights take the one that rounds them best; empty: they take :meth:`weight_scale`."""
+        """Scales to try for weights.
+
+        The one of least error wins. Empty: :meth:`weight_scale` decides.
+        """
         if self.method == "maxabs_hw_opt_weight":
             return self.traits.hardware
         return [2.0**power for power in range(-10, 10)] if self.method == "maxabs_pow2_opt_weight" else []
@@ -153,15 +175,17 @@ class IncConfig:
 
 
 def rounded_scale(scale: float, rounding: str, traits: Traits) -> float:
-    """``scale`` as it is ("none"), up to a power of two ("pow2"), or to one that the hardware has ("hw"). That of zeros
-    is the least of the hardware's, or 1.
+    """Round ``scale`` by the rule ``rounding``.
+
+    "none" keeps it, "pow2" rounds up to a power of two, "hw" up to a scale of the hardware. A scale of zero becomes the
+    least of the hardware's scales, or 1 without "hw".
     """
     if scale == 0.0:
         return traits.least if rounding == "hw" else 1.0
     if rounding == "none":
         return scale
     mantissa, exponent = math.frexp(scale)
-    power = exponent - 1 if mantissa == 0.5 else exponent  # of the power of two that is not below
+    power = exponent - 1 if mantissa == 0.5 else exponent  # the exponent of the least power of two that is not below
     if rounding == "pow2":
         return 2.0**power
     step = traits.base.bit_length() - 1
@@ -169,8 +193,9 @@ def rounded_scale(scale: float, rounding: str, traits: Traits) -> float:
 
 
 def read_config(path: str) -> IncConfig:
-    """The configuration in a JSON file, with INC's defaults. Raises SettingsError, naming the key, for what cannot be
-    done here.
+    """Return the configuration in a JSON file, with INC's defaults.
+
+    Raises SettingsError, naming the key, for values that are not supported here.
     """
     values = {LISTS.get(key, key): value for key, value in _read_json(Path(path), "quant_config").items()}
     known = {*WITHOUT_EFFECT, *_READ}
@@ -218,7 +243,7 @@ def _names(path: str, values: Mapping[str, Any], key: str) -> Names:
         try:
             re.compile(name)
         except (re.error, TypeError) as error:
-            raise _wrong(path, f"{key}: {name!r} is no regular expression: {error}") from None
+            raise _wrong(path, f"{key}: {name!r} is not a regular expression: {error}") from None
     return Names(names, types)
 
 
@@ -227,8 +252,10 @@ def _flag(value: object) -> bool:
 
 
 def _device(values: Mapping[str, Any], stats: Path, path: Path) -> Device | None:
-    """The device that the file names, or else the folders of its ranges or its own name: g2 or g3, as vLLM's scripts
-    for Gaudi write them.
+    """Return the device of a configuration.
+
+    The file states it, or the folders of its ranges or its own name do. Folders and names say g2 or g3, as vLLM's
+    scripts for Gaudi write them.
     """
     if given := values.get("device_for_scales"):
         name = str(given).lower()
@@ -242,21 +269,22 @@ def _device(values: Mapping[str, Any], stats: Path, path: Path) -> Device | None
 
 
 class Ranges(NamedTuple):
-    """The greatest magnitudes of a module's inputs, and of its weights, if it has any."""
+    """Greatest magnitudes of a module's inputs, and of any weights."""
 
     inputs: tuple[float, ...]
     weight: float | None = None
 
 
 def read_ranges(config: IncConfig) -> dict[str, Ranges]:
-    """The ranges of all modules, by name, the greatest over all ranks. Raises SettingsError, naming the file, if one is
-    missing or is none of ranges.
+    """Return the ranges of all modules by name.
+
+    They are the greatest over all ranks. Raises SettingsError, naming the file, if one is missing or has no ranges.
     """
     found: dict[str, Ranges] = {}
     for path in rank_files(config):
         nodes = _read_json(path, "quant_config").get("Nodes")
         if not isinstance(nodes, Mapping):
-            raise _wrong(path, "it has no Nodes, so it is no file of ranges")
+            raise _wrong(path, "it has no Nodes, so it is not a file of ranges")
         for name, node in nodes.items():
             now = _node(path, name, node)
             before = found.get(name, now)
@@ -270,7 +298,10 @@ def read_ranges(config: IncConfig) -> dict[str, Ranges]:
 
 
 def rank_files(config: IncConfig) -> list[Path]:
-    """The files of ranges: one without a rank, or else one for each rank of the smallest number of them."""
+    """Return the files of ranges.
+
+    There is one without a rank, or one per rank of the smallest world.
+    """
     base = config.stats.with_name(f"{config.stats.name}_hooks_maxabs")
     whole = base.with_name(base.name + ".json")
     if os.path.lexists(whole):
@@ -280,7 +311,7 @@ def rank_files(config: IncConfig) -> list[Path]:
         if match := re.fullmatch(re.escape(base.name) + r"_(\d+)_(\d+)\.json", path.name):
             by_world.setdefault(int(match[2]), {})[int(match[1])] = path
     if not by_world:
-        also = " (there is an .npz alone: those are pickles, which are not opened)" if _npz(base) else ""
+        also = " (there is only an .npz: it is a pickle, and pickles are not opened)" if _npz(base) else ""
         raise _wrong(config.path, f"no ranges in {whole} or {base.name}_RANK_RANKS.json beside it{also}: "
                      "measure with preheat calibrate")  # fmt: skip
     world, ranks = min(by_world.items())
@@ -309,7 +340,7 @@ def _numbers(nested: Any) -> Iterator[float]:
         return
     value = float(nested)
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value} is no magnitude")
+        raise ValueError(f"{value} is not a magnitude (a finite number of at least 0)")
     yield value
 
 
@@ -318,15 +349,16 @@ def _greatest(values: Iterable[float | None]) -> float | None:
 
 
 def module_name(spec: LinearSpec) -> str:
-    """The name of a linear layer's module in vLLM."""
+    """Return the name of a linear layer's module in vLLM."""
     parts = [name.rpartition(".") for name, _ in spec.parts]
     fused = FUSED.get(tuple(last for _, _, last in parts))
     return spec.parts[0][0] if fused is None else f"{parts[0][0]}.{fused}"
 
 
 def linear_modules(spec: ModelSpec) -> Iterator[tuple[str, str, str, LinearSpec]]:
-    """Path in the spec, name, class and spec of every linear layer with weights of its own. An output head that is the
-    table of embeddings has none.
+    """Yield every linear layer with its own weights.
+
+    Each comes as path in the spec, name, class and spec. An output head that is the table of embeddings has none.
     """
     for path, linear in spec.linears():
         if not (path == "head" and spec.tied):
@@ -334,14 +366,20 @@ def linear_modules(spec: ModelSpec) -> Iterator[tuple[str, str, str, LinearSpec]
 
 
 def cache_modules(attention: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the modules through which the keys, and the values, of the module ``attention`` go to the cache."""
+    """Return names of the modules that store keys, and values.
+
+    They belong to the module ``attention``.
+    """
     inside = ("attn.impl.", "attn.", "")
     keys, values = (tuple(f"{attention}.{where}{kind}_cache" for where in inside) for kind in "kv")
     return keys, values
 
 
 def check_experts(config: IncConfig, spec: ModelSpec) -> None:
-    """Raise SettingsError unless the experts of all layers are left out: they are not rounded here."""
+    """Raise SettingsError unless the experts are left out.
+
+    They are not rounded here, in any layer.
+    """
     for layer in spec.layers:
         if not isinstance(layer.mlp, MoeSpec):
             continue
@@ -352,19 +390,23 @@ def check_experts(config: IncConfig, spec: ModelSpec) -> None:
 
 
 def is_blocked(config: IncConfig, module: str, kind: str, linear: LinearSpec) -> bool:
-    """Whether a linear layer is left as it is. Raises SettingsError if a list tells apart parts of one matrix."""
+    """Whether a linear layer is left as it is.
+
+    Raises SettingsError if the lists split one matrix.
+    """
     taken = {config.takes(name, kind) for name, _ in linear.parts}
     if not config.takes(module, kind):
         return True
     if len(taken) > 1:
-        raise _wrong(config.path, f"the lists tell the parts of {module} apart, which share one matrix: name all of "
-                     f"{', '.join(name for name, _ in linear.parts)}")  # fmt: skip
+        raise _wrong(config.path, f"the lists name only some parts of {module}, and its parts share one matrix: "
+                     f"name all of {', '.join(name for name, _ in linear.parts)}")  # fmt: skip
     return not taken.pop()
 
 
 def linear_scales(config: IncConfig, spec: ModelSpec, ranges: Mapping[str, Ranges]) -> dict[str, float]:
-    """The scale of the inputs of each linear layer that is rounded, by module. Raises SettingsError for one without
-    ranges, unless the configuration is lenient.
+    """Return the input scale of each rounded linear layer, by module.
+
+    Raises SettingsError for a layer without ranges, unless the configuration is lenient.
     """
     check_experts(config, spec)
     found = {}
@@ -383,8 +425,9 @@ def linear_scales(config: IncConfig, spec: ModelSpec, ranges: Mapping[str, Range
 
 
 def with_inc(spec: ModelSpec, scales: Mapping[str, float], *, coded: bool) -> ModelSpec:
-    """``spec``, whose linear layers among the modules of ``scales`` are of this format, as float8 codes if ``coded``,
-    else simulated.
+    """Return ``spec`` with the linear layers in ``scales`` of this format.
+
+    ``coded``: layers have float8 codes; else they are simulated.
     """
     rounded = {path for path, module, _, _ in linear_modules(spec) if module in scales}
     scheme = SCHEME if coded else None
@@ -396,8 +439,9 @@ def with_inc(spec: ModelSpec, scales: Mapping[str, float], *, coded: bool) -> Mo
 def cache_scales(
     config: IncConfig, attentions: Iterable[str], ranges: Mapping[str, Ranges]
 ) -> list[tuple[float, float]]:
-    """The scales of the keys and the values of each of the modules ``attentions``. Raises SettingsError for one that is
-    left out or has no ranges.
+    """Return the scales of keys and values of each module in ``attentions``.
+
+    Raises SettingsError for a module that is left out or has no ranges.
     """
     return [
         (_cache_scale(config, keys, ranges), _cache_scale(config, values, ranges))
@@ -413,17 +457,23 @@ def _cache_scale(config: IncConfig, names: tuple[str, ...], ranges: Mapping[str,
     if name is None or not ranges[name].inputs:
         if config.method in WITHOUT_RANGES:
             return config.input_scale(0.0)
-        raise _wrong(config.path, f"there are no ranges of {names[0]}, which kv_cache_dtype fp8_inc needs")
+        raise _wrong(
+            config.path,
+            f"kv_cache_dtype fp8_inc needs the ranges of {names[0]}, and there are none: measure them, or write auto",
+        )
     return config.input_scale(ranges[name].inputs[0])
 
 
 def warn_of_device(config: IncConfig, platform: str) -> None:
-    """Say whose ranges these are, if not this device's."""
+    """Log the device of the ranges, if known.
+
+    Answers here are not that device's.
+    """
     if config.device is not None:
         device = {"gaudi2": "Gaudi 2", "gaudi3": "Gaudi 3"}[config.device]
         logger.warning(
-            "The ranges of %s were measured on %s: scales follow its rules, what is rounded is simulated on %s, and "
-            "answers are not that device's", config.path, device, platform,
+            "The ranges of %s were measured on %s: scales follow the rules of that device, rounding is simulated on "
+            "%s, and answers differ from that device's", config.path, device, platform,
         )  # fmt: skip
 
 

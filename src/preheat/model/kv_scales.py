@@ -1,8 +1,8 @@
-"""The type of the KV cache and its scales: from the options, and from what a checkpoint stores beside its weights. No
-torch here.
+"""Dtype and scales of the KV cache.
 
-A scale is a constant of the model: from the checkpoint, or from a calibration (:mod:`preheat.model.inc`), or 1. None is
-taken from what happens to run first, which would let one boot differ from another.
+They come from the options and the checkpoint. No torch here. A scale is a constant of the model: from the checkpoint,
+or from a calibration (:mod:`preheat.model.inc`), or 1. A scale is never measured on the first requests, because then
+one boot could differ from another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from preheat.model.specs import AttentionSpec, KVDtype, LayerSpec, ModelSpec
 logger = logging.getLogger(__name__)
 
 Scales = tuple[float, float]
-"""Of keys, of values."""
+"""Scale of keys, scale of values."""
 
 FP8: Mapping[str, KVDtype] = {
     "fp8": "fp8_e4m3",
@@ -29,34 +29,38 @@ FP8: Mapping[str, KVDtype] = {
     "fp8_inc": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
-"""What ``--kv-cache-dtype`` may ask for, and what is stored then."""
+"""Dtype stored for each 8-bit value of ``--kv-cache-dtype``."""
 
 SAME = {"float16": "bfloat16"}
-"""What a dtype runs as, if not as itself."""
+"""Dtypes that run as another dtype."""
 
 CHOICES = ("auto", *FP8, "bfloat16", "float16", "float32")
 
 STORED = re.compile(r".*\.([kvq]_scale|kv_scale|prob_scale|(k|v)_proj\.output_scale)")
-"""Names of a checkpoint's scales for attention. Those of queries and weights (q_scale, prob_scale) are for kernels that
-multiply in eight bits, which is not done here."""
+"""Names of a checkpoint's scales for attention.
+
+Scales of queries and weights (q_scale, prob_scale) are for kernels that multiply in eight bits; none do so here.
+"""
 
 
 def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
-    """``spec`` with the type of cache that ``--kv-cache-dtype`` asks for, for a model that runs in ``dtype``; scales
-    are 1. Raises SettingsError for a type that is neither of eight bits nor the model's.
+    """Return ``spec`` with the cache dtype of ``--kv-cache-dtype``.
+
+    The model runs in ``dtype``. Scales are 1. Raises SettingsError for a dtype that is neither of eight bits nor the
+    model's.
     """
     if asked in FP8:
         return _with_kv(spec, lambda layer: replace(layer.kv, dtype=FP8[asked]))
     if asked not in ("auto", dtype) and SAME.get(asked) != dtype:
         raise SettingsError(
-            f"kv_cache_dtype {asked} is not what the model runs in, {dtype}: write auto, or one of {', '.join(FP8)}",
+            f"kv_cache_dtype {asked} differs from the model's dtype, {dtype}: write auto, or one of {', '.join(FP8)}",
             param="kv_cache_dtype",
         )
     return spec
 
 
 def with_scales(spec: ModelSpec, scales: Sequence[Scales]) -> ModelSpec:
-    """``spec`` with these scales, one pair for each layer."""
+    """Return ``spec`` with these scales, one pair for each layer."""
     layers = iter(scales)
     return _with_kv(spec, lambda layer: replace(layer.kv, scales=next(layers)))
 
@@ -70,13 +74,18 @@ def _with_kv(spec: ModelSpec, kv: Callable[[LayerSpec], object]) -> ModelSpec:
 
 
 def attention_module(spec: AttentionSpec) -> str:
-    """The checkpoint's module of a layer's attention, to which its projections belong."""
+    """Return the checkpoint's module of attention.
+
+    It is the parent of the layer's projections.
+    """
     return spec.qkv.parts[0][0].rpartition(".")[0]
 
 
 def names(spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Under which names a checkpoint may store the scale of the layer's keys, and that of its values; the first that is
-    there counts. The last is the old one scale for both.
+    """Return possible names of the scales of keys, and of values.
+
+    They belong to one layer. The first name that the checkpoint has counts. The last name is the older single scale for
+    both.
     """
     module = attention_module(spec)
     found = []
@@ -96,9 +105,10 @@ def names(spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> list[Scales] | None:
-    """The scales of all layers, from the tensors that are ``stored``; None if there are none.
+    """Return the stored scales of all layers; None without any.
 
-    Raises ModelError, naming the tensor, if only some layers have them, or if one is no scale.
+    ``stored`` are the names of the checkpoint's tensors. Raises ModelError, naming the tensor, if only some layers have
+    scales, or if a tensor is no scale.
     """
     layers, missing = [], []
     for layer in spec.layers:
@@ -113,8 +123,9 @@ def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[
 
 
 def resolve_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> ModelSpec:
-    """``spec`` with the checkpoint's scales, if its cache is of eight bits; without any they are 1, with a warning.
-    Raises SettingsError for a type that cannot have them.
+    """Return ``spec`` with the checkpoint's scales, for an 8-bit cache.
+
+    Without stored scales they are 1, with a warning. Raises SettingsError for a dtype that cannot have scales.
     """
     found = checkpoint_scales(spec, stored, read)
     if spec.kv_dtype == "auto":
@@ -136,7 +147,10 @@ def resolve_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str
 
 
 def identity(spec: ModelSpec) -> dict[str, str] | None:
-    """What tells this cache's contents from those of another type or other scales; None for the model's own dtype."""
+    """Return an identity of the cache's dtype and scales.
+
+    None for the model's own dtype. Contents of caches with different identities must not mix.
+    """
     if spec.kv_dtype == "auto":
         return None
     text = json.dumps([layer.kv.scales for layer in spec.layers])
@@ -145,5 +159,5 @@ def identity(spec: ModelSpec) -> dict[str, str] | None:
 
 def _positive(name: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
-        raise ModelError(f"tensor {name} of the checkpoint is no scale: {value}")
+        raise ModelError(f"tensor {name} of the checkpoint is not a scale: {value}")
     return value

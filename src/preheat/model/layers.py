@@ -1,4 +1,4 @@
-"""The parts of a loaded model, a tree of the same form as its :class:`~preheat.model.specs.ModelSpec`."""
+"""The parts of a loaded model, as a tree like its :class:`~preheat.model.specs.ModelSpec`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights of attention. ``qk_norm`` is the norm of each query and key head, if there is one."""
+    """The weights of attention.
+
+    ``qk_norm`` is the norm of each query and key head, if there is one.
+    """
 
     qkv: Linear
     o: Linear
@@ -34,7 +37,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """The feed-forward block, [tokens, hidden] -> [tokens, hidden]. ``gate_up`` includes the activation."""
+    """The feed-forward block, [tokens, hidden] -> [tokens, hidden]; ``gate_up`` includes the activation."""
 
     gate_up: Linear
     down: Linear
@@ -44,7 +47,7 @@ class DenseMlp:
 
     @property
     def fused_input(self) -> FusedInput | None:
-        """How the block reads its inputs, see :func:`fused`."""
+        """Fused input of the block, see :func:`fused`."""
         return fused(self.gate_up)
 
     def linears(self) -> Linears:
@@ -54,14 +57,20 @@ class DenseMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert that all tokens visit, ``gate`` [1, hidden], and the backend's operation that adds it up."""
+    """An expert that all tokens visit, with its gate.
+
+    ``add`` is the backend's operation to add its output. ``gate`` is [1, hidden].
+    """
 
     block: DenseMlp
     gate: Tensor
     add: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, routed: Tensor) -> Tensor:
-        """``routed``, what the other experts gave for ``x``, and what this one gives."""
+        """Return ``routed`` plus this expert's gated output for ``x``.
+
+        ``routed`` is the other experts' output.
+        """
         return self.add(routed, x, self.gate, self.block(x))
 
 
@@ -81,7 +90,10 @@ class MoeMlp:
 
     @property
     def fused_input(self) -> FusedInput | None:
-        """How the experts read their inputs; the router and a shared expert read them too."""
+        """Fused input of the experts.
+
+        The router and a shared expert read the same input.
+        """
         return fused(self.experts, self.router, *(() if self.shared is None else (self.shared,)))
 
     def linears(self) -> Linears:
@@ -106,12 +118,15 @@ class DecoderLayer:
     mlp_out_norm: Norm | None = None
 
     def attention_output(self, attended: Tensor) -> Tensor:
-        """What attention adds to the residual, from ``attended`` [tokens, heads * dim]."""
+        """Return the addition of attention to the residual, from ``attended`` [tokens, heads * dim]."""
         out = self.attention.o(attended)
         return out if self.attention_out_norm is None else self.attention_out_norm(out)
 
     def mlp_output(self, normed: Tensor) -> Tensor:
-        """What the feed-forward block adds to it."""
+        """Return the feed-forward block's addition to the residual.
+
+        ``normed`` is its input.
+        """
         out = self.mlp(normed)
         return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
 
@@ -122,8 +137,9 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class GatheredHead:
-    """The output head of which each rank has ``width`` rows, the last one perhaps fewer: [rows, hidden] -> [rows,
-    vocab], the same on all ranks.
+    """An output head divided among ranks: [rows, hidden] -> [rows, vocab], the same on all ranks.
+
+    Each rank has ``width`` rows of the head, the last one perhaps fewer.
     """
 
     mine: Linear
@@ -140,14 +156,20 @@ class GatheredHead:
 
 
 class HiddenStates:
-    """The output head of a model without one: hidden states [rows, hidden] as they are."""
+    """The head of a model without one: unchanged hidden states.
+
+    Hidden states are [rows, hidden].
+    """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
 
 
 class HeadElsewhere:
-    """The output head of a stage that is not the last one: another rank has it."""
+    """The output head of a stage that is not the last one.
+
+    Another rank has the head.
+    """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         raise AssertionError("another stage has the head")
@@ -155,8 +177,10 @@ class HeadElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head; ``positions``
-    [positions, hidden] where they are learned; ``vision`` of models that see images.
+    """The weights of a whole model.
+
+    ``embedding`` is [vocab, hidden]; ``positions`` [positions, hidden] exist where they are learned; ``vision`` is for
+    models that see images.
     """
 
     embedding: Tensor
@@ -167,7 +191,10 @@ class Weights:
     vision: VisionWeights | None = None
 
     def linears(self) -> Linears:
-        """All linear layers and experts of the decoder, with their paths in the spec; last a head, if any."""
+        """All linear layers and experts of the decoder, by path.
+
+        A head comes last, if any.
+        """
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
         if not isinstance(self.head, HiddenStates | HeadElsewhere):
@@ -175,7 +202,10 @@ class Weights:
 
 
 def fused(*readers: object) -> FusedInput | None:
-    """How all of ``readers`` read what a norm gives; None: as a tensor."""
+    """Return the fused input that all ``readers`` accept from a norm.
+
+    None: they read a tensor.
+    """
     found = [getattr(reader, "fused_input", None) for reader in readers]
     wanted = [each for each in found if each is not None]
     if not wanted or not all(wanted[0].same(each) for each in wanted):
@@ -185,8 +215,10 @@ def fused(*readers: object) -> FusedInput | None:
 
 
 def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | None = None) -> Tensor:
-    """The ``norm`` of ``x``, which is added to ``residual`` in place first, if that is given; for layers that read it
-    ``how``.
+    """Return the ``norm`` of ``x``.
+
+    It has the form of the fused input ``how`` if there is one. ``x`` is first added to ``residual`` in place, if there
+    is a residual.
     """
     if how is not None:
         return cast(Tensor, how.norm(norm, x, residual))
@@ -194,5 +226,5 @@ def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | Non
 
 
 def below(path: str, linears: Linears) -> Linears:
-    """``linears`` with paths that begin with ``path``."""
+    """Return ``linears`` with paths that begin with ``path``."""
     return ((f"{path}.{name}", linear) for name, linear in linears)

@@ -1,7 +1,7 @@
-"""Loading a model: its spec, then its weights, from a checkpoint's files or random.
+"""Loading a model: its spec, then its weights.
 
-Tensors are read one at a time straight into their place on the device, so there is never a second copy of the model,
-neither there nor on the host.
+Weights come from a checkpoint's files, or are random. Tensors are read one at a time straight to their place on the
+device. So there is never a second copy of the model, neither on the device nor on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from preheat.backends.base import (
 )
 from preheat.backends.names import HOST
 from preheat.errors import ModelError
-from preheat.model.adapters import AdapterSeats, make_seats
+from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
@@ -85,10 +85,11 @@ Copy = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache; ``numerics``, plain
-    data, are types and scales of cache and linear layers that bits depend on, where they are not the model's own.
-    ``adapters`` are the places for adapters in its layers, if there are to be any.
-    ``formats`` are those that linear layers were loaded by.
+    """A checkpoint loaded in ``dtype``.
+
+    ``bytes_per_block`` is the size of a block of the KV cache. ``numerics``, plain data, are dtypes and scales of cache
+    and linear layers that decide bits, where they are not the model's own. ``adapters`` are the adapter slots of its
+    layers; None without. ``formats`` are the formats used for its linear layers.
     """
 
     folder: Path
@@ -98,15 +99,16 @@ class LoadedModel:
     weights: Weights
     bytes_per_block: int
     numerics: Mapping[str, object] = field(default_factory=dict)
-    adapters: AdapterSeats | None = None
+    adapters: ModelAdapterSlots | None = None
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
 
 
 def load_model(
     settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0
 ) -> LoadedModel:
-    """The model that the settings name, on the backend's device: a ``stage`` of it where they ask for several, and
-    with a ``collective`` its rank's shard.
+    """Load the settings' model on the backend's device.
+
+    ``stage`` is the stage to load of a pipeline. With a ``collective`` only its rank's shard is loaded.
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     config = read_config(folder, settings.hf_overrides)
@@ -127,31 +129,33 @@ def load_model(
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
     check_supported(spec, name, backend.supports)
-    seats = make_seats(settings, backend, name)
+    adapter_slots = make_adapter_slots(settings, backend, name)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
     weights = load_weights(
         whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
         formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
-        seats=seats, stage=(stage, settings.pipeline_parallel_size),
+        adapter_slots=adapter_slots, stage=(stage, settings.pipeline_parallel_size),
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
     sizes = bytes_by_scheme(whole, backend.facts, dtype.itemsize)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
+    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, adapter_slots, quantized.formats)
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
-    """``spec`` with the scales of the KV cache that the checkpoint has."""
+    """Return ``spec`` with the checkpoint's scales of the KV cache."""
     if settings.load_format == "dummy":
         return resolve_scales(spec, (), lambda _: 1.0)
     files = SafetensorsFiles(folder, _plain_copy, spec.renames)
 
     def read(name: str) -> float:
         if prod(files.shapes[name]) != 1:
-            raise ModelError(f"tensor {name} has shape {list(files.shapes[name])}: one scale for a layer is supported")
+            raise ModelError(
+                f"tensor {name} has shape {list(files.shapes[name])}: only one scale for each layer is supported"
+            )
         scale = torch.empty(files.shapes[name], dtype=torch.float32)
         files.fill(name, scale)
         return scale.item()
@@ -160,12 +164,18 @@ def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec
 
 
 def _numerics(sizes: Mapping[str, int], scales: Sequence[str]) -> dict[str, object]:
-    """What bits depend on in a quantized checkpoint; nothing in another."""
+    """Return the bytes and scales that decide a quantized checkpoint's bits.
+
+    Empty for another checkpoint.
+    """
     return {"weights": {"bytes": dict(sizes), "scales": list(scales)}} if len(sizes) > 1 else {}
 
 
 def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:
-    """Raise ModelError, before anything is allocated, if weights of ``needed`` bytes do not fit into ``free``."""
+    """Raise ModelError if ``needed`` bytes do not fit into ``free``.
+
+    Called before any allocation.
+    """
     if needed > free:
         raise ModelError(
             f"the weights take {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB of memory are free: free some, or "
@@ -185,15 +195,16 @@ def load_weights(
     on_host: bool = False,
     scales: list[str] | None = None,
     collective: Collective | None = None,
-    seats: AdapterSeats | None = None,
+    adapter_slots: ModelAdapterSlots | None = None,
     stage: tuple[int, int] = (0, 1),
 ) -> Weights:
-    """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
-    dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``. ``on_host``: each is read and
-    prepared on the host, and goes to the device as it will stay there. To ``scales`` a digest of the checkpoint's
-    scales is added, if it has any. With a ``collective`` they are the shard's of its rank, and only these are read.
-    Linear layers get places for adapters from ``seats``. Of a pipeline they are those of ``stage``, its number and how
-    many there are.
+    """Return the weights of ``spec`` in ``dtype`` on the backend's device.
+
+    They are read from ``directory``, or with ``load_format`` dummy drawn at random from ``seed``. Linear layers may be
+    stored in any of the ``formats``. ``on_host``: each layer is read and prepared on the host, and then copied to the
+    device in its final form. If the checkpoint has scales, a digest of them is appended to ``scales``. With a
+    ``collective`` only its rank's shard is read and returned. Linear layers get ``adapter_slots``.
+    ``stage`` is the number of a pipeline's stage and the number of stages.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
@@ -203,7 +214,7 @@ def load_weights(
     if load_format == "dummy":
         source, from_host = DummyTensors(seed), on_host and _plain_copy
         return WeightLoader(
-            source, dtype, backend, formats, from_host=from_host, collective=collective, seats=seats
+            source, dtype, backend, formats, from_host=from_host, collective=collective, adapter_slots=adapter_slots
         ).model(mine)
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
@@ -212,7 +223,13 @@ def load_weights(
         files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
-            files, dtype, backend, formats, from_host=on_host and upload, collective=collective, seats=seats
+            files,
+            dtype,
+            backend,
+            formats,
+            from_host=on_host and upload,
+            collective=collective,
+            adapter_slots=adapter_slots,
         ).model(mine)
         files.check_finite()
         if scales is not None and files.scales_digest is not None:
@@ -221,8 +238,9 @@ def load_weights(
 
 
 class FromHost:
-    """A ``backend`` as a loader on the host sees it: tensors go to the device as it gets them, by ``upload(source,
-    out)``.
+    """A ``backend`` for a loader that fills tensors on the host.
+
+    Tensors in arguments are copied to the device by ``upload(source, out)``.
     """
 
     def __init__(self, backend: Backend, upload: Copy) -> None:
@@ -239,7 +257,10 @@ class FromHost:
         return call
 
     def place(self, value: Any) -> Any:
-        """A tensor, or the tensors of a layer, on the device; anything else as it is."""
+        """Return a tensor, or a layer's tensors, on the device.
+
+        Any other value stays as it is.
+        """
         if isinstance(value, LayerWeights | ExpertsWeights):
             return type(value)(*map(self.place, value))
         if isinstance(value, QuantizedWeight):
@@ -252,9 +273,11 @@ class FromHost:
 
 
 class WeightLoader:
-    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``. With ``from_host``,
-    which copies, tensors are filled on the host, and the backend gets them from there. With a ``collective`` they are
-    those of a shard. ``seats`` make places for adapters in linear layers.
+    """Maker of the parts of a model from their specs.
+
+    The parts are on the backend's device, filled by ``source``. With ``from_host``, a function that copies, tensors are
+    filled on the host and then copied to the backend. With a ``collective`` the specs are a shard's. ``adapter_slots``
+    make adapter slots in linear layers.
     """
 
     def __init__(
@@ -266,11 +289,11 @@ class WeightLoader:
         *,
         from_host: Copy | Literal[False] = False,
         collective: Collective | None = None,
-        seats: AdapterSeats | None = None,
+        adapter_slots: ModelAdapterSlots | None = None,
     ) -> None:
         self.source, self.dtype, self.backend, self._collective = source, dtype, backend, collective
-        self._seats, self._room = seats, None if seats is None else seats.room
-        self._context = LayerContext(collective, None if seats is None else seats.rows)
+        self._adapter_slots, self._room = adapter_slots, None if adapter_slots is None else adapter_slots.room
+        self._context = LayerContext(collective, None if adapter_slots is None else adapter_slots.rows)
         self._dtype_name = cast(Dtype, str(dtype).removeprefix("torch."))
         self._formats, self._device = formats, backend.device
         self._place: Callable[[Tensor], Tensor] = _as_it_is
@@ -280,24 +303,24 @@ class WeightLoader:
 
     def model(self, spec: ModelSpec) -> Weights:
         embedding = self.empty(0, spec.hidden_size) if "embedding" in spec.elsewhere else self.table(spec.embedding)
-        if self._seats is not None:
-            value = embedding_of(spec.embedding, self._dtype_name, self._seats.room)
+        if self._adapter_slots is not None:
+            value = embedding_of(spec.embedding, self._dtype_name, self._adapter_slots.room)
             layer = self.backend.layer(value, LayerWeights(embedding), self._context)
-            self._seats.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
+            self._adapter_slots.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
         positions = self.table(spec.positions) if spec.positions else None
-        vision = self._without_seats().vision(spec.vision) if spec.vision else None
+        vision = self._without_adapters().vision(spec.vision) if spec.vision else None
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
 
-    def _without_seats(self) -> WeightLoader:
-        """The same, for layers without places for adapters."""
+    def _without_adapters(self) -> WeightLoader:
+        """Return a loader for layers without adapter slots."""
         other = copy(self)
-        other._seats = other._room = None
+        other._adapter_slots = other._room = None
         return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
-        """A table of embeddings."""
+        """Return a table of embeddings."""
         return self._place(self.tensor(f"{spec.name}.weight", *spec.shape))
 
     def vision(self, spec: VisionSpec) -> VisionWeights:
@@ -320,7 +343,10 @@ class WeightLoader:
         )  # fmt: skip
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
-        """The output head; where ranks share it, what all of them give."""
+        """Return the output head.
+
+        Where ranks share it, it gathers all logits.
+        """
         if spec.head is None:
             return HiddenStates()
         if "head" in spec.elsewhere:
@@ -340,13 +366,13 @@ class WeightLoader:
         return GatheredHead(head, width, spec.vocab_size, self._collective)
 
     def layer_of(self, spec: LinearSpec, weights: LayerWeights) -> Linear:
-        """The layer of ``spec``, or of a shard, with these weights."""
+        """Return the layer of ``spec``, whole or a shard, with these weights."""
         value = matmul_of(spec, self._dtype_name, self._room)
         if weights.rounding is not None:
             value = replace(value, input="rounded")
         layer = self.backend.layer(value, weights, self._context)
-        if self._seats is not None:
-            self._seats.add_linear(spec, layer)
+        if self._adapter_slots is not None:
+            self._adapter_slots.add_linear(spec, layer)
         return layer
 
     def layer(self, spec: LayerSpec) -> DecoderLayer:
@@ -370,13 +396,16 @@ class WeightLoader:
         return MoeMlp(self.linear(spec.router), experts, shared)
 
     def experts(self, spec: MoeSpec, weights: ExpertsWeights) -> ExpertsLayer:
-        """The routed experts of ``spec``, with room for adapters if there are kernels for them."""
+        """Return the routed experts of ``spec``.
+
+        They have adapter slots if there are kernels for them.
+        """
         value = experts_of(spec, self._dtype_name, self._room)
-        if self._seats is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
-            self._seats.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
+        if self._adapter_slots is not None and isinstance(found := self.backend.supports(value), WithoutTerms):
+            self._adapter_slots.without_experts, value = found.reason, experts_of(spec, self._dtype_name)
         layer = self.backend.experts(value, weights, self._context)
-        if self._seats is not None and value.down.terms:
-            self._seats.add_experts(spec.experts, layer)
+        if self._adapter_slots is not None and value.down.terms:
+            self._adapter_slots.add_experts(spec.experts, layer)
         return layer
 
     def dense(self, spec: DenseSpec) -> DenseMlp:
@@ -395,7 +424,10 @@ class WeightLoader:
         return self.backend.norm(weight, spec.eps, spec.kind, bias)
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
-        """One norm for all query and key heads, queries first."""
+        """Return one norm for all query and key heads.
+
+        Queries come first. None without a norm.
+        """
         if spec.qk_norm is None:
             return None
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
@@ -403,17 +435,17 @@ class WeightLoader:
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The checkpoint's tensor ``name``."""
+        """Return the checkpoint's tensor ``name``."""
         out = self.empty(*shape)
         self.source.fill(name, out)
         return out
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """The checkpoint's tensor ``name`` in float32, to be looked at and let go."""
+        """Return the checkpoint's tensor ``name`` in float32, for temporary use."""
         return self._read(name, shape, torch.float32)
 
     def read_words(self, name: str, *shape: int) -> Tensor:
-        """The same, of int32."""
+        """Return the checkpoint's tensor ``name`` in int32, for temporary use."""
         return self._read(name, shape, torch.int32)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -422,11 +454,11 @@ class WeightLoader:
         return out
 
     def empty_weight(self, scheme: Scheme, *shape: int) -> QuantizedWeight:
-        """Room on the device for a quantized weight."""
+        """Return an uninitialized quantized weight, on the device of loading."""
         return empty_weight(scheme, *shape, dtype=self.dtype, device=self._device)
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialized tensor in the model's dtype, where tensors are filled."""
+        """Return an uninitialized tensor of the model's dtype, for loading."""
         return torch.empty(shape, dtype=self.dtype, device=self._device)
 
 

@@ -1,7 +1,8 @@
-"""Reading what a checkpoint says of its quantization into the tree of specs. No torch here.
+"""Reading a checkpoint's quantization config into the specs.
 
-Each method is a function from its config to what it says of a module, and a line in :data:`METHODS`. Families do not
-know of it: their trees are walked when they are made, and each linear layer gets a format and a scheme.
+No torch here. Each method has a line in :data:`METHODS` and a function from its config to the storage of each module.
+Families know nothing of quantization: their finished trees are walked, and each linear layer gets a format and a
+scheme.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 ONLINE = "fp8"
 INC = "inc"
-"""The method that can be made of a checkpoint that is not quantized, while it is loaded."""
+"""Methods that can quantize a plain checkpoint while it is loaded."""
 
 FP8_CHANNEL = Scheme(code="fp8", scales="channel", activations="token")
 
@@ -50,23 +51,25 @@ WHOLE_WORDS = ("awq", "gptq", "gptq_v2", "gptq-symmetric")
 """Formats that pack whole words along both sides of a weight."""
 
 LINEAR = "Linear"
-"""The class of linear layers, by which compressed-tensors names all of them."""
+"""The class of linear layers; compressed-tensors names all of them by it."""
 
 Module = tuple[str, ...]
-"""The names of a module: the spec's own, and those of other layouts that its checkpoints come in."""
+"""Names of a module in the spec and in other layouts."""
 
 Says = Callable[[Module], Stored | None]
-"""Of a module: how it is stored, None for one that is not quantized."""
+"""Storage rule of modules by their names; None: not quantized."""
 
 
 Named = Callable[[str], Stored | None]
-"""The same, of the spec's name."""
+"""Storage rule of modules by their names in the spec."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a method says. ``head``: whether that includes the output head; ``routers``: and what chooses experts;
-    ``tables``: whether it names a table of embeddings.
+    """The rules of a method.
+
+    ``says`` gives the storage of a module. ``head``: it applies to the output head too; ``routers``: to the routers of
+    experts too. ``tables``: whether the config names a module as a quantized table of embeddings.
     """
 
     says: Says
@@ -76,10 +79,10 @@ class Quantization:
 
 
 def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | None = None) -> ModelSpec:
-    """``spec`` with the formats that ``config``, a checkpoint's ``quantization_config``, says; ``asked`` is the method
-    of ``--quantization``.
+    """Return ``spec`` with the formats of ``config``, a checkpoint's ``quantization_config``.
 
-    Raises ModelError for what is not supported, SettingsError if a method is asked for that the checkpoint has not.
+    ``asked`` is the method of ``--quantization``. Raises ModelError for a config that is not supported, SettingsError
+    if the asked method is not the checkpoint's.
     """
     if config is None:
         if asked in (None, INC):  # INC's ranges are not in the checkpoint: see preheat.model.quantize
@@ -106,7 +109,10 @@ def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | No
 
 
 def bytes_by_scheme(spec: ModelSpec, facts: Facts, itemsize: int) -> dict[str, int]:
-    """Bytes of the weights in a backend's memory, in a dtype of ``itemsize`` bytes, by how they are quantized."""
+    """Return the bytes of the weights in a backend's memory, by scheme.
+
+    ``itemsize`` are the bytes of the dtype of plain weights.
+    """
     found: dict[str, int] = {}
     for scheme, size in spec.weight_bytes(itemsize).items():
         if scheme is None:
@@ -143,7 +149,7 @@ def _said(says: Says, renames: tuple[Rename, ...], module: str) -> Stored | None
 
 
 def names_of(module: str, renames: tuple[Rename, ...]) -> Module:
-    """Return ``module``, and the names of other layouts that ``renames`` turn into it."""
+    """Return ``module``, and its names in other layouts by ``renames``."""
     rests = (module, module.partition(".")[2])
     others = dict.fromkeys(start + rest for start in _starts(renames) for rest in rests)
     return module, *(other for other in others if other != module and renamed(other, renames) == module)
@@ -151,7 +157,10 @@ def names_of(module: str, renames: tuple[Rename, ...]) -> Module:
 
 @cache
 def _starts(renames: tuple[Rename, ...]) -> tuple[str, ...]:
-    """What names begin with that ``renames`` change as a whole; those that change parts of a layer have none."""
+    """Return the beginnings of names that ``renames`` change as a whole.
+
+    Beginnings of names with changed parts of a layer are left out.
+    """
     return tuple(
         start for start in _STARTS if any(renamed(start + rest, renames) != start + rest for rest in ("x", TIED_HEAD))
     )
@@ -161,11 +170,11 @@ _STARTS = (
     "", "model.", "language_model.", "language_model.model.", "model.language_model.", "vision_tower.vision_model.",
     "model.vision_tower.", "model.vision_tower.vision_model.",
 )  # fmt: skip
-"""What names of modules begin with in some layout."""
+"""Beginnings of module names in some layout."""
 
 
 def _walked(node: T, says: Named, routers: bool) -> T:
-    """``node`` with all linear layers and experts below it replaced."""
+    """Return ``node`` with all linear layers and experts below it replaced."""
     changed: Any = node
     if isinstance(node, LinearSpec):
         changed = _linear(node, says)
@@ -173,7 +182,7 @@ def _walked(node: T, says: Named, routers: bool) -> T:
         changed = _experts(node, says)
     elif isinstance(node, GateSpec):
         if routers and says(node.name) is not None:
-            raise ModelError(f"quantization of {node.name} is not supported: it is not among the modules to ignore")
+            raise ModelError(f"quantization of {node.name} is not supported: it must be among the modules to ignore")
     elif is_dataclass(node) and not isinstance(node, type):
         skipped = {"router"} if isinstance(node, MoeSpec) and not routers else set()
         names = [field.name for field in fields(node) if field.name not in skipped]
@@ -206,14 +215,16 @@ def _experts(spec: ExpertsSpec, says: Named) -> ExpertsSpec:
 
 
 def _agreed(modules: Sequence[str], says: Named) -> Stored | None:
-    """What is said of all ``modules``, which are computed as one."""
+    """Return the storage of all ``modules``, computed as one.
+
+    Raises ModelError if it differs between them.
+    """
     found = {module: says(module) for module in modules}
     first, *others = dict.fromkeys(found.values())
     if others:
         one, other = (next(module for module in modules if found[module] == each) for each in (first, others[0]))
         raise ModelError(
-            f"{one} and {other} are computed as one, but the checkpoint quantizes them in different ways, which is not "
-            "supported"
+            f"{one} and {other} are computed as one layer, so the checkpoint must quantize them in the same way"
         )
     return first
 
@@ -230,7 +241,10 @@ def _check_sizes(module: str, stored: Stored, outputs: int, inputs: int) -> None
 
 
 class _Fields:
-    """A config's fields; the methods raise ModelError that names method and field."""
+    """Fields of a config.
+
+    Methods raise ModelError that names method and field.
+    """
 
     def __init__(self, method: str, values: Mapping[str, Any]) -> None:
         self.method, self.values, self.read = method, values, set[str]()
@@ -251,7 +265,7 @@ class _Fields:
         raise ModelError(f"{self.method}: {name} {value!r} is not supported; supported: {known}")
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The list of names in the first of ``fields`` that there is."""
+        """Return the list of names in the first of ``fields`` that exists."""
         value: Any = next((self.values[name] for name in fields if self.values.get(name) is not None), [])
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ModelError(f"{self.method}: {fields[0]} must be a list of names, got {value!r}")
@@ -261,7 +275,7 @@ class _Fields:
         return tuple(value)
 
     def nested_names(self, name: str) -> tuple[str, ...]:
-        """The names in a list of names, or in a list of lists of names."""
+        """Return the names in a list, or in a list of lists."""
         value = self.get(name, [])
         lists = (
             [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[value]]
@@ -275,7 +289,7 @@ class _Fields:
         try:
             re.compile(name[3:])
         except re.error as error:
-            raise ModelError(f"{self.method}: {name!r} is no regular expression: {error}") from None
+            raise ModelError(f"{self.method}: {name!r} is not a regular expression: {error}") from None
 
     def below(self, name: str, value: object) -> _Fields:
         if not isinstance(value, Mapping):
@@ -290,8 +304,10 @@ class _Fields:
 
 
 def _named(module: Module, names: Iterable[str]) -> bool:
-    """Whether one of ``names`` means ``module``: words of its name that follow each other (so also a module around it),
-    a pattern with *, or a regular expression behind "re:", which must match from the beginning.
+    """Whether one of ``names`` means ``module``.
+
+    A name is consecutive words of the module's name (so also a module around it), a pattern with *, or a regular
+    expression after "re:". The expression must match from the beginning.
     """
     return any(_means(name, own) for name in names for own in module)
 
@@ -307,9 +323,10 @@ def _except(ignored: Sequence[str], stored: Stored) -> Says:
 
 
 def _matched(module: Module, names: Iterable[str]) -> bool:
-    """Whether one of ``names`` is the whole name of the linear layer ``module``, its class, or a regular expression
-    that matches from the beginning: the rule of ``compressed_tensors.match_named_modules``. A module around it is
-    another module.
+    """Whether one of ``names`` means the linear layer ``module``.
+
+    A name of a module around it does not. A name is the whole name, the class, or a regular expression that matches
+    from the beginning. This is the rule of ``compressed_tensors.match_named_modules``.
     """
     return any(
         any(re.match(name[3:], own) for own in module) if name.startswith("re:") else name in (*module, LINEAR)
@@ -318,7 +335,10 @@ def _matched(module: Module, names: Iterable[str]) -> bool:
 
 
 def fp8(config: _Fields) -> Quantization:
-    """Hugging Face's and vLLM's own: scales of a tensor, or of blocks of 128 x 128 (DeepSeek, Qwen3)."""
+    """Read the method of Hugging Face and vLLM.
+
+    Scales belong to a tensor, or to blocks of 128 x 128. DeepSeek and Qwen3 use blocks.
+    """
     how = config.one_of("activation_scheme", ["dynamic", "static"], "dynamic")
     config.one_of("fmt", ["e4m3"], "e4m3")
     ignored = config.names("ignored_layers", "modules_to_not_convert")
@@ -335,7 +355,7 @@ def fp8(config: _Fields) -> Quantization:
 
 
 def modelopt(config: _Fields) -> Quantization:
-    """NVIDIA's ModelOpt: scales of a tensor, for weights and activations."""
+    """Read NVIDIA's ModelOpt: scales of a tensor, for weights and activations."""
     config.one_of("quant_algo", ["FP8"])
     scheme = Scheme(code="fp8", scales="tensor", activations="static")
     ignored = config.names("exclude_modules", "ignore")
@@ -343,7 +363,7 @@ def modelopt(config: _Fields) -> Quantization:
 
 
 def awq(config: _Fields) -> Quantization:
-    """AutoAWQ's layout "gemm"."""
+    """Read AutoAWQ's layout "gemm"."""
     config.one_of("version", ["gemm", "GEMM"], "gemm")
     config.one_of("bits", [4], config.get("w_bit", 4))
     if not config.one_of("zero_point", [True], True):
@@ -355,10 +375,10 @@ def awq(config: _Fields) -> Quantization:
 
 
 def gptq(config: _Fields) -> Quantization:
-    """GPTQ, files of version 1 and 2. Routers of experts are never quantized.
+    """Read GPTQ, files of version 1 and 2. Routers of experts are never quantized.
 
-    A symmetric file has one possible zero point, whatever it says of its version. With
-    ``modules_in_block_to_quantize`` only the layers whose names hold one of these are quantized.
+    A symmetric file has one possible zero point, whatever version it states. With ``modules_in_block_to_quantize`` a
+    layer is quantized only if its name holds one of the listed names.
     """
     bits = config.one_of("bits", [4, 8])
     version = config.one_of("checkpoint_format", ["gptq", "gptq_v2"], config.get("format", "gptq"))
@@ -383,7 +403,10 @@ def gptq(config: _Fields) -> Quantization:
 
 
 def _plain_by_dynamic(config: _Fields) -> tuple[str, ...]:
-    """The regular expressions of GPTQModel's ``dynamic`` for layers that stay plain; it can say nothing else here."""
+    """Return the regular expressions of GPTQModel's ``dynamic`` for layers that stay plain.
+
+    Raises ModelError for any other entry of ``dynamic``.
+    """
     dynamic = config.below("dynamic", config.get("dynamic", {})).values
     if other := {name: how for name, how in dynamic.items() if not str(name).startswith("-:")}:
         config.refuse("dynamic", other, ["-: and a regular expression, for layers that are not quantized"])
@@ -394,7 +417,7 @@ def _plain_by_dynamic(config: _Fields) -> tuple[str, ...]:
 
 
 def compressed_tensors(config: _Fields) -> Quantization:
-    """Several groups of targets, each with its scheme."""
+    """Read several groups of targets, each with its scheme."""
     for name in ("sparsity_config", "transform_config"):
         if config.get(name, {}) not in ({}, {"format": "dense"}):
             config.refuse(name, config.get(name), ["none"])
@@ -422,8 +445,9 @@ def compressed_tensors(config: _Fields) -> Quantization:
 
 
 def _check_cache(config: _Fields) -> None:
-    """Raise ModelError unless ``kv_cache_scheme`` is what :mod:`preheat.model.kv_scales` reads: a scale for each
-    layer.
+    """Raise ModelError for a ``kv_cache_scheme`` that cannot be read.
+
+    It must be absent or one static scale for each layer. :mod:`preheat.model.kv_scales` reads such scales.
     """
     if config.get("kv_cache_scheme") is None:
         return
@@ -436,7 +460,7 @@ def _check_cache(config: _Fields) -> None:
 
 
 def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
-    """One of the config's groups."""
+    """Return the targets of one of the config's groups, and their storage."""
     if group.get("output_activations") is not None:
         group.refuse("output_activations", "set", ["none"])
     weights = group.below("weights", group.get("weights"))

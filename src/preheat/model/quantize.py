@@ -1,4 +1,4 @@
-"""How a model's linear layers are rounded as they are loaded, by ``--quantization``."""
+"""Rounding of a model's linear layers while they are loaded, by ``--quantization``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from preheat.settings import Settings
 
 
 class Quantized(NamedTuple):
-    """The formats that a spec names, and what of them bits depend on, as plain data."""
+    """The formats of a spec, and digests of rounding.
+
+    Bits depend on the digests. Digests are plain data.
+    """
 
     formats: Mapping[str, LinearFormat]
     numerics: Mapping[str, object]
 
 
 def quantize(settings: Settings, spec: ModelSpec, facts: Facts) -> tuple[ModelSpec, Quantized]:
-    """``spec`` with the formats and the scales that the settings ask for, on a backend with these ``facts``."""
+    """Return ``spec`` with the settings' formats and scales.
+
+    The backend has these ``facts``.
+    """
     if settings.quantization != "inc" or settings.quant_config is None:
         return spec, Quantized(FORMATS, {})
     config = inc.read_config(settings.quant_config)

@@ -1,8 +1,8 @@
-"""Tensors whose memory is given back and taken again, while programs and views keep them.
+"""Tensors that give their memory back and take it again.
 
-A tensor in memory of torch's loses its storage, and gets one of the same size: views of it see the new one. One that a
-library has laid out is replaced by an empty one, and filled when it is replaced again. Addresses change: nothing that
-was captured may know them.
+Programs and views keep them meanwhile. A tensor in torch's memory loses its storage, and later gets one of the same
+size: views of it see the new one. A tensor laid out by a library is replaced by an empty one, and filled when it is
+replaced again. Addresses change, so no captured graph may contain them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from preheat.utils.memory import trim
 
 
 class Dropped:
-    """The memory of ``tensors``, given back to the system; their numbers are lost."""
+    """The memory of ``tensors``, given back to the system.
+
+    Their numbers are lost.
+    """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -27,12 +30,12 @@ class Dropped:
                 tensor.data = torch.zeros(1, 1, dtype=tensor.dtype).to_mkldnn()
                 continue
             storage = tensor.untyped_storage()
-            if size := storage.nbytes():  # else another tensor in it was before
+            if size := storage.nbytes():  # 0 if another tensor of the same storage came before
                 self._storages.append((storage, size))
                 storage.resize_(0)
         trim()
 
     def restore(self) -> None:
-        """Take memory again. What is in it is undefined, and what is packed is still empty."""
+        """Take memory again. Its contents are undefined, and packed tensors stay empty."""
         for storage, size in self._storages:
             storage.resize_(size)

@@ -12,8 +12,9 @@ from preheat.model.specs import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
-    """fp32 [head_dim / 2]: radians per position of each pair of dimensions, after scaling, where sequences have up to
-    ``length`` tokens.
+    """Return fp32 [head_dim / 2]: radians per position of each pair of dimensions, after scaling.
+
+    Sequences have up to ``length`` tokens.
     """
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "longrope":
@@ -30,7 +31,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """The factor of cosines and sines: 1 except for yarn and longrope."""
+    """Return the factor of cosines and sines: 1 except for yarn and longrope."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -41,10 +42,10 @@ def attention_factor(rope: RopeSpec) -> float:
 
 
 def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -> Tensor:
-    """[length, 2, 1, head_dim]: at index 0 the cosines, at 1 the sines, as ``ops.rotary`` takes them.
+    """Return [length, 2, 1, head_dim]: cosines at index 0, sines at 1, as ``ops.rotary`` takes them.
 
     Angles are fp32 products of position and frequency, as in training, rounded to ``dtype`` at the end. The sines of
-    the first half are negated, which turns "rotate half" into a swap of the halves. Dimensions that do not turn, at the
+    the first half are negated, so that "rotate half" becomes a swap of the halves. Dimensions that do not turn, at the
     end of each half, have cosine 1 and sine 0.
     """
     turned = rope.turned(head_dim)
@@ -58,7 +59,7 @@ def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """Long wavelengths are slowed by ``factor``, short ones kept, those in between interpolated."""
+    """Slow long wavelengths by ``factor``, keep short ones, interpolate between."""
     wavelength = 2 * math.pi / plain
     slowed = torch.where(wavelength > rope.original_length / rope.low_freq_factor, plain / rope.factor, plain)
     blend = (rope.original_length / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -68,10 +69,13 @@ def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """A linear ramp over the dimensions leads from the kept frequencies to those slowed by ``factor``."""
+    """Blend kept frequencies with frequencies slowed by ``factor``.
+
+    The weights are a linear ramp over the dimensions.
+    """
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns ``rotations`` times within the original length."""
+        """Return the dimension that turns ``rotations`` times within the original length."""
         return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

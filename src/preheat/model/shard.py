@@ -1,12 +1,12 @@
-"""What one of several ranks has of a model: its shard, a spec of the same form. No torch here.
+"""The shard of a rank: a spec of the model's form.
 
-Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the rows of the
-output head. Layers that give them (queries, keys and values; gate and up; the head) are split by rows, layers that
-take them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than ranks.
-Everything else, the table of embeddings and the norms too, is on every rank.
+No torch here. Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the
+rows of the output head. Layers that produce them (queries, keys and values; gate and up; the head) are split by rows,
+layers that read them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than
+ranks. All other parts, the table of embeddings and the norms too, are on every rank.
 
-So that bits do not depend on the number of ranks, a layer is cut in the same way on one rank as on many: by rows into
-tiles, which are a product each, and by columns into leaves (:mod:`preheat.ops.matmul`).
+A layer is cut in the same way on one rank as on many, so that bits do not depend on the number of ranks. Rows are cut
+into tiles, one product each, and columns into K splits (:mod:`preheat.ops.matmul`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from preheat.settings import Settings
 Range = tuple[int, int]
 
 
-def sums_leaves(settings: Settings) -> bool:
-    """Whether layers are cut and summed as on several ranks, even on one."""
+def sums_k_splits(settings: Settings) -> bool:
+    """Whether layers are summed as on several ranks, even on one."""
     return settings.tensor_parallel_size > 1 or bool(settings.tp_invariant)
 
 
 def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
-    """What ``rank`` of ``world`` ranks has of ``spec``. Raises ModelError, saying what to change, for what cannot be
-    divided.
+    """Return the shard of ``spec`` on ``rank`` of ``world`` ranks.
+
+    Raises ModelError, with the remedy, for sizes that cannot be divided.
     """
     cut = _Cut(rank, world)
     return replace(spec, layers=tuple(map(cut.layer, spec.layers)), head=spec.head and cut.head(spec.head))
 
 
 def head_tile(vocab_size: int, world: int) -> int:
-    """Rows of the head's tiles, of which the last one may be smaller."""
+    """Return the rows of the head's tiles.
+
+    The last tile may be smaller.
+    """
     return -(-vocab_size // k_splits_of(world))
 
 
@@ -56,7 +60,7 @@ class _Cut:
     world: int
 
     @property
-    def leaves(self) -> int:
+    def k_splits(self) -> int:
         return k_splits_of(self.world)
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
@@ -67,11 +71,11 @@ class _Cut:
         self._divide("attention heads", heads, self.world)
         if kv_heads % self.world and self.world % kv_heads:
             raise self._error("key/value heads", kv_heads)
-        first = self.rank * kv_heads // self.world  # where there are fewer heads than ranks, several have the same
+        first = self.rank * kv_heads // self.world  # several ranks share a head where there are fewer heads than ranks
         kv_range = first * dim, (first + max(kv_heads // self.world, 1)) * dim
         q_range = self._mine("a layer's queries", heads * dim)
-        q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.leaves, kv_heads)
-        blocks = [(0, q_size, q_range, self.leaves)]
+        q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.k_splits, kv_heads)
+        blocks = [(0, q_size, q_range, self.k_splits)]
         blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in (0, 1)]
         mine = q_range[0] // dim, q_range[1] // dim
         return replace(
@@ -91,7 +95,7 @@ class _Cut:
     def dense(self, spec: DenseSpec) -> DenseSpec:
         inner = spec.down.inputs
         mine = self._mine("intermediate numbers", inner)
-        blocks = [(at, inner, mine, self.leaves) for at in range(0, spec.gate_up.outputs, inner)]
+        blocks = [(at, inner, mine, self.k_splits) for at in range(0, spec.gate_up.outputs, inner)]
         return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
 
     def moe(self, spec: MoeSpec) -> MoeSpec:
@@ -99,29 +103,37 @@ class _Cut:
         mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
         self._require_whole_groups(spec.experts, "intermediate numbers of an expert", spec.experts.inner)
         experts = replace(
-            spec.experts, inner=mine[1] - mine[0], kept=mine, stored_inner=spec.experts.inner, leaves=self._own
+            spec.experts,
+            inner=mine[1] - mine[0],
+            kept=mine,
+            stored_inner=spec.experts.inner,
+            k_splits=self._own_k_splits,
         )
         shared = spec.shared and replace(spec.shared, block=self.dense(spec.shared.block))
         return replace(spec, experts=experts, shared=shared)
 
     def head(self, spec: LinearSpec) -> LinearSpec:
-        """Tiles of equal size but for the last one; a rank's follow each other."""
+        """Cut the head into tiles of equal size but for the last.
+
+        A rank has consecutive tiles.
+        """
         tile = head_tile(spec.outputs, self.world)
-        ends = [min(at * tile, spec.outputs) for at in range(self.leaves + 1)]
-        first, last = self.rank * self._own, (self.rank + 1) * self._own
+        ends = [min(at * tile, spec.outputs) for at in range(self.k_splits + 1)]
+        first, last = self.rank * self._own_k_splits, (self.rank + 1) * self._own_k_splits
         tiles = tuple(ends[at + 1] - ends[at] for at in range(first, last))
         if not all(tiles):
             raise self._error("tokens of the vocabulary", spec.outputs)
         return replace(spec, order=tuple(_ranges(spec, ends[first], ends[last])), tiles=tiles)
 
     @property
-    def _own(self) -> int:
-        """How many leaves the rank has."""
-        return self.leaves // self.world
+    def _own_k_splits(self) -> int:
+        """Number of K splits on the rank."""
+        return self.k_splits // self.world
 
     def _rows(self, spec: LinearSpec, blocks: list[tuple[int, int, Range, int]]) -> LinearSpec:
-        """Of each of the ``blocks`` of rows (its first row, its size, the range within it that is kept, and into how
-        many tiles the whole of it is cut).
+        """Keep a range of rows in each block, cut into tiles.
+
+        A block is its first row, its size, the kept range within it, and the number of tiles of the whole block.
         """
         _require_known(spec)
         order, tiles = list[Range](), list[int]()
@@ -136,25 +148,31 @@ class _Cut:
         mine = self._mine(f"inputs of {spec.parts[0][0]}", spec.inputs)
         self._require_whole_groups(spec, f"inputs of {spec.parts[0][0]}", spec.inputs)
         return replace(
-            spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, leaves=self._own,
+            spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, k_splits=self._own_k_splits,
             order=spec.order or ((0, spec.stored_outputs),),
         )  # fmt: skip
 
     def _require_whole_groups(self, spec: LinearSpec | ExpertsSpec, what: str, inputs: int) -> None:
-        """Raise ModelError where a leaf ends within inputs that share a scale, but for those that ``g_idx`` groups."""
+        """Raise ModelError where a K split ends inside a scale's inputs.
+
+        Inputs grouped by ``g_idx`` may be cut anywhere.
+        """
         if spec.scheme is None or spec.scheme.indexed:
             return
         group = 128 if spec.scheme.activations == "block" else spec.scheme.group
-        if group and inputs % (self.leaves * group):
+        if group and inputs % (self.k_splits * group):
             raise ModelError(
                 f"--tensor-parallel-size {self.world}: a scale is shared by {group} of the model's {inputs:,} {what}, "
-                f"and their {self.leaves} equal parts are not whole groups; {self._remedy}",
+                f"and their {self.k_splits} equal parts are not whole groups; {self._remedy}",
                 param="tensor_parallel_size",
             )
 
     def _mine(self, what: str, size: int) -> Range:
-        """The rank's part of ``size``, which must make whole leaves."""
-        self._divide(what, size, self.leaves)
+        """Return the rank's part of ``size``.
+
+        Raises ModelError unless ``size`` makes whole K splits.
+        """
+        self._divide(what, size, self.k_splits)
         part = size // self.world
         return self.rank * part, (self.rank + 1) * part
 
@@ -175,7 +193,7 @@ class _Cut:
 
 
 def _require_known(spec: LinearSpec | ExpertsSpec) -> None:
-    """Raise ModelError for a format whose tensors nobody has said how to cut."""
+    """Raise ModelError for a format that cannot be cut."""
     if spec.format not in FORMATS:
         raise _not_yet(f"layers that are stored as {spec.format}")
 
@@ -188,7 +206,7 @@ def _not_yet(what: str) -> ModelError:
 
 
 def _ranges(spec: LinearSpec, first: int, last: int) -> Iterator[Range]:
-    """The stacked rows of which the layer's rows [``first``, ``last``) consist."""
+    """Yield the stacked rows of the layer's rows [``first``, ``last``)."""
     at = 0
     for start, end in spec.order or ((0, spec.stored_outputs),):
         begin, stop = max(first - at, 0), min(last - at, end - start)

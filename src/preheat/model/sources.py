@@ -1,4 +1,4 @@
-"""The sources of a model's tensors: a checkpoint's safetensors files, or a random generator."""
+"""Sources of a model's tensors: safetensors files, or a random generator."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ from preheat.utils.files import regular_file
 from preheat.utils.text import some
 
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
-"""What the names of tensors end with that say what quantized weights mean."""
+"""Endings of the names of scales, zero points and group indices."""
 
 
 class TensorSource(Protocol):
     """Provides tensors by name."""
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Write tensor ``name``, or a ``piece`` of it, into ``out``, which has its shape, converting to the dtype of
-        ``out``. Nothing but the piece is read.
+        """Write tensor ``name``, or a ``piece`` of it, into ``out``.
+
+        Numbers are converted to the dtype of ``out``. ``out`` has the shape of the tensor or of the piece. Only the
+        piece is read.
         """
 
 
 def _sum(out: Tensor) -> Tensor | None:
-    """A number that is not finite if one of ``out`` is not; None for whole numbers."""
+    """Return a sum that shows any NaN or infinity in ``out``.
+
+    None for integers.
+    """
     if out.is_floating_point() and out.itemsize > 1:
         return out.sum(dtype=torch.float32)
     if not out.is_floating_point():
@@ -50,7 +55,10 @@ Part = tuple[int | slice, ...]
 
 
 class _Place(NamedTuple):
-    """The ``part`` of the tensor ``stored`` of a safetensors ``file``; an empty one is all of it."""
+    """A ``part`` of the tensor ``stored`` in a safetensors ``file``.
+
+    An empty part is the whole tensor.
+    """
 
     file: Any
     stored: str
@@ -64,7 +72,7 @@ class _Place(NamedTuple):
 
 
 def _within(part: Part, piece: Piece) -> Part:
-    """The part of a stored tensor that is ``piece`` of its ``part``."""
+    """Return the part of a stored tensor for ``piece`` of ``part``."""
     stacked = tuple(place for place in part if isinstance(place, int))
     first = next((place.start for place in part if isinstance(place, slice)), 0)
     rows, *columns = piece.index
@@ -72,7 +80,10 @@ def _within(part: Part, piece: Piece) -> Part:
 
 
 def _parts(stored: str, shape: Shape, renames: Sequence[Rename]) -> Iterator[tuple[str, Shape, Part]]:
-    """Name, shape and part of each tensor that the checkpoint stores as ``stored``."""
+    """Yield name, shape and part of each tensor inside ``stored``.
+
+    ``stored`` is a name in the checkpoint.
+    """
     for rename in renames:
         if match := re.fullmatch(rename.stored, stored):
             break
@@ -90,8 +101,10 @@ def _parts(stored: str, shape: Shape, renames: Sequence[Rename]) -> Iterator[tup
 
 
 class StoredTensors:
-    """The tensors of ``files``, which are open. ``shapes`` are theirs, by name, after ``renames``;
-    ``copy(source, out)`` copies one. ``origin`` is what errors call it all.
+    """The tensors of open ``files``.
+
+    ``shapes`` are the tensors' shapes by name, after ``renames``. ``copy(source, out)`` copies a tensor. ``origin``
+    names the source in errors.
     """
 
     def __init__(
@@ -124,33 +137,41 @@ class StoredTensors:
         if name.endswith(SCALES):
             self._scales[name] = zlib.crc32(source.contiguous().view(-1).view(torch.uint8).numpy().data)
         if (total := _sum(out)) is not None:
-            if name in self._sums:  # another piece of the same tensor; NaN and infinity stay what they are
+            if name in self._sums:  # another piece of the same tensor; a sum with NaN or infinity stays not finite
                 total = total + self._sums[name][0]
             self._sums[name] = total, out.dtype
 
     def read(self, name: str, piece: Piece) -> Tensor:
-        """A ``piece`` of tensor ``name`` as it is stored, on the host."""
+        """Return a ``piece`` of tensor ``name`` as stored, on the host."""
         return self._places[name].read(piece)
 
     def place(self, name: str) -> tuple[str, Part]:
-        """The stored tensor that has tensor ``name``, and where in it; an empty part is all of it."""
+        """Return the stored tensor with tensor ``name``, and the part.
+
+        An empty part is all of it.
+        """
         return self._places[name].stored, self._places[name].part
 
     def read_stored(self, name: str) -> Tensor:
-        """All of the stored tensor that has tensor ``name``."""
+        """Return the whole stored tensor that contains tensor ``name``."""
         place = self._places[name]
         return cast(Tensor, place.file.get_tensor(place.stored))
 
     @property
     def scales_digest(self) -> str | None:
-        """A digest of all scales and zero points that were read; None if there were none."""
+        """Digest of all scales and zero points read so far.
+
+        None if there were none.
+        """
         if not self._scales:
             return None
         return sha256(repr(sorted(self._scales.items())).encode()).hexdigest()[:32]
 
     def check_finite(self) -> None:
-        """Raise ModelError, naming the tensor, if one that was read holds a NaN or an infinity: every answer would be
-        nonsense. The sums were made where the tensors lie, so that loading does not wait for them.
+        """Raise ModelError if a tensor that was read is not finite.
+
+        The error names the tensor with a NaN or an infinity. Every answer would be nonsense. The sums were made where
+        the tensors lie, so that loading does not wait for them.
         """
         if not self._sums:
             return
@@ -168,7 +189,10 @@ class StoredTensors:
 
 
 class SafetensorsFiles(StoredTensors):
-    """Those of a checkpoint in ``directory``, whose files lie ``below`` that folder if there is one."""
+    """The tensors of a checkpoint in ``directory``.
+
+    Its files lie ``below`` that folder if there is one.
+    """
 
     def __init__(
         self,
@@ -184,7 +208,10 @@ class SafetensorsFiles(StoredTensors):
 
 
 def open_tensors(path: Path) -> Any:
-    """The safetensors file ``path``, open. Raises ModelError for one that is none."""
+    """Open the safetensors file ``path``.
+
+    Raises ModelError for a file that is none.
+    """
     try:
         return safe_open(regular_file(path), framework="pt")
     except OSError as error:
@@ -214,9 +241,10 @@ class _Slice(NamedTuple):
 
 
 class DummyTensors:
-    """Random weights that behave like a model's: normal with std 1/sqrt(inputs), norms around 1.
+    """Random weights that behave like a model's.
 
-    A tensor depends only on its name, shape, dtype, the seed and the kind of device, not on the order of loading.
+    They are normal with std 1/sqrt(inputs), norms around 1. A tensor depends only on its name, shape, dtype, the seed
+    and the kind of device, not on the order of loading.
     """
 
     def __init__(self, seed: int) -> None:
@@ -224,7 +252,10 @@ class DummyTensors:
         self._whole: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """A piece is cut from the whole tensor, so that it is the same on any number of ranks."""
+        """Fill ``out`` at random.
+
+        A piece is cut from the whole tensor, so it is the same on any number of ranks.
+        """
         if piece is not None and piece.shape != tuple(out.shape):
             if self._whole is None or self._whole[0] != name:
                 self._whole = name, out.new_empty(piece.shape)
@@ -245,15 +276,15 @@ class DummyTensors:
 
 
 DUMMY_CODES = 16.0
-"""The spread of dummy weights that are stored in float8."""
+"""Standard deviation of dummy weights stored in float8."""
 
 
 def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
-    """Whole numbers of all sizes, zero points in the middle, one scale for all."""
+    """Fill ``out`` with random codes, middle zero points or equal scales."""
     if out.is_floating_point():
         out.fill_(2.0**-10)
     elif name.endswith(("zeros", "zero_point")):
-        out.fill_(-0x77777778)  # eight times eight, side by side
+        out.fill_(-0x77777778)  # the nibble 8, eight times
     elif name.endswith("g_idx"):
         out.fill_(-1)
     else:
@@ -261,7 +292,10 @@ def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
-    """Raise ModelError unless ``shapes`` are those of ``spec``, apart from tensors that are known to be harmless."""
+    """Raise ModelError unless ``shapes`` are the tensors of ``spec``.
+
+    Harmless tensors may be there too.
+    """
     check_shapes(spec.architecture, expected_tensors(spec, formats), shapes, lambda name: is_harmless(name, spec))
 
 
@@ -271,7 +305,10 @@ def check_shapes(
     shapes: Mapping[str, Shape],
     harmless: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise ModelError unless ``shapes`` are the ``expected`` ones of ``what``, apart from ``harmless`` tensors."""
+    """Raise ModelError unless ``shapes`` are the ``expected`` ones, apart from ``harmless`` tensors.
+
+    ``what`` names the model in the error.
+    """
     problems = []
     if missing := sorted(expected.keys() - shapes.keys()):
         problems.append(f"missing tensors: {some(missing)}")
@@ -289,12 +326,17 @@ def check_shapes(
 
 
 BUFFERS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
-"""What old exporters wrote and the config says too, in any family. A family has more in ``ModelSpec.ignored``."""
+"""Harmless tensors of old exporters, in any family.
+
+The config has their numbers too. A family has more of them in ``ModelSpec.ignored``.
+"""
 
 
 def is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Whether the model needs no tensor ``name``: a buffer, a head that repeats the table of embeddings it is tied to
-    (:mod:`preheat.model.ties` compares them), or a scale of the KV cache, which is read for itself.
+    """Whether the model needs no tensor ``name``.
+
+    Such a tensor is a buffer, a scale of the KV cache (read elsewhere), or the head of a model with tied embeddings
+    (:mod:`preheat.model.ties` compares the two).
     """
     if (spec.tied and name == f"{TIED_HEAD}.weight") or STORED.fullmatch(name):
         return True

@@ -1,7 +1,8 @@
-"""A model's parts as a tree: ModelSpec, LayerSpec, AttentionSpec, DenseSpec and MoeSpec, LinearSpec and NormSpec.
+"""A model's parts as a tree of specs.
 
-A family (:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names.
-Loader, cost model and tuner walk it. No torch here: planning needs the sizes long before the weights.
+The tree has a ModelSpec, LayerSpec, AttentionSpec, DenseSpec, MoeSpec, LinearSpec, NormSpec and others. A family
+(:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names. Loader, cost
+model and tuner walk it. No torch here: planning needs the sizes long before the weights.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ N = TypeVar("N")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
-    """A linear layer y = x W^T + b: the checkpoint's ``parts`` (module name, outputs), stacked from top to bottom.
+    """A linear layer y = x W^T + b.
 
-    ``format`` is how these modules are stored (:mod:`preheat.model.formats`), ``scheme`` how they are quantized, None
-    if they are not. The layer returns what ``activation``
-    makes of its outputs, or the outputs kept between -``clip`` and ``clip``. ``order``: the ranges of the stacked rows
-    [from, to) in the order in which the layer has them; empty: as they are.
+    ``parts`` are the checkpoint's modules (name, outputs), stacked from top to bottom. ``format`` is the storage of the
+    modules (:mod:`preheat.model.formats`); ``scheme`` is their quantization, None without. The outputs go through
+    ``activation``, or are kept between -``clip`` and ``clip``. ``order`` lists ranges of the stacked rows [from, to) in
+    the layer's order; empty: the stacked order.
 
-    A shard (:mod:`preheat.model.shard`) has some of the rows, which ``order`` names, or some of the inputs: ``columns``
-    [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the rows that are one product each, and
-    ``leaves`` the parts of the inputs that are summed each by itself (:mod:`preheat.ops.matmul`).
+    A shard (:mod:`preheat.model.shard`) has some of the rows, listed in ``order``, or some of the inputs: ``columns``
+    [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the numbers of rows computed by one product
+    each, and ``k_splits`` the number of K splits, each summed by itself (:mod:`preheat.ops.matmul`).
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -46,7 +47,7 @@ class LinearSpec:
     columns: tuple[int, int] | None = None
     stored_inputs: int = 0
     tiles: tuple[int, ...] = ()
-    leaves: int = 0
+    k_splits: int = 0
 
     @property
     def outputs(self) -> int:
@@ -64,7 +65,10 @@ class LinearSpec:
         return self.columns is not None or self.outputs != self.stored_outputs
 
     def pieces(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """What the layer's rows are read from, from top to bottom: a module, and its rows [from, to)."""
+        """Yield the sources of the layer's rows, from top to bottom.
+
+        A source is a module, and its rows [from, to).
+        """
         for start, end in self.order or ((0, self.stored_outputs),):
             first = 0
             for name, outputs in self.parts:
@@ -75,21 +79,27 @@ class LinearSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether it ends with SwiGLU, which kernels may compute with the product."""
+        """Whether the layer ends with SwiGLU.
+
+        Kernels may compute it with the product.
+        """
         return self.activation == "silu_and_mul"
 
     @property
     def weights(self) -> int:
-        """How many numbers W has."""
+        """Numbers in W."""
         return self.outputs * self.inputs
 
     @property
     def params(self) -> int:
-        """How many numbers W and b have."""
+        """Numbers in W and b."""
         return self.weights + self.bias * self.outputs
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Bytes of W on a device, in the model's dtype unless it is quantized."""
+        """Return the bytes of W on a device.
+
+        W is in the model's dtype unless it is quantized.
+        """
         return self.scheme.bytes(self.outputs, self.inputs) if self.scheme else self.weights * itemsize
 
 
@@ -113,13 +123,14 @@ class NormSpec:
 
 
 TIED_HEAD = "lm_head"
-"""What an output head is called that is the table of embeddings, of which a checkpoint has no tensor."""
+"""Module name of a tied output head, absent in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The table of embeddings of tokens, or of positions, [vocab_size, size]; ``name`` is the checkpoint's module. A
-    token's row is multiplied by ``scale``.
+    """A table of embeddings of tokens or of positions, [vocab_size, size].
+
+    ``name`` is the checkpoint's module. A token's row is multiplied by ``scale``.
     """
 
     name: str
@@ -138,12 +149,13 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding: base ``theta`` and how the frequencies are scaled for longer contexts.
+    """Rotary position embedding.
 
-    ``original_length`` is the context length before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to
-    kind llama3, the fields up to ``truncate`` to yarn (``attention_factor`` None: derived from ``factor``). Kind
-    longrope divides each pair's frequency by its ``short_factor``, or by its ``long_factor`` if sequences may be longer
-    than ``original_length``. ``partial``: the part of a head's dimensions that turns.
+    ``theta`` is its base. Its frequencies are scaled for longer contexts. ``original_length`` is the context length
+    before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to kind llama3, the fields up to ``truncate`` to
+    yarn (``attention_factor`` None: derived from ``factor``). Kind longrope divides each pair's frequency by its
+    ``short_factor``, or by its ``long_factor`` if sequences may be longer than ``original_length``. ``partial``: the
+    part of a head's dimensions that turns.
     """
 
     kind: RopeKind
@@ -161,18 +173,20 @@ class RopeSpec:
     partial: float = 1.0
 
     def turned(self, head_dim: int) -> int:
-        """How many dimensions of a head turn. They are its first ones in a checkpoint; a layer has the first half of
-        them at the beginning of the head and the second in its middle, so that partners are half a head apart.
+        """Return the number of a head's dimensions that turn.
+
+        In a checkpoint they are the first dimensions of the head. A layer has their first half at the beginning of the
+        head, and their second half in its middle. So partners are half a head apart.
         """
         return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """A layer's entry of a token in the KV cache: a key and a value of ``head_dim`` numbers for each head.
+    """Entry of a token in a layer's KV cache.
 
-    They are stored in ``dtype``, where auto is the model's, divided by ``scales``, one for keys and one for values; see
-    :mod:`preheat.ops.float8`.
+    It is a key and a value of ``head_dim`` numbers for each head. Both are divided by ``scales`` (key, value) and
+    stored in ``dtype``; auto is the model's dtype. See :mod:`preheat.ops.float8`.
     """
 
     num_kv_heads: int
@@ -186,7 +200,10 @@ class KVSpec:
         return 2 * self.num_kv_heads * self.head_dim
 
     def bytes(self, itemsize: int) -> int:
-        """Bytes per token, for a model whose dtype has ``itemsize`` bytes."""
+        """Return the bytes per token.
+
+        The model's dtype has ``itemsize`` bytes.
+        """
         return self.values * (itemsize if self.dtype == "auto" else 1)
 
 
@@ -195,8 +212,8 @@ class AttentionSpec:
     """Causal attention of one layer.
 
     ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
-    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores, to
-    which ``alibi`` adds each head's slope times the distance of the positions, key less query.
+    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores. Then
+    ``alibi`` adds each head's slope times the distance of the positions, key less query.
     """
 
     num_heads: int
@@ -225,7 +242,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """A feed-forward block: ``gate_up``, which includes the activation, then ``down``. Without a gate it is only up."""
+    """A feed-forward block: ``gate_up``, including the activation, then ``down``.
+
+    Without a gate, ``gate_up`` is only up.
+    """
 
     gate_up: LinearSpec
     down: LinearSpec
@@ -238,9 +258,10 @@ class DenseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """The experts of a layer, feed-forward blocks of ``inner`` numbers with SwiGLU: in the checkpoint a module
-    ``gate``, ``up`` and ``down`` each, in whose names {} is the expert's number. A shard has ``kept`` [from, to) of the
-    checkpoint's ``stored_inner`` numbers, which are summed in so many ``leaves``.
+    """The experts of a layer: feed-forward blocks of ``inner`` numbers with SwiGLU.
+
+    In the checkpoint each expert has the modules ``gate``, ``up`` and ``down``; {} in their names is the expert's
+    number. A shard has ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``k_splits`` splits.
     """
 
     gate: str
@@ -253,7 +274,7 @@ class ExpertsSpec:
     scheme: Scheme | None = None
     kept: tuple[int, int] | None = None
     stored_inner: int = 0
-    leaves: int = 0
+    k_splits: int = 0
 
     @property
     def params(self) -> int:
@@ -261,21 +282,21 @@ class ExpertsSpec:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of the weights of one expert: gates above ups, and downs."""
+        """Outputs and inputs of one expert's weights: gates above ups, and downs."""
         return (2 * self.inner, self.hidden), (self.hidden, self.inner)
 
     @property
     def whole_inner(self) -> int:
-        """How many inner numbers the checkpoint's experts have."""
+        """Inner numbers of the checkpoint's experts."""
         return self.stored_inner or self.inner
 
     @property
     def modules(self) -> Iterator[str]:
-        """All experts' modules."""
+        """The modules of all experts."""
         return (name.format(each) for each in range(self.num_experts) for name in (self.gate, self.up, self.down))
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Bytes of all of them on a device."""
+        """Return the bytes of all experts on a device."""
         if self.scheme is None:
             return self.params * itemsize
         return self.num_experts * sum(self.scheme.bytes(*matrix) for matrix in self.matrices)
@@ -283,8 +304,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class GateSpec:
-    """One row of ``size`` weights, whose product with a token says how open a gate is; ``name`` is the checkpoint's
-    module.
+    """One row of ``size`` weights for a gate.
+
+    Its product with a token says how far the gate opens. ``name`` is the checkpoint's module.
     """
 
     name: str
@@ -301,7 +323,10 @@ class GateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSpec:
-    """An expert that all tokens visit, and the ``gate`` that says how much of it each gets."""
+    """An expert that all tokens visit, and its ``gate``.
+
+    The gate sets its share in each token.
+    """
 
     block: DenseSpec
     gate: GateSpec
@@ -309,9 +334,10 @@ class SharedSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """A feed-forward block of experts, of which ``router`` chooses ``top_k`` for each token (:mod:`preheat.ops.moe`).
+    """A feed-forward block of experts; ``router`` chooses ``top_k`` for each token (:mod:`preheat.ops.moe`).
 
-    ``renormalize``: the chosen experts' weights sum to one. ``round_weights``: they are rounded to the model's dtype.
+    ``renormalize``: the weights of the chosen experts sum to one. ``round_weights``: the weights are rounded to the
+    model's dtype.
     """
 
     router: LinearSpec
@@ -323,13 +349,16 @@ class MoeSpec:
 
     @property
     def activations(self) -> int:
-        """Intermediate numbers per token: the chosen experts' inputs or outputs, and what is between them."""
+        """Intermediate numbers per token.
+
+        These are inputs or outputs of the chosen experts, and their inner numbers.
+        """
         chosen = self.top_k * (self.experts.hidden + self.experts.inner) + self.router.outputs
         return chosen + (self.shared.block.activations + self.experts.hidden if self.shared else 0)
 
     @property
     def share(self) -> float:
-        """The part of the experts that a token visits."""
+        """Share of the experts that a token visits."""
         return self.top_k / self.experts.num_experts
 
 
@@ -338,8 +367,10 @@ MlpSpec = DenseSpec | MoeSpec
 
 @dataclass(frozen=True)
 class PatchSpec:
-    """The map from patches of an image, squares of ``size`` pixels in ``channels`` colours that do not overlap, to
-    ``outputs`` numbers each; ``name`` is the checkpoint's module, a convolution without a bias.
+    """The map from patches of an image to ``outputs`` numbers each.
+
+    Patches are squares of ``size`` pixels in ``channels`` colors and do not overlap. ``name`` is the checkpoint's
+    module, a convolution without a bias.
     """
 
     name: str
@@ -379,7 +410,10 @@ class VectorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLayerSpec:
-    """A layer of a vision tower: as one of a decoder, but every position attends to every other."""
+    """A layer of a vision tower.
+
+    It is like a decoder layer, but every position attends to every other.
+    """
 
     input_norm: NormSpec
     qkv: LinearSpec
@@ -390,11 +424,12 @@ class VisionLayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSpec:
-    """What turns a square image of ``image_size`` pixels into embeddings of a prompt: the ``layers`` of a vision tower,
-    as far as they are needed, and a ``projector``.
+    """An encoder of square images to embeddings of a prompt.
 
-    A tower's first position is ``cls``, the others are patches, from left to right, then down; ``keeps_cls``: the
-    prompt has that position too. ``image_token`` stands for an image in a prompt, and for each of its positions.
+    An image has ``image_size`` pixels a side. The encoder has the needed ``layers`` of a vision tower, and a
+    ``projector``. A tower's first position is ``cls``, the others are patches, from left to right, then down.
+    ``keeps_cls``: the prompt has the ``cls`` position too. ``image_token`` stands for an image in a prompt, and for
+    each of its positions.
     """
 
     image_size: int
@@ -414,7 +449,7 @@ class VisionSpec:
 
     @property
     def num_positions(self) -> int:
-        """Of the tower, for an image."""
+        """Positions of the tower, for an image."""
         return self.positions.vocab_size
 
     @property
@@ -424,22 +459,25 @@ class VisionSpec:
 
     @property
     def pixel_shape(self) -> tuple[int, int, int]:
-        """Of an image's pixels, which are fp32."""
+        """Shape of an image's pixels; they are fp32."""
         return self.patches.channels, self.image_size, self.image_size
 
     @property
     def scale(self) -> float:
-        """Multiplies the scores of attention."""
+        """Factor of the scores of attention."""
         return float((self.patches.outputs // self.num_heads) ** -0.5)
 
     @property
     def step_params(self) -> int:
-        """How many weights encoding reads."""
+        """Weights that encoding reads."""
         return self.patches.params + sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
 
     @property
     def activations(self) -> int:
-        """The most intermediate numbers of an image: its positions' states, and one layer's scores."""
+        """The most intermediate numbers of an image.
+
+        These are the states of its positions, and one layer's scores.
+        """
         wide = max(self.layers[0].qkv.outputs, self.layers[0].mlp.activations, self.projector.activations)
         return self.num_positions * (2 * self.patches.outputs + wide + 2 * self.num_heads * self.num_positions)
 
@@ -448,7 +486,7 @@ class VisionSpec:
 class LayerSpec:
     """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition.
 
-    ``attention_out_norm`` and ``mlp_out_norm`` norm what is added.
+    ``attention_out_norm`` norms the output of attention before its addition, ``mlp_out_norm`` the output of the block.
     """
 
     attention: AttentionSpec
@@ -460,32 +498,38 @@ class LayerSpec:
 
     @property
     def step_params(self) -> int:
-        """How many weights a step reads besides experts; biases and norms of heads are too few to count."""
+        """Weights that a step reads besides experts.
+
+        Biases and norms of heads are too few to count.
+        """
         linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return linears + self.input_norm.size + self.post_norm.size
 
     @property
     def expert_params(self) -> int:
-        """The weights of all experts."""
+        """Weights of all experts."""
         return self.mlp.experts.params if isinstance(self.mlp, MoeSpec) else 0
 
     def step_bytes(self, itemsize: int) -> int:
-        """Bytes that a step reads besides experts."""
+        """Return the bytes that a step reads besides experts."""
         linears = sum(leaf.weight_bytes(itemsize) for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return linears + (self.input_norm.size + self.post_norm.size) * itemsize
 
     def expert_bytes(self, itemsize: int) -> int:
-        """Bytes of all experts."""
+        """Return the bytes of all experts."""
         return self.mlp.experts.weight_bytes(itemsize) if isinstance(self.mlp, MoeSpec) else 0
 
     @property
     def expert_share(self) -> float:
-        """The part of them that a token visits."""
+        """Share of the experts that a token visits."""
         return self.mlp.share if isinstance(self.mlp, MoeSpec) else 0.0
 
     @property
     def activations(self) -> int:
-        """The most intermediate numbers per token at any time, besides residual and normed input."""
+        """The most intermediate numbers per token at any time.
+
+        Residual and normed input are not counted.
+        """
         return max(self.attention.activations, self.mlp.activations)
 
     @property
@@ -495,9 +539,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Rename:
-    """Another layout of a checkpoint: what it stores under a name that matches ``stored``, a regular expression, is
-    read as ``names``, among which its rows are divided evenly. If {} occurs in them, the tensor is a stack, and {} the
-    index.
+    """Another layout of a checkpoint: new names of a stored tensor.
+
+    A tensor name that matches ``stored``, a regular expression, is read as ``names``; the rows are divided evenly among
+    them. If the names contain {}, the tensor is a stack, and {} the index.
     """
 
     stored: str
@@ -505,7 +550,7 @@ class Rename:
 
 
 def renamed(module: str, renames: Iterable[Rename]) -> str:
-    """Return what a checkpoint's ``module`` is called after ``renames``."""
+    """Return the name of a checkpoint's ``module`` after ``renames``."""
     for rename in renames:
         if match := re.fullmatch(rename.stored, f"{module}.weight"):
             return match.expand(rename.names[0]).removesuffix(".weight")
@@ -516,13 +561,13 @@ def renamed(module: str, renames: Iterable[Rename]) -> str:
 class ModelSpec:
     """A decoder-only transformer.
 
-    ``head`` returns the logits; if embeddings are tied its only part is the embedding's module. None: what comes out
-    are the hidden states after the final norm, see :func:`without_head`.
-    ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
-    ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so. ``positions`` are learned ones, added to
-    the embeddings. ``renames`` are other layouts that the family's checkpoints come in. ``ignored`` are regular
-    expressions; a tensor whose whole name matches one is no weight. ``vision`` is for models that see images. The
-    fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them.
+    ``head`` returns the logits; if embeddings are tied its only part is the embedding's module. Without a head (None)
+    the output is the hidden states after the final norm, see :func:`without_head`. ``max_position_embeddings`` is the
+    longest sequence, rope scaling included. ``dtype`` is the checkpoint's. ``eos_ids`` end a sequence; ``bos_id``
+    begins one if the tokenizer says so. ``positions`` are learned and added to the embeddings. ``renames`` are the
+    other layouts of the family's checkpoints. ``ignored`` are regular expressions; a tensor is no weight if its whole
+    name matches one. ``vision`` is for models that see images. The fields ``elsewhere`` have sizes but no weights here:
+    another stage of a pipeline has them.
     """
 
     architecture: str
@@ -542,7 +587,7 @@ class ModelSpec:
 
     @property
     def image_tokens(self) -> int:
-        """Positions of the prompt that an image takes; 0: the model sees none."""
+        """Positions of an image in the prompt; 0: the model sees no images."""
         return self.vision.tokens if self.vision else 0
 
     @property
@@ -560,16 +605,19 @@ class ModelSpec:
 
     @property
     def output_size(self) -> int:
-        """The width of what comes out for a token: logits, or its hidden state."""
+        """Width of a token's output: logits, or its hidden state."""
         return self.hidden_size if self.head is None else self.vocab_size
 
     @property
     def num_params(self) -> int:
-        """How many numbers the checkpoint has."""
+        """Numbers in the checkpoint."""
         return sum(leaf.params for path, leaf in leaves(self) if not (self.tied and path == "head"))
 
     def weight_bytes(self, itemsize: int) -> dict[Scheme | None, int]:
-        """Bytes of all weights on a device by how they are quantized; None are those that are not."""
+        """Return the bytes of all weights on a device by scheme.
+
+        None stands for plain weights.
+        """
         found: dict[Scheme | None, int] = {None: 0}
         for path, leaf in leaves(self):
             if self.tied and path == "head":
@@ -583,19 +631,25 @@ class ModelSpec:
         return found
 
     def quantized_weights(self, scheme: Scheme) -> int:
-        """How many weights are quantized in this way."""
+        """Return the number of weights quantized by ``scheme``."""
         found = (
             leaf for _, leaf in leaves(self) if isinstance(leaf, LinearSpec | ExpertsSpec) and leaf.scheme == scheme
         )
         return sum(leaf.weights if isinstance(leaf, LinearSpec) else leaf.params for leaf in found)
 
     def linears(self) -> Iterator[tuple[str, LinearSpec]]:
-        """Every linear layer of the decoder with its path, such as "layers.0.attention.qkv"; the last one is "head"."""
+        """Yield every linear layer of the decoder with its path.
+
+        A path is such as "layers.0.attention.qkv"; "head" is last.
+        """
         linears = ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return ((path, linear) for path, linear in linears if not path.startswith("vision."))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of KV cache per token in all layers, for a model whose dtype has ``itemsize`` bytes."""
+        """Return the bytes of KV cache per token in all layers.
+
+        ``itemsize`` are the bytes of the model's dtype.
+        """
         return sum(layer.kv.bytes(itemsize) for layer in self.layers)
 
     # For code that supports only one kind of layer.
@@ -622,8 +676,10 @@ class ModelSpec:
 
 
 def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
-    """``spec`` as a model whose output is hidden states, for texts of ``max_length`` tokens if that is less than it can
-    read. The checkpoint's output head is not loaded.
+    """Return ``spec`` with hidden states as output.
+
+    Texts have at most ``max_length`` tokens. A model that reads less keeps its own length. The checkpoint's output head
+    is not loaded.
     """
     parts = () if spec.head is None else ((TIED_HEAD, 0),) if spec.tied else spec.head.parts
     stored = tuple(rf"{re.escape(name)}\..*" for name, _ in parts)
@@ -632,7 +688,10 @@ def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
 
 
 def base_model(spec: ModelSpec) -> ModelSpec:
-    """``spec`` as the checkpoint of a model class without an output head stores it: names lack the first part."""
+    """Return ``spec`` for the checkpoint of a headless model class.
+
+    Its names lack the first part.
+    """
     prefix = spec.embedding.name.partition(".")[0] + "."
     rename = Rename(rf"(?!{re.escape(prefix)})(.+)", (rf"{prefix}\1",))
     return replace(without_head(spec), renames=(*spec.renames, rename))
@@ -643,7 +702,7 @@ Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpe
 
 
 def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Every leaf below ``node`` with its path, in the order of the fields."""
+    """Yield every leaf below ``node`` with its path, in field order."""
     if isinstance(node, Leaf):
         yield path, node
         return
@@ -658,7 +717,10 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") -> N:
-    """``node`` with ``change(path, leaf)`` in place of every leaf below it; the paths are those of :func:`leaves`."""
+    """Return ``node`` with every leaf replaced by ``change(path, leaf)``.
+
+    Paths are as in :func:`leaves`.
+    """
     found: Any = node
     if isinstance(node, Leaf):
         found = change(path, node)
@@ -671,14 +733,14 @@ def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") ->
 
 
 def with_linears(node: N, change: Callable[[str, LinearSpec], LinearSpec]) -> N:
-    """As :func:`with_leaves`, for linear layers alone."""
+    """Return ``node`` with every linear layer changed, like :func:`with_leaves`."""
     return with_leaves(node, lambda path, leaf: change(path, leaf) if isinstance(leaf, LinearSpec) else leaf)
 
 
 def layer_kind(layer: LayerSpec) -> LayerSpec:
-    """Return the values of ``layer`` that decide its kernels: all but names in the checkpoint and the cache's scales.
+    """Return the fields of ``layer`` that decide its kernels.
 
-    Layers of one kind run the same kernels.
+    These are all fields but names in the checkpoint and the cache's scales. Layers of one kind run the same kernels.
     """
     attention = replace(layer.attention, kv=replace(layer.kv, scales=(1.0, 1.0)))
     return with_leaves(replace(layer, attention=attention), lambda _, leaf: _unnamed(leaf))
@@ -695,7 +757,7 @@ def _below(path: str, name: object) -> str:
 
 
 def _one(name: str, values: Iterable[T]) -> T:
-    """The value that all layers share."""
+    """Return the value that all layers share. Raises ModelError if layers differ."""
     first, *others = dict.fromkeys(values)
     if others:
         raise ModelError(f"{name} that differ between layers are not supported")

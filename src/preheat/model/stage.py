@@ -1,8 +1,9 @@
-"""What one stage of a pipeline has of a model: a range of layers, as a spec of the same form. No torch here.
+"""The part of a model on one stage of a pipeline.
 
-The first stage has the embeddings, the last one the final norm and the output head. A stage's final norm is the input
-norm of the next stage's first layer, so what it hands on is what one engine computes between these layers: the norm of
-the residual stream, and the stream itself, both in the model's dtype.
+It is a range of layers, as a spec. No torch here. The first stage has the embeddings, the last one the final norm and
+the output head. A stage's final norm is the input norm of the next stage's first layer. So a stage hands on the same
+state that one engine computes between these layers. The state is the norm of the residual stream, and the stream
+itself, both in the model's dtype.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from preheat.model.specs import ModelSpec
 
 
 def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
-    """What stage ``number`` of ``stages`` has of ``spec``. Earlier stages have a layer more where layers do not divide,
-    so no stage's KV cache is larger than the first one's. Raises ModelError for more stages than layers.
+    """Return the part of ``spec`` on stage ``number`` of ``stages``.
+
+    Earlier stages have one more layer where layers do not divide evenly, so no stage's KV cache is larger than the
+    first one's. Raises ModelError for more stages than layers.
     """
     if stages == 1:
         return spec
     count = len(spec.layers)
     if stages > count:
         raise ModelError(
-            f"the model has {count} layers, so --pipeline-parallel-size is {count} at most",
+            f"the model has {count} layers: lower --pipeline-parallel-size to {count} or less",
             param="pipeline_parallel_size",
         )
     first, end = (-(-at * count // stages) for at in (number, number + 1))

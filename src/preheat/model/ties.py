@@ -1,4 +1,4 @@
-"""An output head that a config calls the table of embeddings, and that a checkpoint has nevertheless."""
+"""Output heads stored although the config ties them to the embeddings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 HEAD = f"{TIED_HEAD}.weight"
 _ROWS = 8192
-"""How many rows of a table are compared at a time."""
+"""Rows of a table that are compared at a time."""
 
 
 def with_stored_head(spec: ModelSpec, stored: StoredTensors, dtype: torch.dtype) -> ModelSpec:
-    """Return ``spec`` with the output head that the checkpoint has.
+    """Return ``spec`` with the output head of the checkpoint.
 
-    The rule is that of transformers: the head is the table of embeddings if the two are equal in ``dtype``, or if only
-    one of them is stored, which then stands for both. A head that differs is used as it is stored.
+    The rule is transformers'. The head is the table of embeddings if the two are equal in ``dtype``. If only one of
+    them is stored, it stands for both. A head that differs is used as it is stored.
     """
     table = f"{spec.embedding.name}.weight"
     if not spec.tied or HEAD not in stored.shapes:
@@ -35,14 +35,17 @@ def with_stored_head(spec: ModelSpec, stored: StoredTensors, dtype: torch.dtype)
     if same_rows(stored, HEAD, table, dtype):
         return spec
     logger.warning(
-        "tie_word_embeddings is true, but the checkpoint has a %s of its own, which differs from %s: it is used, and "
-        "the two are not tied", HEAD, table,
+        "tie_word_embeddings is true, but the checkpoint has a %s that differs from %s: both are used, and they are "
+        "not tied", HEAD, table,
     )  # fmt: skip
     return replace(spec, head=replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)))
 
 
 def same_rows(stored: StoredTensors, one: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two stored tables hold the same numbers in ``dtype``; no more than a few rows are read at a time."""
+    """Whether two stored tables hold the same numbers in ``dtype``.
+
+    Only a few rows are read at a time.
+    """
     shape = stored.shapes[one]
     if shape != stored.shapes[other]:
         return False

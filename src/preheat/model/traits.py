@@ -1,4 +1,7 @@
-"""The traits that a model has, and what it lacks: see :mod:`preheat.combinations`. No torch here."""
+"""Traits of a model, and features it lacks.
+
+See :mod:`preheat.combinations`. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from preheat.utils.pooling import pooling_of
 
 
 def check_traits(settings: Settings, facts: Facts, mode: Mode | None = None) -> None:
-    """Raise SettingsError for what does not go together: in ``settings``, which have a backend's defaults, in the model
-    that they name, by its config.json alone, on the backend, and in a ``mode``.
+    """Raise SettingsError for a combination that is not supported.
+
+    Checked are the ``settings`` with a backend's defaults, the model they name (by its config.json alone), the backend
+    with these ``facts``, and a ``mode``.
     """
     folder = find_model(settings, with_weights=False)
     config = read_config(folder, settings.hf_overrides)
@@ -24,14 +29,17 @@ def check_traits(settings: Settings, facts: Facts, mode: Mode | None = None) -> 
 
 
 def model_traits(spec: ModelSpec, *, pools: bool) -> frozenset[str]:
-    """The traits of a model, which may pool."""
+    """Return the traits of a model; ``pools``: it pools."""
     kinds = {scheme.kind for scheme in spec.weight_bytes(1) if scheme is not None}
     more = {"images": spec.vision is not None, "pooling": pools}
     return frozenset(kinds.union(name for name, on in more.items() if on))
 
 
 def _lacks(spec: ModelSpec) -> Lacks:
-    """A prompt's embeddings must be the rows of a table as they are, and nothing else."""
+    """Return the features that the model lacks, with the reason.
+
+    A prompt's embeddings must be rows of the table of embeddings, without scale and positions.
+    """
     why = None
     if spec.embedding.scale is not None:
         why = "it scales the embeddings of its tokens"

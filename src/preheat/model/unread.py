@@ -1,9 +1,10 @@
-"""Fields of a checkpoint that change numbers: one that nothing reads must have a value that changes none.
+"""Fields of a checkpoint that change numbers.
 
-A table names such fields, as far as they are known from any model or method, with the values that change nothing. A
-field that a family or a method reads is not looked up: it is done, or refused there. So each field is read, harmless or
-refused by name, and a new family has all refusals without a line of its own. Fields that only add tensors need no line:
-a tensor that nothing reads is an error of its own. No torch here.
+An unread field must have a neutral value. A table names such fields, as far as they are known from any model or method,
+with the values that change nothing. A field that a family or a method reads is not looked up: its reader computes it or
+refuses it. So each field is read, harmless or refused by name, and a new family has all refusals without a line of its
+own. Fields that only add tensors need no line, because a tensor that is never read is an error of its own. No torch
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 from preheat.errors import ModelError
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""Values that change nothing, by field. For a list or an object they are the values of each item."""
+"""Values that change nothing, by field.
+
+For a list or an object they are the values of each item.
+"""
 
 
 def _each(allowed: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]]:
@@ -46,8 +50,8 @@ MODEL: Neutral = {
     **_each(_ONE, "embedding_fraction interpolate_factor partial_rotary_factor rope_ratio rotary_pct"),
     **_each(_OFF, "alibi no_rope_layer_interval rope_interleave rotary_dim use_dynamic_ntk use_mrope"),
     **_each(_ON, "no_rope_layers"),  # a list of whether each layer turns
-    "position_embedding_type": ("rope", "absolute"),  # "absolute" is what old libraries write for every model
-    # what a token sees
+    "position_embedding_type": ("rope", "absolute"),  # old libraries write "absolute" for every model
+    # attention masks
     **_each(_OFF, """
         add_cross_attention attention_chunk_size attention_k_eq_v global_attn_every_n_layers is_encoder_decoder
         local_attention num_kv_shared_layers prefix_lm use_bidirectional_attention use_sliding_window
@@ -76,16 +80,16 @@ MODEL: Neutral = {
     "norm_topk_prob": _ON,
     "topk_method": ("greedy",),
 }  # fmt: skip
-"""Of ``config.json``."""
+"""Neutral fields of ``config.json``."""
 
 METHODS: Mapping[str, Neutral] = {
-    "fp8": {"kv_cache_scheme": _OFF, "scale_fmt": ("ue8m0", "float")},  # how scales were rounded: files have them so
+    "fp8": {"kv_cache_scheme": _OFF, "scale_fmt": ("ue8m0", "float")},  # scales in the file are already rounded
     "modelopt": {"quantized_layers": _OFF, "transform_config": _OFF},
     "awq": {"do_fuse": _OFF, "modules_to_fuse": _OFF},
     "gptq": {"is_marlin_format": _OFF, "adapter": _OFF, "pack_dtype": ("int32",)},
     "compressed-tensors": {},
 }
-"""Of a ``quantization_config``, by its method."""
+"""Neutral fields of a ``quantization_config``, by its method."""
 
 GENERATION: Neutral = {
     **_each(_OFF, """
@@ -96,15 +100,16 @@ GENERATION: Neutral = {
     """),
     **_each(_ONE, "encoder_repetition_penalty guidance_scale num_beam_groups num_beams typical_p"),
 }  # fmt: skip
-"""Of ``generation_config.json``."""
+"""Neutral fields of ``generation_config.json``."""
 
 
 def refuse_unread(
     where: str, values: Mapping[str, Any], neutral: Neutral, read: Collection[str] = (), hint: str = ""
 ) -> None:
-    """Raise ModelError for a field of ``values`` that is not among those ``read`` and whose value is not ``neutral``.
+    """Raise ModelError for an unread field that is not ``neutral``.
 
-    The message names ``where`` it stands and ends with the ``hint``.
+    ``values`` are all fields. ``read`` are the names of read fields. The message names ``where`` the field stands and
+    ends with the ``hint``.
     """
     for name in sorted((neutral.keys() & values.keys()) - set(read)):
         if not all(item in (None, "", *neutral[name]) for item in _items(values[name])):
@@ -113,7 +118,7 @@ def refuse_unread(
 
 
 def _items(value: object) -> Iterable[object]:
-    """The plain values in ``value``, which may be nested lists and objects."""
+    """Return the plain values in ``value``, through nested lists and objects."""
     if isinstance(value, Mapping):
         value = list(value.values()) or None
     if isinstance(value, list | tuple):

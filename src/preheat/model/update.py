@@ -1,8 +1,9 @@
-"""New weights for a model that is loaded, in place: programs know the addresses of its tensors.
+"""New weights for a loaded model, in place.
 
-The parts of the model that the new tensors belong to are loaded a second time, by the loader and in the formats of the
-boot, then old and new numbers change places. Until then nothing is written, and changing places again undoes it. That
-takes the memory of the new parts once more while it lasts; an update of a few layers at a time takes less.
+Programs know the addresses of its tensors. The model's parts with new tensors are loaded a second time, by the loader
+and in the formats of the boot. Then old and new numbers are swapped. Before the swap nothing is written, and a second
+swap undoes the first. The update takes the memory of the new parts once more while it lasts; an update of a few layers
+at a time takes less.
 """
 
 from __future__ import annotations
@@ -32,24 +33,33 @@ Make = Callable[[WeightLoader], object]
 
 @dataclass(frozen=True)
 class Part:
-    """What is loaded as one: the ``spec`` that names its tensors, what is ``loaded`` of it, and how to do so again."""
+    """A part of a model that is loaded as one.
+
+    ``spec`` names its tensors, ``loaded`` is the loaded part, and ``make`` loads it again.
+    """
 
     spec: object
     loaded: object
     make: Make
 
     def tensors(self, formats: Mapping[str, LinearFormat]) -> dict[str, Shape]:
-        """Name and shape of its tensors in a checkpoint."""
+        """Return name and shape of the part's tensors in a checkpoint."""
         return dict(expected_tensors(self.spec, formats))
 
     def may_be_partial(self, formats: Mapping[str, LinearFormat]) -> bool:
-        """Whether rows that no new tensor has can be taken from what is loaded: they lie there as they are stored."""
+        """Whether rows without a new tensor can keep the loaded numbers.
+
+        The loaded part must have its rows as they are stored.
+        """
         spec = self.spec
         return isinstance(spec, LinearSpec) and type(formats[spec.format]) is Plain and not (spec.order or spec.sharded)
 
 
 def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
-    """The parts of the weights ``model`` of ``spec``. A tied table of embeddings and its head are one."""
+    """Yield the parts of the weights ``model`` of ``spec``.
+
+    Tied embeddings and head are one part.
+    """
     if spec.tied:
         yield Part(spec.embedding, (model.embedding, model.head), lambda loader: _tied(spec, loader))
     else:
@@ -92,7 +102,10 @@ def _norm(spec: NormSpec, loaded: object) -> Part:
 
 
 def _mlp(spec: MlpSpec, loaded: Any) -> Iterator[Part]:
-    """Experts are a part with their router: they are loaded as one."""
+    """Yield the parts of a feed-forward block.
+
+    Experts and their router are loaded as one.
+    """
     if isinstance(spec, DenseSpec):
         yield _linear(spec.gate_up, loaded.gate_up)
         yield _linear(spec.down, loaded.down)
@@ -101,11 +114,11 @@ def _mlp(spec: MlpSpec, loaded: Any) -> Iterator[Part]:
 
 
 class Update:
-    """The tensors of ``source`` for the weights of ``model``, loaded beside them. ``whole``: there is nothing to keep,
-    so no tensor may be missing.
+    """The tensors of ``source`` for the weights of ``model``, loaded beside them.
 
-    Raises ModelError, naming the tensors, for one that the model has not, of another shape, that is not finite, or
-    whose part would need more tensors; nothing is written then.
+    ``whole``: the old weights are gone, so no tensor may be missing. Raises ModelError, naming the tensors, for a
+    tensor that the model does not have or that has another shape. It is also raised for a number that is not finite,
+    and for a part that needs more tensors. Nothing is written then.
     """
 
     def __init__(
@@ -121,8 +134,8 @@ class Update:
             lacking = part.tensors(model.formats).keys() - given
             if lacking and not part.may_be_partial(model.formats):
                 raise ModelError(
-                    f"{some(sorted(part.tensors(model.formats).keys() & given))}: they are one layer with "
-                    f"{some(sorted(lacking))}, which must come with them"
+                    f"{some(sorted(part.tensors(model.formats).keys() & given))} cannot be updated alone: give "
+                    f"{some(sorted(lacking))} too, as they are one layer"
                 )
             filled = Patched(source, part) if lacking else source
             loader = WeightLoader(filled, model.dtype, backend, model.formats, from_host=on_host)
@@ -133,12 +146,12 @@ class Update:
     def _pair(self, loaded: object, made: object) -> None:
         for old, new in zip(tensors_of(loaded), tensors_of(made), strict=True):
             if old.dtype != new.dtype or (old.layout is torch.strided and old.shape != new.shape):
-                raise ModelError(f"a tensor of {list(new.shape)} cannot take the place of one of {list(old.shape)}")
+                raise ModelError(f"a tensor of shape {list(new.shape)} cannot replace one of shape {list(old.shape)}")
             here = id(old) if is_packed(old) else (old.data_ptr(), old.shape)
             self._pairs.setdefault(here, (old, new))  # a part may have a tensor under two names
 
     def swap(self) -> None:
-        """Old and new numbers change places. What programs read stays where it is."""
+        """Swap old and new numbers; tensors that programs read keep their addresses."""
         for old, new in self._pairs.values():
             if is_packed(old):
                 old.data, new.data = new.data, old.data
@@ -149,7 +162,10 @@ class Update:
 
 
 class Patched:
-    """``source``, and where it lacks tensors of a plain linear ``part`` what is loaded."""
+    """``source``, completed by the loaded rows of a linear ``part``.
+
+    The part is plain; loaded rows take the place of missing tensors.
+    """
 
     def __init__(self, source: StoredTensors, part: Part) -> None:
         assert isinstance(part.spec, LinearSpec)
@@ -173,7 +189,7 @@ class Patched:
 
 
 def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, whole: bool) -> None:
-    """Strict names and shapes."""
+    """Raise ModelError for names or shapes that do not fit the model."""
     expected = expected_tensors(model.spec, model.formats)
     problems = []
     if unknown := sorted(given - expected.keys()):
@@ -197,8 +213,9 @@ def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, 
 
 
 def _check_head(model: LoadedModel, source: StoredTensors) -> None:
-    """Raise ModelError for a head that is not the table of embeddings, of a model whose head is that table: nothing
-    would read it.
+    """Raise ModelError for a head that a tied model would ignore.
+
+    The head differs from the table of embeddings, so the model would never read it.
     """
     if not model.spec.tied or HEAD not in source.shapes:
         return
@@ -217,7 +234,7 @@ def _check_head(model: LoadedModel, source: StoredTensors) -> None:
 
 
 def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None:
-    """Raise ModelError if the parts do not fit beside the model."""
+    """Raise ModelError if the new parts do not fit beside the model."""
     needed = sum(tensor.numel() * tensor.element_size() for part in found for tensor in tensors_of(part.loaded))
     free = backend.free_memory()
     if needed > free:
@@ -228,10 +245,11 @@ def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None
 
 
 def tensors_of(node: object) -> Iterator[Tensor]:
-    """The tensors below ``node``, parts of a loaded model, that an update replaces and a sleep drops.
+    """Yield the tensors below ``node``, a part of a loaded model.
 
-    A layer says itself which these are (:class:`preheat.backends.base.HasWeights`). Their order depends on the values
-    of layers, and on the classes of the other parts, alone.
+    An update replaces these tensors, and a sleep drops them. A layer names its own tensors
+    (:class:`preheat.backends.base.HasWeights`). The order of tensors depends only on the values of layers, and on the
+    classes of the other parts.
     """
     for part in _parts_of(node):
         if isinstance(part, Tensor):
@@ -241,14 +259,17 @@ def tensors_of(node: object) -> Iterator[Tensor]:
 
 
 def reset_state(node: object) -> None:
-    """Make the state of all layers below ``node`` that of new ones, after their memory was lost."""
+    """Reset the state of all layers below ``node``.
+
+    Their memory was lost before.
+    """
     for part in _parts_of(node):
         for tensor in () if isinstance(part, Tensor) else part.state():
             tensor.zero_()
 
 
 def _parts_of(node: object) -> Iterator[Tensor | HasWeights]:
-    """The layers below ``node``, and every tensor that is in none."""
+    """Yield the layers below ``node``, and every tensor outside of a layer."""
     if isinstance(node, Tensor):
         yield node
     elif isinstance(node, list | tuple):
@@ -263,7 +284,10 @@ def _parts_of(node: object) -> Iterator[Tensor | HasWeights]:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a library has laid it out: it has no storage of ours, and is replaced as a whole."""
+    """Whether a library has laid out ``tensor``.
+
+    Such a tensor has no storage of ours, and is replaced as a whole.
+    """
     return tensor.layout is not torch.strided
 
 

@@ -1,4 +1,7 @@
-"""The values of a model's layers, made of its spec before weights are read. No torch."""
+"""Values of a model's layers, made before weights are read.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ from preheat.ops.values import (
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Room for adapters: ``slots`` of rank ``rank`` at most, whose matrices are of ``dtype``. ``divided``: in layers
-    that ranks divide by outputs, the first matrices are divided among the ranks, too.
+    """Limits of adapters.
+
+    There are ``slots`` adapters of at most ``rank``, with matrices of ``dtype``. ``divided``: in layers that ranks
+    divide by outputs, the first matrices are divided among the ranks, too.
     """
 
     slots: int
@@ -37,24 +42,27 @@ class AdapterLimits:
 
 
 def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Matmul:
-    """The value of the layer of ``spec``, or of a shard of it, in a model of ``dtype``."""
+    """Return the value of the layer of ``spec``, whole or a shard.
+
+    The model is of ``dtype``.
+    """
     found = Matmul(
         outputs=spec.outputs,
         inputs=spec.inputs,
         weight=WeightFormat(dtype, spec.scheme),
         input=(spec.scheme.activations if spec.scheme else None) or "plain",
-        order=_order(spec.inputs, spec.leaves, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
+        order=_order(spec.inputs, spec.k_splits, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
         finish=Finish(spec.bias, spec.activation, spec.clip),
     )
     if room is None:
         return found
-    shared: Shared = "inputs" if spec.leaves else "ranks" if room.divided and spec.tiles else "whole"
+    shared: Shared = "inputs" if spec.k_splits else "ranks" if room.divided and spec.tiles else "whole"
     term = LowRank(part_outputs(spec), room.slots, room.rank, room.dtype, shared=shared)
     return replace(found, terms=(term,))
 
 
 def part_outputs(spec: LinearSpec) -> tuple[int, ...]:
-    """How many outputs of each part the layer has."""
+    """Return the number of the layer's outputs from each part."""
     found = dict.fromkeys((name for name, _ in spec.parts), 0)
     for name, (first, last) in spec.pieces():
         found[name] += last - first
@@ -62,22 +70,25 @@ def part_outputs(spec: LinearSpec) -> tuple[int, ...]:
 
 
 def embedding_of(spec: EmbeddingSpec, dtype: Dtype, room: AdapterLimits) -> Matmul:
-    """The value of a table of embeddings to which adapters add: its term is looked up by token ids."""
+    """Return the value of a table of embeddings with adapters.
+
+    Its term is looked up by token ids.
+    """
     term = LowRank((spec.size,), room.slots, room.rank, room.dtype, source="tokens")
     return Matmul(outputs=spec.size, inputs=spec.vocab_size, weight=WeightFormat(dtype), terms=(term,))
 
 
 def patches_of(spec: PatchSpec, dtype: Dtype) -> Matmul:
-    """The value of the layer that reads an image's patches."""
+    """Return the value of the layer that reads an image's patches."""
     return Matmul(outputs=spec.outputs, inputs=spec.inputs, weight=WeightFormat(dtype))
 
 
 def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Experts:
-    """The value of the routed experts of ``spec``, or of a shard of them."""
+    """Return the value of routed experts, whole or a shard."""
     own = spec.experts
     routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
-    order = _order(own.inner, own.leaves, own.kept, own.stored_inner)
-    halves = (own.inner // own.leaves,) * (2 * own.leaves) if own.leaves else ()
+    order = _order(own.inner, own.k_splits, own.kept, own.stored_inner)
+    halves = (own.inner // own.k_splits,) * (2 * own.k_splits) if own.k_splits else ()
     gate_up, down = (_expert(own, size, spec.top_k, dtype) for size in own.matrices)
     gate_up = replace(gate_up, order=SumOrder(tiles=halves), finish=Finish(activation="silu_and_mul"))
     down = replace(down, order=order)
@@ -85,7 +96,7 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
         shared: Shared = "ranks" if room.divided else "whole"
         first = LowRank((own.inner, own.inner), room.slots, room.rank, room.dtype, shared=shared)
         last = LowRank((own.hidden,), room.slots, room.rank, room.dtype)
-        if own.leaves:
+        if own.k_splits:
             last = replace(last, shared="inputs", joins="combined")
         gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
     return Experts(gate_up=gate_up, down=down, routing=routing)
@@ -102,7 +113,11 @@ def _expert(spec: ExpertsSpec, size: tuple[int, int], top_k: int, dtype: Dtype) 
 
 
 def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) -> SumOrder:
-    """The order of a layer of ``inputs``, the ``columns`` of ``stored`` ones; ``own`` splits, 0: it is not split."""
+    """Return the order of a layer's sum.
+
+    The layer has ``inputs`` inputs, the ``columns`` of ``stored`` ones. ``own`` is the number of K splits on the rank;
+    0: the layer is not split.
+    """
     if not own or columns is None:
         return SumOrder()
     size = inputs // own
@@ -111,8 +126,9 @@ def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) 
 
 
 def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Iterator[tuple[str, Value]]:
-    """The value of every linear layer and all routed experts, with its path in the spec. Those of a vision tower have
-    no room for adapters.
+    """Yield all linear layers and routed experts as values, by path.
+
+    Paths are the spec's. Layers of a vision tower have no adapter slots.
     """
     blocks = {f"layers.{number}.mlp.experts": layer.mlp for number, layer in enumerate(spec.layers)}
     for path, leaf in leaves(spec):
@@ -127,7 +143,10 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
 
 
 def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], Support]) -> None:
-    """Raise ModelError, naming the layer, the device and the reason, for a layer that the device cannot run."""
+    """Raise ModelError for a layer that the device cannot run.
+
+    It names the layer, the device and the reason.
+    """
     for path, value in values_of(spec, dtype):
         if isinstance(found := supports(value), Refused):
             raise ModelError(f"{path}: {found.reason}")

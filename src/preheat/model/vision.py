@@ -1,7 +1,7 @@
 """A vision tower and its projector: images become embeddings of a prompt.
 
-Contract. Every operation is of single positions, but for attention, which is of single images
-(:mod:`preheat.ops.image_attention`): an image's bits do not depend on those that are encoded with it.
+Contract. Attention works on single images (:mod:`preheat.ops.image_attention`), every other operation on single
+positions. So an image's bits do not depend on the other images encoded with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True)
 class VisionWeights:
-    """``cls`` [hidden] and ``positions`` [positions, hidden] are embeddings of the tower's input."""
+    """Weights of a vision tower.
+
+    ``cls`` [hidden] and ``positions`` [positions, hidden] are embeddings of the tower's input.
+    """
 
     patches: Linear
     cls: Tensor
@@ -45,7 +48,7 @@ class VisionWeights:
     projector: DenseMlp
 
     def layer_linears(self) -> Linears:
-        """The linear layers that see every position of the tower, with their paths in the spec."""
+        """Yield the linear layers that see every position, by path."""
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
 
@@ -60,7 +63,7 @@ class VisionTower:
         self.shape, self.token = spec.pixel_shape, spec.image_token
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Embeddings [images * tokens, hidden of the decoder] of ``pixels``, fp32 [images, channels, size, size]."""
+        """Encode ``pixels``, fp32 [images, channels, size, size]: [images * tokens, hidden of the decoder]."""
         spec, weights = self.spec, self.weights
         residual = self._embedded(pixels)
         last, normed = len(weights.layers) - 1, weights.layers[0].input_norm(residual)
@@ -75,7 +78,7 @@ class VisionTower:
         return weights.projector(features.reshape(len(pixels) * spec.tokens, -1))
 
     def _embedded(self, pixels: Tensor) -> Tensor:
-        """The tower's input [images * positions, hidden]."""
+        """Return the tower's input [images * positions, hidden]."""
         spec, weights = self.spec, self.weights
         images, side, size = len(pixels), spec.image_size // spec.patches.size, spec.patches.size
         grid = pixels.to(weights.cls.dtype).view(images, spec.patches.channels, side, size, side, size)

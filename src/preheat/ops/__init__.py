@@ -1,1 +1,1 @@
-"""Operations: one file each, with its contract in words, its reference and its kernels."""
+"""Operations, one file each: contract in words, reference and kernels."""

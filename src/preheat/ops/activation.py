@@ -1,13 +1,14 @@
 """The activations of the feed-forward block.
 
 Contract of silu_and_mul, SwiGLU. silu(gate) is rounded to the dtype, then multiplied by up. In bfloat16 torch computes
-silu in fp32 and rounds, the same for every element wherever it lies in memory; in fp32 the last few elements of a run
-go another way than the rest, so there silu is composed of operations that treat all alike: gate / (1 + exp(-gate)).
+silu in fp32 and rounds, the same for every element at every address. In fp32 torch computes the last few elements of a
+run in another way than the rest. So there silu is composed of operations that treat all elements alike: gate / (1 +
+exp(-gate)).
 
-Contract of gelu: (1 + erf(x * sqrt(1/2))) * (x / 2), and of gelu_tanh: x / (1 + exp(-2 * sqrt(2 / pi) * (0.044715 * x *
-x * x + x))), which is x / 2 * (1 + tanh(...)) without its cancellation; in fp32, one operation after the other, none
-fused; rounded to the dtype. gelu_tanh_and_mul multiplies gelu_tanh(gate), so rounded, by up. quick_gelu, CLIP's, is
-x / (1 + exp(-1.702 * x)), computed in the same way.
+Contract of gelu: (1 + erf(x * sqrt(1/2))) * (x / 2). Contract of gelu_tanh: x / (1 + exp(-2 * sqrt(2 / pi) * (0.044715
+* x * x * x + x))); it equals x / 2 * (1 + tanh(...)) without the cancellation. Both are computed in fp32, one operation
+after the other, none fused, and rounded to the dtype. gelu_tanh_and_mul multiplies the rounded gelu_tanh(gate) by up.
+quick_gelu, CLIP's, is x / (1 + exp(-1.702 * x)), computed in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from preheat.ops.opaque import opaque
 
 @opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first); returns [tokens, inner]."""
+    """Return silu(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first): [tokens, inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.dtype == torch.bfloat16:
         return F.silu(gate).mul_(up)
@@ -34,14 +35,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @opaque("(Tensor x) -> Tensor", torch.empty_like)
 def gelu(x: Tensor) -> Tensor:
-    """GELU by the error function, a new tensor like ``x``."""
+    """Return GELU by the error function, a new tensor like ``x``."""
     wide = x.float()
     return (wide * math.sqrt(0.5)).erf_().add_(1.0).mul_(wide * 0.5).to(x.dtype)
 
 
 @opaque("(Tensor x) -> Tensor", torch.empty_like)
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU approximated by tanh, a new tensor like ``x``."""
+    """Return GELU approximated by tanh, a new tensor like ``x``."""
     wide = x.float()
     inner = (wide * wide).mul_(wide).mul_(0.044715).add_(wide).mul_(-2 * math.sqrt(2 / math.pi))
     return (wide / inner.exp_().add_(1.0)).to(x.dtype)
@@ -49,21 +50,24 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @opaque("(Tensor x) -> Tensor", torch.empty_like)
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 * x), a new tensor like ``x``."""
+    """Return x * sigmoid(1.702 * x), a new tensor like ``x``."""
     wide = x.float()
     return (wide / (wide * -1.702).exp_().add_(1.0)).to(x.dtype)
 
 
 @opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first); returns [tokens, inner]."""
+    """Return gelu_tanh(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first): [tokens, inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate.contiguous()).mul_(up)
 
 
 @opaque("(Tensor x, float limit) -> Tensor", lambda x, _: torch.empty_like(x))
 def clip(x: Tensor, limit: float) -> Tensor:
-    """``x`` kept between -``limit`` and ``limit``, which is rounded to the dtype."""
+    """Return ``x`` kept between -``limit`` and ``limit``.
+
+    The limit is rounded to the dtype.
+    """
     return x.clamp(-limit, limit)
 
 

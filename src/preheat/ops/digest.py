@@ -1,9 +1,11 @@
-"""One number for each row of logits, by which rows are compared without being kept.
+"""Digests: one number for each row of logits.
+
+Rows are compared by their digests without being kept.
 
 Definition. The sum over a row's 32-bit words of word times key, mod 2**64. The j-th key is SplitMix64's output for
-state ``(j + 1) * 0x9E3779B97F4A7C15``, made odd. A sum of integers has no order, so every device gives the same number;
-keys are odd, so one word that differs always gives another number, and several that differ do so but for one time in
-about 2**64. Sources: multilinear hashing; SplitMix64 of Steele, Lea and Flood.
+state ``(j + 1) * 0x9E3779B97F4A7C15``, made odd. A sum of integers has no order, so every device gives the same number.
+Keys are odd, so one differing word always gives another number; several differing words give the same number about once
+in 2**64 times. Sources: multilinear hashing; SplitMix64 of Steele, Lea and Flood.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 
 def row_digests(logits: Tensor) -> Tensor:
-    """int64 [rows] of ``logits``, fp32 [rows, vocab] on the host with contiguous rows: the reference."""
+    """Return the digests int64 [rows] of ``logits``, fp32 [rows, vocab] on the host: the reference.
+
+    Rows must be contiguous.
+    """
     check_logits(logits)
     words = logits.numpy().view(np.uint32).astype(np.uint64)
     return torch.from_numpy((words @ keys(logits.shape[1])).view(np.int64))
@@ -33,7 +38,7 @@ def check_logits(logits: Tensor) -> None:
 
 @functools.lru_cache(maxsize=2)
 def keys(count: int) -> np.ndarray:
-    """The first ``count`` keys, uint64."""
+    """Return the first ``count`` keys, uint64."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     for shift, factor in ((30, FIRST), (27, SECOND)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -1,8 +1,8 @@
 """Token embedding.
 
-Contract. A copy of rows. With a scale: times the scale, which is rounded to the dtype; the product is rounded. With
-learned positions: plus the row of each token's position; the sum is rounded. An image's embedding is copied in place of
-all this.
+Contract. A copy of rows. With a scale: times the scale, rounded to the dtype first; the product is rounded. With
+learned positions: plus the row of each token's position; the sum is rounded. An image's embedding is copied without any
+of these steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @functools.cache
 def rounded(scale: float, dtype: torch.dtype) -> float:
-    """``scale`` as ``dtype`` has it."""
+    """Return ``scale`` rounded to ``dtype``."""
     return float(torch.tensor(scale, dtype=dtype))
 
 
@@ -29,14 +29,14 @@ def embed(
     images: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rows of ``table`` [vocab, hidden] for ``tokens`` int [tokens]; IndexError for an id outside the table.
+    """Return rows of ``table`` [vocab, hidden] for ``tokens`` int [tokens].
 
-    ``positions`` [positions, hidden] are learned ones, of which ``at`` int [tokens] names a row for each token. With
-    ``images`` [rows, hidden], the token -2 - row is that row of them.
+    ``positions`` [positions, hidden] are learned; ``at`` int [tokens] names the position of each token. With ``images``
+    [rows, hidden], the token -2 - row takes that row of ``images``. Raises IndexError for an id outside the table.
     """
     if images is not None:
         rows = embed(tokens.clamp(min=0), table, scale=scale, positions=positions, at=at, out=out)
-        seen = images.index_select(0, (-2 - tokens).clamp(min=0))  # of every token: a graph's shapes are static
+        seen = images.index_select(0, (-2 - tokens).clamp(min=0))  # for every token: shapes in a graph are static
         return rows.copy_(torch.where((tokens < -1)[:, None], seen, rows))
     rows = torch.index_select(table, 0, tokens, out=out)
     if scale is not None:

@@ -1,8 +1,8 @@
 """Attention among all positions of an image.
 
-Contract. Scores are matrix products, rounded to the dtype, times the scale, rounded; their softmax is fp32, rounded;
-it is multiplied with the values by a matrix product, rounded. An image has calls of its own, whose shapes are those of
-one image, so its bits cannot depend on how many others there are or on its place among them.
+Contract. Scores are matrix products, rounded to the dtype, times the scale, rounded; their softmax is fp32, rounded; it
+is multiplied with the values by a matrix product, rounded. Each image has its own calls, with the shapes of one image.
+So its bits cannot depend on the number of images or on its index among them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def attend_images(qkv: Tensor, num_heads: int, positions: int, scale: float) -> Tensor:
-    """``qkv`` [images * positions, 3 * heads * dim], queries, keys and values, -> [images * positions, heads * dim]."""
+    """Return attended values [images * positions, heads * dim] of all images.
+
+    ``qkv`` [images * positions, 3 * heads * dim] are queries, keys and values.
+    """
     out = qkv.new_empty(len(qkv), qkv.shape[1] // 3)
     for first in range(0, len(qkv), positions):
         one, attended = qkv[first : first + positions], out[first : first + positions]

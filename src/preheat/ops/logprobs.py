@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits, before penalties and temperature: the reference, on the host.
+"""Log-probabilities of the raw logits, before penalties and temperature: the host reference.
 
 Contract. A row's answer depends on that row alone: log_softmax works row by row, everything else is exact.
 """
@@ -17,24 +17,27 @@ from preheat.ops.order import best, mend, row_chunks
 
 
 def token_logprobs(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]] = ()
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]] = ()
 ) -> list[TokenLogprobs]:
-    """One entry a row: token ``tokens[i]`` and the ``alternatives[i]`` most likely ones (0: none), or those of
-    ``told[i]``, if there are any.
+    """Return one entry per row: token ``tokens[i]`` and alternatives with their log-probabilities.
 
-    ``logits`` float32 [rows, vocab] on the host, left as it is; ``tokens`` and ``alternatives`` integers [rows]. A
-    rank is 1 + the tokens that come before: those with a greater logit, and equal ones of a lower id. NaN counts as
-    impossible, +inf as the greatest finite number; what is impossible has the log-probability -inf.
+    The alternatives are the tokens ``logprob_ids[i]``, if there are any, else the ``alternatives[i]`` most likely
+    tokens (0: none). ``logits`` are float32 [rows, vocab] on the host and stay unchanged; ``tokens`` and
+    ``alternatives`` are integers [rows]. A rank is 1 + the number of tokens before: tokens with a greater logit, or
+    with an equal logit and a lower id. NaN counts as impossible, +inf as the greatest finite number. An impossible
+    token has the log-probability -inf.
     """
     entries: list[TokenLogprobs] = []
     for part in row_chunks(*logits.shape):
-        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], told[part])
+        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], logprob_ids[part])
     return entries
 
 
 def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[TokenLogprobs]:
-    """``entries`` of prompt tokens, whose log-probability becomes NaN where their row was not ``finite``, bool [rows]:
-    what the request ends with an error for.
+    """Set log-probabilities to NaN in rows that are not ``finite``.
+
+    Return ``entries``. The entries belong to prompt tokens; ``finite`` is bool [rows]. A request with a NaN entry ends
+    with an error.
     """
     for place in (~finite).nonzero()[0].tolist():
         entries[place].logprob = math.nan
@@ -42,7 +45,7 @@ def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[Tok
 
 
 def _entries(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]]
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]]
 ) -> list[TokenLogprobs]:
     values = logits.numpy()
     if not np.isfinite(values.max(axis=-1)).all():
@@ -58,14 +61,14 @@ def _entries(
         TokenLogprobs(token, logprob[0], rank, list(zip(first[:n], likely[:n], strict=True)))
         for token, logprob, rank, first, likely, n in rows
     ]
-    for entry, line, wanted in zip(found, logprobs, told, strict=False):
+    for entry, line, wanted in zip(found, logprobs, logprob_ids, strict=False):
         if wanted:
             entry.top = list(zip(wanted, _possible(line[list(wanted)]).tolist(), strict=True))
     return found
 
 
 def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """1-based place of token ``chosen`` [rows, 1] in its row's order."""
+    """Return the 1-based rank of token ``chosen`` [rows, 1] in its row."""
     value = np.take_along_axis(logits, chosen, axis=-1)
     earlier = np.arange(logits.shape[1]) < chosen
     before: np.ndarray = np.count_nonzero((logits > value) | ((logits == value) & earlier), axis=-1)
@@ -73,5 +76,5 @@ def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _possible(logprobs: np.ndarray) -> np.ndarray:
-    """-inf where log_softmax had nothing to say: in a row in which nothing is possible."""
+    """Replace NaN, from a row without a possible token, by -inf."""
     return np.where(np.isnan(logprobs), -np.inf, logprobs)

@@ -1,16 +1,16 @@
-"""Routed experts: a feed-forward block that for each token is the weighted sum of a few of many small ones.
+"""Routed experts: each token's weighted sum of a few small blocks.
 
 Contract. The router's logits are in the model's dtype. Their softmax over all experts is taken in fp32; the ``top_k``
 most likely experts are chosen, of equals the lowest number, and take the slots 0, 1, ... in this order. Their
 probabilities are the weights, divided by their sum in slot order if the model says so, and rounded to the dtype if it
-says so. An expert gives what a dense block with its weights would give, rounded to the dtype. Each such row is
-multiplied by its weight in fp32, rounded, and the products are added in slot order in fp32; the sum is rounded once.
+says so. An expert gives the result of a dense block with its weights, rounded to the dtype. Each such row is multiplied
+by its weight in fp32, rounded, and the products are added in slot order in fp32; the sum is rounded once.
 
 Where there is a shared expert, its row is multiplied by the sigmoid of the token's product with the gate's weights (one
 sum in fp32, rounded to the dtype; the sigmoid is fp32, rounded; so is the product), then added and rounded.
 
-So a token's bits depend on its own row and its own experts: not on which experts other tokens take, nor on where a
-backend puts its rows.
+So a token's bits depend on its own row and its own experts. The experts of other tokens do not change them, nor does
+the order of rows in a backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from preheat.ops.values import Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts that ``logits`` [tokens, experts] choose: numbers int64 and weights fp32, both [tokens, top_k]."""
+    """Choose experts by ``logits`` [tokens, experts]: numbers int64 and weights fp32, both [tokens, top_k]."""
     likely, experts = torch.sort(torch.softmax(logits.float(), -1), dim=-1, descending=True, stable=True)
     weights = likely[:, : routing.top_k].contiguous()
     if routing.renormalize:
@@ -39,7 +39,10 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """The sum of ``rows`` [tokens, top_k, hidden] times ``weights`` fp32 [tokens, top_k], in slot order."""
+    """Return the sum of ``rows`` times ``weights``, in slot order: [tokens, hidden].
+
+    ``rows`` are [tokens, top_k, hidden], ``weights`` fp32 [tokens, top_k].
+    """
     total = rows[:, 0].float() * weights[:, :1]
     for slot in range(1, rows.shape[1]):
         total += rows[:, slot].float() * weights[:, slot, None]
@@ -49,8 +52,9 @@ def combine(rows: Tensor, weights: Tensor) -> Tensor:
 def routed(
     x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """The experts ``chosen`` [tokens, top_k] one after the other, and their sum with ``weights``: ``expert(number,
-    rows)`` gives one's rows [n, hidden]. The host waits for the choice.
+    """Run the ``chosen`` [tokens, top_k] experts one by one and return their weighted sum.
+
+    ``expert(number, rows)`` returns one expert's rows [n, hidden]. The host waits for the choice.
     """
     rows = x.new_empty(chosen.numel(), x.shape[1])
     for number, mine in visits(chosen, num_experts):
@@ -61,9 +65,11 @@ def routed(
 def routed_splits(
     x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """As :func:`routed`, for experts that give several results: for each of them the weighted sum over a token's
-    experts, [tokens, hidden]. ``expert(number, slots)`` gives those of one, [n, hidden] each, fp32 for splits, for the
-    tokens that chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.matmul`.
+    """Return each result's weighted sum over a token's experts, [tokens, hidden].
+
+    Like :func:`routed`, for experts with several results. ``expert(number, slots)`` returns the results of one expert,
+    [n, hidden] each, fp32 for splits. ``slots``, int64 [n] below tokens * top_k, are the (token, slot) pairs that chose
+    the expert. See :mod:`preheat.ops.matmul`.
     """
     splits: list[Tensor] = []
     for number, mine in visits(chosen, num_experts):
@@ -76,7 +82,7 @@ def routed_splits(
 
 
 def visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Each expert that is ``chosen`` [tokens, top_k], and the places, tokens * top_k, that chose it."""
+    """Yield each expert in ``chosen`` [tokens, top_k], and its indices into the flat ``chosen``."""
     slots = chosen.view(-1)
     counts = torch.bincount(slots, minlength=num_experts).tolist()
     order = torch.argsort(slots, stable=True)
@@ -89,7 +95,7 @@ def visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
 
 @opaque("(Tensor routed, Tensor x, Tensor gate, Tensor shared) -> Tensor", lambda x, *_: torch.empty_like(x))
 def add_shared(routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
-    """``routed`` + sigmoid(``x`` . ``gate``) * ``shared``: all [tokens, hidden], but ``gate`` [1, hidden]."""
+    """Return ``routed`` + sigmoid(``x`` . ``gate``) * ``shared``; all [tokens, hidden], but ``gate`` [1, hidden]."""
     score = (x.float() * gate.float()).sum(-1, True).to(x.dtype).float()
     share = score.neg_().exp_().add_(1.0).reciprocal_().to(x.dtype)
     return routed + shared * share

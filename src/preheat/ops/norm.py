@@ -4,10 +4,10 @@ Contract. A residual is added before a norm, rounded to the dtype.
 
 Kind "rms", per row, in fp32: the sum of the squares (one reduction over the row, in an order fixed by its length
 alone), times 1 / length, plus eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again.
-Every step is correctly rounded, apart from the sum, which is torch's over the last dimension and does not depend on the
-number of rows, and fp32 ``rsqrt``, which treats all elements alike.
+Every step is correctly rounded, with two exceptions. The sum is torch's over the last dimension and does not depend on
+the number of rows. fp32 ``rsqrt`` treats all elements alike.
 
-Kind "rms_plus_one": the same up to the product with x, which stays fp32; times 1 + weight in fp32; rounded once.
+Kind "rms_plus_one": the same up to the product with x, kept in fp32; times 1 + weight in fp32; rounded once.
 
 Kind "layer": per row, in fp32, the sum times 1 / length is the mean; the sum of the squares of x - mean, times 1 /
 length, plus eps, reciprocal square root, times x - mean, times weight, plus bias if there is one; rounded once.
@@ -39,29 +39,32 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, share: Tensor, eps: T
 
 
 class RMSNorm:
-    """Kind "rms": the norm of rows of ``weight.shape[-1]`` numbers, in plain torch."""
+    """Kind "rms" in plain torch: the norm of rows of ``weight.shape[-1]`` numbers."""
 
     kind: NormKind = "rms"
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
+        """Take ``weight`` [size], or [heads, size] for one norm per head.
+
+        Its dtype is the rows'.
+        """
         self.weight, self.eps = weight, eps
         # Scalars are kept as tensors: torch takes longer to wrap a Python number than to run these operations.
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
         self._share = torch.tensor(1.0 / weight.shape[-1], dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
+        """Return the norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
         return _norm(x, self.weight, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place, then the norm of the sum."""
+        """Add ``x`` to ``residual`` in place; return the norm of the sum."""
         return _add_norm(x, residual, self.weight, self._share, self._eps)
 
 
 @opaque("(Tensor x, Tensor weight, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x))
 def _plus_one_norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
-    """``weight`` is fp32, and one is in it."""
+    """Return the norm; ``weight`` is fp32 and includes the one."""
     wide = x.float()
     scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).type_as(x)
@@ -71,7 +74,7 @@ def _plus_one_norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Ten
     "(Tensor x, Tensor weight, Tensor? bias, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x)
 )
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, share: Tensor, eps: Tensor) -> Tensor:
-    """``weight`` and ``bias`` are fp32."""
+    """Return the norm; ``weight`` and ``bias`` are fp32."""
     wide = x.float()
     centred = wide - wide.sum(-1, True).mul_(share)
     scale = (centred * centred).sum(-1, True).mul_(share).add_(eps).rsqrt_()
@@ -81,12 +84,12 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, share: Tensor, e
 
 @opaque("(Tensor x, Tensor(a!) residual) -> Tensor", lambda x, *_: torch.empty_like(x))
 def _add_to(x: Tensor, residual: Tensor) -> Tensor:
-    """Add ``x`` to ``residual`` in place; a copy of the sum."""
+    """Add ``x`` to ``residual`` in place; return a copy of the sum."""
     return residual.add_(x).clone()
 
 
 class PlusOneNorm(RMSNorm):
-    """Kind "rms_plus_one": the weights are stored as what they differ from one by."""
+    """Kind "rms_plus_one": a stored weight is the factor minus one."""
 
     kind: NormKind = "rms_plus_one"
 
@@ -118,7 +121,7 @@ class LayerNorm(RMSNorm):
 
 
 def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
-    """The norm of this ``kind``; only kind "layer" may have a ``bias``."""
+    """Return a norm of ``kind``; only "layer" may have a ``bias``."""
     if kind == "layer":
         return LayerNorm(weight, eps, bias)
     assert bias is None, f"a norm of kind {kind} has no bias"

@@ -1,7 +1,7 @@
-"""Operations that a compiler calls and does not look into, so that compiled code has the bits of eager code.
+"""Operations that a compiler calls without looking inside.
 
-A compiler that sees inside may fuse, reorder a sum, or keep more digits than a dtype has; each of these changes bits.
-Outside of compiled code a decorated function is called as it is.
+So compiled code has the bits of eager code. A compiler that sees inside may fuse, reorder a sum, or keep more digits
+than a dtype has; each of these changes bits. Outside of compiled code a decorated function is called as it is.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NAMESPACE = "preheat"
 
 
 def opaque(schema: str, like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function an operation of its name in torch's library, with a ``schema`` such as "(Tensor(a!) x) -> ()",
-    which must tell what it changes in place. Its results are new tensors.
+    """Make a function an operation of its name in torch's library.
 
-    ``like`` takes the same arguments and returns an uninitialised result of the same shape.
+    ``schema`` such as "(Tensor(a!) x) -> ()" must mark each argument changed in place. The results are new tensors.
+    ``like`` takes the same arguments and returns an uninitialized result of the same shape.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,10 +1,11 @@
-"""Noise that depends on its key alone: Philox4x32-10 and the Gumbel variates made of it.
+"""Noise that depends on its key alone, by Philox4x32-10.
 
-Contract: the 32 random bits of a token are word ``token_id % 4`` of Philox4x32-10 with the request's 64-bit seed as
-key (low word first) and ``(token_id // 4, output position, choice, 0)`` as counter. Nothing else enters, so the noise
-of any subset of tokens can be drawn alone, in any order and shape. A uniform is ``((bits >> 9) + 0.5) * 2**-23``,
-exact in float32 and never 0 or 1; its Gumbel variate is ``-log(-log(u))`` in float32, so noise lies in (-2.82, 16.64).
+Gumbel variates are made of its random bits.
 
+Contract: the 32 random bits of a token are word ``token_id % 4`` of Philox4x32-10 with the request's 64-bit seed as key
+(low word first) and ``(token_id // 4, output position, choice, 0)`` as counter. Nothing else enters, so the noise of
+any subset of tokens can be drawn alone, in any order and shape. A uniform is ``((bits >> 9) + 0.5) * 2**-23``, exact in
+float32 and never 0 or 1; its Gumbel variate is ``-log(-log(u))`` in float32, so noise lies in (-2.82, 16.64).
 
 The arithmetic is numpy's on 64-bit lanes that hold 32-bit words: on the host it beats torch's int64 at every size.
 Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
@@ -15,7 +16,10 @@ from __future__ import annotations
 import numpy as np
 
 MAX_SPREAD = 19.5
-"""Above the largest difference of two Gumbel variates: a token this far behind the best one never wins."""
+"""More than the largest difference of two Gumbel variates.
+
+A token this far behind the best one never wins.
+"""
 
 _ROUNDS = 10
 _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -26,7 +30,10 @@ Words = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def philox(counter: Words, key: tuple[np.ndarray, np.ndarray]) -> Words:
-    """The four output words of each counter under its key; uint64 arrays of 32-bit values that broadcast together."""
+    """Return the four output words of each counter under its key.
+
+    All arrays are uint64 with 32-bit values and broadcast together.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -37,7 +44,10 @@ def philox(counter: Words, key: tuple[np.ndarray, np.ndarray]) -> Words:
 
 
 def gumbel_rows(seed: np.ndarray, position: np.ndarray, choice: np.ndarray, vocab: int) -> np.ndarray:
-    """Noise float32 [rows, vocab] of every token; ``seed`` uint64, ``position`` and ``choice`` integers, all [rows]."""
+    """Return noise float32 [rows, vocab] of every token.
+
+    ``seed`` is uint64, ``position`` and ``choice`` are integers, all [rows].
+    """
     groups = -(-vocab // 4)
     ids = np.arange(groups, dtype=np.uint64)[None, :]
     words = _words(ids, seed[:, None], position[:, None], choice[:, None])
@@ -48,7 +58,10 @@ def gumbel_rows(seed: np.ndarray, position: np.ndarray, choice: np.ndarray, voca
 
 
 def gumbel_at(seed: np.ndarray, position: np.ndarray, choice: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Noise float32 [n] of token ``ids[i]`` under the i-th seed, position and choice, as in a whole row."""
+    """Return noise float32 [n] of token ``ids[i]`` under the i-th key.
+
+    A key is seed, position and choice. The noise is the same as in a whole row.
+    """
     words = _words(ids.astype(np.uint64) >> np.uint64(2), seed, position, choice)
     return _gumbel(np.choose(ids & 3, words).astype(np.uint32))
 

@@ -1,7 +1,7 @@
-"""What proofs of equal bits are made of.
+"""Inputs for proofs of equal bits.
 
-Two kernels that add in different orders mostly give the same bits once a sum is rounded. Where the exact sum is zero
-nothing is left but the rounding of the order itself, which hardly ever agrees.
+Two kernels that add in different orders mostly give the same bits once a sum is rounded. Where the exact sum is zero,
+only the rounding errors of the order itself remain, and they hardly ever agree.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 def signed_pairs(x: Tensor, sign: float) -> Tensor:
-    """``x`` [..., n], in place: its columns form pairs, far apart, of a number and ``sign`` times the same number.
+    """Make the columns of ``x`` [..., n] opposite or equal pairs, in place.
 
-    A product of rows with sign 1 and rows with sign -1 is exactly zero.
+    A pair is a number and ``sign`` times the same number. The columns of a pair are far apart. A product of rows with
+    sign 1 and rows with sign -1 is exactly zero.
     """
     half = x.shape[-1] // 2
     order = torch.randperm(half * 2, generator=torch.Generator().manual_seed(1))
@@ -23,5 +24,5 @@ def signed_pairs(x: Tensor, sign: float) -> Tensor:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers with a generator of their own."""
+    """Return normal numbers from a generator of their own."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

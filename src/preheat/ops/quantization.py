@@ -1,27 +1,27 @@
-"""Quantized linear layers: how numbers become codes, and what a layer computes from them.
+"""Quantized linear layers: the codes of numbers, and the products of codes.
 
 Contract of weights. A weight is (code - zero point) * scale, in fp32: the difference is exact, the product is rounded.
-Scales are converted to fp32, which is exact for every dtype that they are stored in. Scales of a tensor or of a block
-of outputs are those of each of its outputs, so that parts that are stacked keep the scales of their own.
+Scales are converted to fp32, exactly for every dtype that checkpoints store. The scale of a tensor or of a block of
+outputs is given to each of its outputs, so stacked parts keep their own scales.
 
-Contract without quantized activations (W8A16, W4A16). The weight is rounded once more, to the model's dtype, and then
-the layer is the plain one with this weight: all bits are those of the dequantized model. ``g_idx`` says which scale an
-input takes and does not change the order in which inputs are added.
+Contract without quantized activations (W8A16, W4A16). The weight is rounded once more, to the model's dtype. Then the
+layer is the plain one with this weight: all bits equal the bits of the dequantized model. ``g_idx`` names the scale of
+each input and does not change the order of the sum.
 
 Contract of float8 activations (W8A8). For each token, in fp32: the scale is the greatest magnitude in its row, or in
-each 128 numbers of it, divided by 448, and at least 1 / (448 * 512), so that a row of zeros has one; a static scale is
-the checkpoint's. A code is x divided by the scale (IEEE division, no product with a reciprocal), kept within -448 and
-448, rounded to the nearest e4m3fn, ties to even. So a code depends on its row alone: a scale of the whole batch would
-make it depend on whoever shares the step.
+each 128 numbers of it, divided by 448. It is at least 1 / (448 * 512), so that a row of zeros has one. A static scale
+comes from the checkpoint. A code is x divided by the scale (IEEE division, no product with a reciprocal), kept within
+-448 and 448, rounded to the nearest e4m3fn, ties to even. So a code depends on its row alone. A scale for the whole
+batch would make a code depend on the other rows of the step.
 
 The product: over each 128 inputs, in order, the products of codes are summed by the matrix unit, in its own precision
-(exactly, where there is none), giving an fp32 number, which is added to an fp32 accumulator ("promoted"). Where scales
-are of groups, it is multiplied by the token's scale, then by the output's, before it is added; else the sum is, at the
-end. Then the bias is added in fp32, and the result is rounded once to the dtype.
+(exactly, where there is no matrix unit). The result is an fp32 number. It is added to an fp32 accumulator ("promoted").
+Where scales belong to groups, the number is multiplied by the token's scale, then by the output's, before it is added;
+else the final sum is multiplied by both. Then the bias is added in fp32, and the result is rounded once to the dtype.
 
-Where ranks share the inputs, a leaf (:mod:`preheat.ops.matmul`) is such a product of its inputs, with all scales,
-before bias and rounding. The scale of a token is that of its whole row: ranks exchange their parts' greatest
-magnitudes, and the greatest of these is the same in whatever order.
+Where ranks share the inputs, a K split (:mod:`preheat.ops.matmul`) is such a product over its inputs, with all scales,
+before bias and rounding. The scale of a token is computed from its whole row: ranks exchange the greatest magnitudes of
+their parts. The greatest of these is the same in every order.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 LEAST_SCALE = 1.0 / (E4M3_MAX * 512.0)
 PROMOTED = 128
-"""Inputs whose products are summed before they are promoted to the fp32 accumulator."""
+"""Inputs of one sum before its promotion to the fp32 accumulator."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs], or a stack of them [experts, outputs, inputs].
+    """A weight [outputs, inputs], or a stack of weights [experts, outputs, inputs].
 
-    ``codes`` [..., outputs, inputs] are e4m3fn or int8 (those of four bits between -8 and 7). ``scales`` fp32 and
-    ``zeros`` int16 (for int4 and int8 with zero points) are [..., outputs, groups]. ``index`` int32 [inputs] says which
-    group an input belongs to where ``scheme.indexed``; else every ``scheme.group`` follow each other. ``static`` fp32
-    [] is the scale of activations where that is the checkpoint's. ``dtype`` is the model's.
+    ``codes`` [..., outputs, inputs] are e4m3fn or int8 (codes of four bits lie between -8 and 7). ``scales`` fp32 and
+    ``zeros`` int16 (for int4 and int8 with zero points) are [..., outputs, groups]. ``index`` int32 [inputs] names the
+    group of each input where ``scheme.indexed``; else every ``scheme.group`` consecutive inputs are a group. ``static``
+    fp32 [] is the checkpoint's scale of activations, if they are static. ``dtype`` is the model's.
     """
 
     scheme: Scheme
@@ -65,17 +65,20 @@ class QuantizedWeight:
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that have a row for each output."""
+        """Tensors with a row for each output."""
         return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
 
     def part(self, *at: int | slice) -> QuantizedWeight:
-        """A view of the experts and rows ``at``."""
+        """Return a view of the experts and rows ``at``."""
         zeros = None if self.zeros is None else self.zeros[at]
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
     def cut(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> QuantizedWeight:
-        """The ranges of ``rows`` [from, to), in this order, and the inputs ``columns`` [from, to), all if None: new
-        tensors. Inputs end where a group does, unless ``index`` says which group an input belongs to.
+        """Return some rows and inputs as a new weight.
+
+        The rows are the ranges ``rows`` [from, to), in this order, the inputs ``columns`` [from, to). All tensors but
+        ``static`` are new; None takes all inputs. A range of inputs must end where a group ends, unless ``index`` names
+        the group of each input.
         """
 
         def taken(tensor: Tensor, inputs: slice) -> Tensor:
@@ -97,8 +100,10 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations of a linear layer: ``codes`` e4m3fn [rows, inputs] and ``scales`` fp32 [rows, groups] of
-    :func:`quantize_rows`; ``plain`` [rows, inputs] in the model's dtype, where other layers read those.
+    """Quantized activations of a linear layer, as :func:`quantize_rows` returns them.
+
+    ``codes`` are e4m3fn [rows, inputs] and ``scales`` fp32 [rows, groups]. ``plain`` [rows, inputs] has the activations
+    in the model's dtype, where other layers read them.
     """
 
     codes: Tensor
@@ -110,7 +115,7 @@ class QuantizedRows:
 
 
 def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
-    """``x`` as it was before it was quantized, if it is."""
+    """Return ``x`` as it was before it was quantized, if it is."""
     if isinstance(x, Tensor):
         return x
     assert x.plain is not None
@@ -118,8 +123,9 @@ def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
 
 
 def empty_weight(scheme: Scheme, *shape: int, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
-    """Room for a weight of ``shape`` [..., outputs, inputs]. A static scale is 0, below any that is read; -1 stands for
-    groups that are not known yet.
+    """Return an uninitialized weight of ``shape`` [..., outputs, inputs].
+
+    A static scale starts at 0, below any scale of a checkpoint; the group of each input starts at -1, unknown.
     """
     inputs = shape[-1]
     grouped = (*shape[:-1], scheme.groups(inputs))
@@ -135,7 +141,10 @@ def empty_weight(scheme: Scheme, *shape: int, dtype: torch.dtype, device: torch.
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """The numbers of ``weight``, rounded to the model's dtype: a new tensor of its shape."""
+    """Return the numbers of ``weight``: a new tensor of its shape.
+
+    They are rounded to the model's dtype.
+    """
     wide, scales, zeros = weight.codes.float(), weight.scales, weight.zeros
     if scales.shape[-1] > 1:
         groups = _groups(weight)
@@ -147,24 +156,24 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def plain(weight: Tensor | QuantizedWeight) -> Tensor:
-    """``weight``, dequantized if it is not plain."""
+    """Return ``weight``, dequantized if it is quantized."""
     return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _groups(weight: QuantizedWeight) -> Tensor:
-    """Each input's group."""
+    """Return the group of each input."""
     if weight.index is not None:
         return weight.index
     return torch.arange(weight.shape[-1], device=weight.codes.device) // weight.scheme.group
 
 
 def token_scales(greatest: Tensor) -> Tensor:
-    """The scales of rows whose ``greatest`` magnitudes, fp32, are these."""
+    """Return the scales of rows with these ``greatest`` magnitudes, fp32."""
     return (greatest / E4M3_MAX).clamp_(min=LEAST_SCALE)
 
 
 def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None = None) -> Tensor:
-    """The scales of ``x`` [tokens, inputs]: fp32 [tokens, groups], one group but for kind "block"."""
+    """Return the scales of ``x`` [tokens, inputs]: fp32 [tokens, groups]; one group except for kind "block"."""
     if kind == "static":
         assert static is not None
         return static.expand(len(x), 1)
@@ -174,20 +183,26 @@ def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None =
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:
-    """Codes e4m3fn of ``x`` [rows, inputs] with ``scales`` [rows, 1], or one for each 128 inputs [rows, groups]."""
+    """Return e4m3fn codes of ``x`` [rows, inputs].
+
+    There is one scale for each row, or one for each 128 inputs of a row. ``scales`` are [rows, 1] or [rows, groups].
+    """
     if scales.shape[1] > 1:
         scales = scales.repeat_interleave(PROMOTED, 1)[:, : x.shape[1]]
     return (x.float() / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes [tokens, inputs] and scales [tokens, groups] of the activations ``x``."""
+    """Return codes [tokens, inputs] and scales [tokens, groups] of the activations ``x``."""
     scales = activation_scales(x, kind, static)
     return quantize(x, scales), scales
 
 
 def quantize_channels(weight: Tensor, out: QuantizedWeight) -> None:
-    """Codes and scales of ``weight`` [outputs, inputs], a scale for each output: those of a token's row."""
+    """Quantize ``weight`` [outputs, inputs] into ``out``.
+
+    Each output has one scale, as a token's row has.
+    """
     codes, scales = quantize_rows(weight, "token")
     out.codes.copy_(codes)
     out.scales.copy_(scales)
@@ -196,11 +211,13 @@ def quantize_channels(weight: Tensor, out: QuantizedWeight) -> None:
 def scaled_product(  # noqa: PLR0917 - two operands and their scales
     x: Tensor, x_scales: Tensor, parts: list[Tensor], scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The W8A8 contract with exact sums: ``x`` are codes [tokens, inputs] with scales [tokens, groups]; ``parts`` codes
-    of the weight in float64, 128 inputs each, [inputs, outputs]; ``scales`` fp32 [outputs, groups].
+    """Return the product of the W8A8 contract with exact sums.
 
-    A product of two codes has 8 significant bits and lies between 2^-18 and 2^18, so that float64 sums any 128 of them
-    exactly, in whatever order.
+    ``x`` are codes [tokens, inputs] with scales [tokens, groups]; ``parts`` codes of the weight in float64, 128 inputs
+    each, [inputs, outputs]; ``scales`` fp32 [outputs, groups].
+
+    A product of two codes has 8 significant bits and lies between 2^-18 and 2^18. So float64 sums any 128 products
+    exactly, in any order.
     """
     grouped = x_scales.shape[1] > 1 or scales.shape[1] > 1
     total = torch.zeros(len(x), len(scales), dtype=torch.float32, device=x.device)

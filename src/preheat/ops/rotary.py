@@ -20,6 +20,6 @@ def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place; returns it."""
+    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place; return it."""
     _rotate_(x, cos, sin)
     return x

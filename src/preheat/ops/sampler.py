@@ -1,13 +1,15 @@
-"""The reference sampler, on the host: logits in, one token a row out.
+"""The reference sampler, on the host: one token per row of logits.
 
-Contract. The order is penalties, a grammar's mask, logit_bias, min_tokens, temperature, min_p, top_k, top_p, then
-Gumbel-max: the token with the greatest ``noise - deficit`` wins, which draws it with its probability. A row without
-temperature takes its best token. Ties go to the lowest id everywhere. NaN counts as impossible, +inf as the greatest
-finite number, and a row in which nothing is possible yields its lowest id that is neither masked nor banned.
+Contract. The stages run in this order: penalties, a grammar's mask, logit_bias, min_tokens, temperature, min_p, top_k,
+top_p, then Gumbel-max. The token with the greatest ``noise - deficit`` wins, so each token wins with its probability. A
+row without temperature takes its best token. Ties always go to the lowest id. NaN counts as impossible, +inf as the
+greatest finite number. A row without a possible token yields its lowest id that is neither masked nor banned. A
+backend's sampler marks the token if the model's logits have no finite maximum; the request then ends with an error
+(:mod:`preheat.schedule.results`).
 
-A row's token depends on its own logits, settings, history and key alone: rounding operations are element-wise, sums are
-of integers (:mod:`preheat.ops.top_k_top_p`) and the noise is keyed (:mod:`preheat.ops.philox`). The arithmetic runs in
-numpy, on one thread: its sort, partition and argmax are many times as fast as torch's on the host.
+A row's token depends only on its own logits, settings, history and key. Operations that round are element-wise, sums
+are of integers (:mod:`preheat.ops.top_k_top_p`) and the noise is keyed (:mod:`preheat.ops.philox`). The arithmetic runs
+in numpy, on one thread: its sort, partition and argmax are many times as fast as torch's on the host.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from preheat.ops.top_k_top_p import KeptTokens, SamplingMetadata, deficits, furt
 
 _NO_MASKS = np.empty((0, 0), np.int32)
 _NO_OWNER = -1
-_GROUP = 4  # tokens whose noise comes from one Philox block
+_GROUP = 4  # tokens that share one Philox block of noise
 
 
 class TokenCounts:
-    """How often each token occurs in the output of each slot's sequence, and which occur in it at all.
+    """Counts of tokens in the sequences of slots.
 
-    Only slots with penalties are kept; memory is zero until touched. Counts follow the sequence's tokens, so that a
-    preempted and resumed one, or one that takes over a slot, ends with what its tokens say.
+    ``output`` counts a token in the slot's output; ``seen`` says whether prompt or output have it at all. Only slots
+    with penalties are kept; memory stays zero until touched. Counts follow the tokens of the slot's sequence. So the
+    counts are right after preemption and resumption, and after another sequence has taken the slot.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -55,14 +58,15 @@ class TokenCounts:
         self.seen[slots, tokens] = True
 
     def forget(self) -> None:
-        """Be as new."""
+        """Forget the counts of all slots."""
         slots = self._owner != _NO_OWNER
         self.output[slots] = self.seen[slots] = 0
         self._owner[slots], self._length[slots] = _NO_OWNER, 0
 
     def follow(self, rows: Penalties) -> None:
-        """Bring the counts of these rows up to their known tokens: what is new is added, another owner's is replaced.
-        Rows of one slot know the same tokens.
+        """Bring the counts of these rows up to date.
+
+        New tokens are added; counts of another owner are replaced. All rows of one slot must know the same tokens.
         """
         slots, once = np.unique(rows.slots, return_index=True)
         owner, lengths = rows.owner[once], rows.known[once]
@@ -77,8 +81,9 @@ class TokenCounts:
         self._owner[slots], self._length[slots] = owner, lengths
 
     def of_rows(self, rows: Penalties) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What each row has seen, its drafts included: rows and token ids in order, int64 [n], and how often each token
-        is in the output, int32 [n].
+        """Return each row's seen tokens, drafts included: rows, ids and counts.
+
+        Rows and token ids are int64 [n], in order; counts int32 [n] say how often the output has the token.
         """
         seen = self.seen[rows.slots]
         drafts = rows.drafts
@@ -93,20 +98,25 @@ class TokenCounts:
 
 
 class HostSampler:
-    """Draws tokens for the sequences in ``num_slots`` slots. Its one state is the penalties' token counts."""
+    """A sampler for the sequences in ``num_slots`` slots.
+
+    Its only state is the token counts of penalties.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool = False) -> None:
         self.counts = TokenCounts(num_slots, vocab_size)
         self.handle_topk_duplicates = handle_topk_duplicates
 
     def forget(self) -> None:
-        """Be as new."""
+        """Forget the token counts of all slots."""
         self.counts.forget()
 
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # of what is impossible or as good as
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # impossible tokens give inf - inf and the like
     def sample(self, logits: Tensor, batch: SamplingInput, masks: np.ndarray = _NO_MASKS) -> Tensor:
-        """One token a row, int64 [rows], from ``logits`` float32 [rows, vocab] on the host, which are left alone.
-        ``masks`` int32 [rows, words] are read for the rows ``batch.masked``.
+        """Draw one token per row: int64 [rows] from ``logits`` float32 [rows, vocab] on the host.
+
+        ``logits`` stay unchanged. ``masks`` int32 [rows, words] are read for the rows in ``batch.masked``. Raises
+        ValueError for another dtype or another number of rows.
         """
         if logits.dtype != torch.float32 or len(logits) != batch.size:
             raise ValueError(f"expected float32 logits of {batch.size} rows, got {logits.dtype} {tuple(logits.shape)}")
@@ -130,7 +140,10 @@ class HostSampler:
         return torch.from_numpy(tokens)
 
     def _penalise(self, logits: np.ndarray, rows: Penalties) -> None:
-        """repetition_penalty on every token seen, then frequency and presence on those of the output."""
+        """Apply the repetition, frequency and presence penalties.
+
+        Repetition applies to every seen token, frequency and presence to output tokens.
+        """
         self.counts.follow(rows)
         i, ids, count = self.counts.of_rows(rows)
         value, repetition = logits[rows.rows[i], ids], rows.repetition[i]
@@ -140,7 +153,10 @@ class HostSampler:
         logits[rows.rows[i], ids] = value
 
     def _draw(self, logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) -> np.ndarray:
-        """Tokens of the rows that draw at random, in ``how``'s order; ``peak`` [rows] are the maxima of all rows."""
+        """Return the tokens of the random rows, in the order of ``how``.
+
+        ``peak`` [rows] are the maxima of all rows.
+        """
         vocab = logits.shape[1]
         tokens = np.empty(len(how), np.int64)
         ordered = how.ordered(vocab)
@@ -157,13 +173,16 @@ class HostSampler:
 
 
 def _edit(logits: np.ndarray, edits: Edits) -> None:
-    """Apply the edits whose id is inside the vocabulary; a checkpoint's end-of-sequence id may lie outside."""
+    """Apply the edits with an id inside the vocabulary.
+
+    A checkpoint's end-of-sequence id may lie outside.
+    """
     inside = (edits.ids >= 0) & (edits.ids < logits.shape[1])
     logits[edits.rows[inside], edits.ids[inside]] += edits.change[inside]
 
 
 def _repair(logits: np.ndarray, tokens: np.ndarray, peak: np.ndarray, batch: SamplingInput, masks: np.ndarray) -> None:
-    """Give each row whose maximum is not finite a finite one, in ``logits``, ``tokens`` and ``peak``."""
+    """Make each row's maximum finite, in ``logits``, ``tokens`` and ``peak``."""
     edits = batch.edits
     for row in np.flatnonzero(~np.isfinite(peak)):
         logits[row] = mend(logits[row])
@@ -179,7 +198,10 @@ def _repair(logits: np.ndarray, tokens: np.ndarray, peak: np.ndarray, batch: Sam
 
 
 def _race_by_value(logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) -> np.ndarray:
-    """Tokens int64 [rows] of rows that need no order: min_p at most. The noise of a few tokens is drawn alone."""
+    """Return tokens int64 [rows] of rows without top_k and top_p.
+
+    Noise is drawn for the near tokens alone where they are few.
+    """
     deficit = deficits(logits, peak, how.temperature)
     near = deficit <= np.minimum(furthest(how.min_p), MAX_SPREAD)[:, None]
     if np.count_nonzero(near) * _GROUP < near.size:
@@ -194,7 +216,10 @@ def _race_by_value(logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) 
 
 
 def _race(found: KeptTokens, how: SamplingMetadata, vocab: int) -> np.ndarray:
-    """Tokens int64 [rows]: among each row's survivors the greatest noise minus deficit, ties to the lowest id."""
+    """Return each row's winning token, int64 [rows].
+
+    It is the kept token of greatest noise minus deficit; ties go to the lowest id.
+    """
     rows, ids = found.rows, found.ids
     if len(ids) * _GROUP < len(how) * vocab:
         score = gumbel_at(how.seed[rows], how.position[rows], how.choice[rows], ids)

@@ -1,4 +1,6 @@
-"""What the sampler must know of a step's rows: only as much as the most demanding row needs. No torch.
+"""Input of the sampler for the rows of one step.
+
+No torch here. It holds only as much as the most demanding row needs.
 
 Order of the stages: penalties, masks, edits (logit_bias, then bans), temperature, min_p, top_k, top_p, then Gumbel-max.
 """
@@ -16,15 +18,15 @@ from preheat.ops.top_k_top_p import SamplingMetadata
 
 @dataclass(slots=True)
 class Penalties:
-    """The rows with penalties. All arrays are [n].
+    """The rows with penalties; all arrays are [n].
 
     ``tokens[i]`` is the row's prompt (its first ``prompt_len[i]`` tokens) and output. ``owner`` is the request's id: a
-    slot's token counts are kept from step to step and belong to one owner. Tokens beyond the first ``known[i]`` are
-    drafts, which may be taken back: they count in this row alone. ``final``: what the row draws is its sequence's next
-    token, so that it can be counted before the host knows it; else it may be taken back, too.
+    slot's token counts are kept from step to step and belong to one owner. Tokens after the first ``known[i]`` are
+    drafts: they may be taken back and count in this row alone. ``final``: the drawn token is certainly its sequence's
+    next token, so it can be counted before the host knows it. Without ``final`` the drawn token may be taken back.
     """
 
-    rows: np.ndarray  # int64, places in the step
+    rows: np.ndarray  # int64, index of the row in the step
     slots: np.ndarray  # int64
     owner: np.ndarray  # int64
     prompt_len: np.ndarray  # int64
@@ -32,8 +34,8 @@ class Penalties:
     repetition: np.ndarray  # float32
     frequency: np.ndarray  # float32
     presence: np.ndarray  # float32
-    known: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64; by default all tokens are
-    final: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # by default all are
+    known: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64; default: all tokens are known
+    final: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # default: all rows are final
 
     def __post_init__(self) -> None:
         if len(self.known) < len(self.rows):
@@ -43,15 +45,15 @@ class Penalties:
 
     @property
     def drafts(self) -> list[np.ndarray]:
-        """The tokens of each row that may be taken back, int32 each."""
+        """Drafts of each row, int32 each: the tokens after its known ones."""
         return [tokens[known:] for tokens, known in zip(self.tokens, self.known.tolist(), strict=True)]
 
 
 @dataclass(slots=True)
 class Edits:
-    """``change[i]`` is added to the logit of token ``ids[i]`` in row ``rows[i]``; minus infinity bans the token.
+    """Additions to single logits: ``change[i]`` to token ``ids[i]`` in row ``rows[i]``.
 
-    No (row, id) occurs twice. An id outside the vocabulary is skipped.
+    Minus infinity bans the token. No (row, id) occurs twice. An id outside the vocabulary is skipped.
     """
 
     rows: np.ndarray  # int64 [edits]
@@ -60,7 +62,10 @@ class Edits:
 
     @classmethod
     def of(cls, entries: list[tuple[int, int, float]]) -> Self | None:
-        """From (row, id, change) in any order: a ban beats whatever else is added to its token. None for no entry."""
+        """Build edits from (row, id, change) in any order; None without an entry.
+
+        Changes of one token are added up, so a ban beats all other changes.
+        """
         if not entries:
             return None
         merged: dict[tuple[int, int], float] = {}
@@ -71,22 +76,26 @@ class Edits:
 
 
 def words_of(vocab_size: int) -> int:
-    """Words of a row's mask: bit i % 32 of word i // 32, int32, says whether token i is allowed."""
+    """Return the number of int32 words of a row's mask.
+
+    Bit i % 32 of word i // 32 allows token i.
+    """
     return -(-vocab_size // 32)
 
 
 def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
-    """bool [vocab]: the tokens of a mask int32 [words]."""
+    """Unpack a mask int32 [words] to bool [vocab]: whether each token is allowed."""
     return np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(bool)
 
 
 @dataclass(slots=True)
 class SamplingInput:
-    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None. ``told``: by
-    row, the tokens whose log-probabilities are wanted in place of the most likely ones'.
+    """Sampling input of one step.
 
-    ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the places of the rows with a
-    grammar, whose masks (:mod:`preheat.grammar.state`) are told apart from the rest: they may not be known yet.
+    It has ``size`` rows, each with one line of logits. A part that no row needs is None. ``logprob_ids`` maps a row to
+    tokens. The row's answer has the log-probabilities of these tokens in place of the most likely tokens'.
+    ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the indices of rows with a
+    grammar. Their masks (:mod:`preheat.grammar.state`) come separately, because they may not be known yet.
     """
 
     size: int
@@ -95,7 +104,7 @@ class SamplingInput:
     edits: Edits | None
     edits_follow: bool = False
     masked: np.ndarray | None = None  # int64
-    told: dict[int, list[int]] | None = None
+    logprob_ids: dict[int, list[int]] | None = None
 
     @property
     def level(self) -> Level:
@@ -103,22 +112,27 @@ class SamplingInput:
             return Level.FULL
         return Level.FILTERED if self.random else Level.GREEDY
 
-    def told_of(self, rows: np.ndarray) -> list[list[int]]:
-        """``told`` of each of ``rows``."""
-        told = self.told or {}
-        return [told.get(row, []) for row in rows.tolist()]
+    def logprob_ids_of(self, rows: np.ndarray) -> list[list[int]]:
+        """Return the ``logprob_ids`` of each of ``rows``."""
+        ids = self.logprob_ids or {}
+        return [ids.get(row, []) for row in rows.tolist()]
 
     def later(self, steps: int) -> Self | None:
-        """The sampling of the same rows ``steps`` steps later; None where more than positions may change."""
+        """Return the input for the same rows ``steps`` later.
+
+        None where more than positions may change.
+        """
         if not steps:
             return self
         if self.penalties or self.edits_follow:
             return None
         if self.random is None:
             return self
-        return type(self)(self.size, self.random.later(steps), None, None, masked=self.masked, told=self.told)
+        return type(self)(
+            self.size, self.random.later(steps), None, None, masked=self.masked, logprob_ids=self.logprob_ids
+        )
 
     def continues(self, other: SamplingInput) -> bool:
-        """Whether nothing but positions can differ from ``other``."""
+        """Whether only positions can differ from ``other``."""
         one, two = self.random, other.random
         return one is not None and two is not None and one.rows is two.rows and not (self.edits or self.penalties)

@@ -1,9 +1,11 @@
-"""Which tokens min_p, top_k and top_p leave of a row, in this order.
+"""The filters min_p, top_k and top_p.
 
-Contract: a row's survivors depend on that row alone. A token is judged by its *deficit* ``(best - logit) /
+They are applied to a row in this order.
+
+Contract: the tokens kept in a row depend on that row alone. A token is judged by its *deficit* ``(best - logit) /
 temperature`` in float32; its probability, up to the row's constant, is ``exp(-deficit)``. Probability mass is counted
-in integers (of 2**-34 of the best token's mass, exact in float64), so a sum does not depend on its order, on the
-number of rows or on how many of a row's tokens were looked at. Only element-wise operations round.
+in integers (of 2**-34 of the best token's mass, exact in float64). So a sum does not depend on its order, on the number
+of rows or on the number of a row's tokens looked at. Only element-wise operations round.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import numpy as np
 from preheat.ops.order import best
 
 WINDOW = 128
-"""Tokens of a row that are sorted at first; it widens until the row's survivors end within. Changes no bits."""
+"""Tokens of a row that are sorted at first.
+
+The window is widened until it holds all kept tokens. Changes no bits.
+"""
 
 _WIDEN = 8
 
@@ -26,10 +31,11 @@ _MASS = np.float32(2**34)  # times 2**18 tokens still fits the 53 bits of a floa
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """The rows of a step that draw at random, and how. All arrays are [n].
+    """Settings of the rows of a step that draw at random.
 
-    ``rows`` are their places in the step. ``temperature`` is above 0; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
-    off. ``seed``, ``position`` (of the token to draw, in the output) and ``choice`` key the noise.
+    All arrays are [n]. ``rows`` are the rows' indices in the step. ``temperature`` is above 0. A filter is off at
+    ``top_k`` 0, ``top_p`` 1 or ``min_p`` 0. ``seed``, ``position`` (of the token to draw, in the output) and ``choice``
+    key the noise.
     """
 
     rows: np.ndarray  # int64
@@ -45,30 +51,36 @@ class SamplingMetadata:
         return len(self.rows)
 
     def take(self, index: np.ndarray | slice) -> Self:
-        """The rows at ``index`` alone."""
+        """Return the rows at ``index`` alone."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def later(self, steps: int) -> Self:
-        """The same rows, each so many tokens further."""
+        """Return the same rows, each ``steps`` tokens further."""
         return type(self)(
             self.rows, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.position + steps,
             self.choice,
         )  # fmt: skip
 
     def ordered(self, vocab: int) -> np.ndarray:
-        """Which rows need their tokens in order: those with an effective top_k or top_p. Bool [n]."""
+        """Return bool [n]: rows with an effective top_k or top_p.
+
+        Such rows need their tokens in order.
+        """
         ordered: np.ndarray = (self.top_p < 1) | self.cut_by_k(vocab)
         return ordered
 
     def cut_by_k(self, vocab: int) -> np.ndarray:
-        """Which rows have a top_k that leaves something out. Bool [n]."""
+        """Return bool [n]: whether the row's top_k is smaller than the vocabulary."""
         cut: np.ndarray = (self.top_k > 0) & (self.top_k < vocab)
         return cut
 
 
 @dataclass(slots=True)
 class KeptTokens:
-    """Tokens still in the race: ``ids[i]`` of row ``rows[i]`` (ascending, none without a token) and its deficit."""
+    """Tokens still possible: ``ids[i]`` of row ``rows[i]`` and its deficit.
+
+    Rows ascend. Each row has at least one token.
+    """
 
     rows: np.ndarray  # int64 [n]
     ids: np.ndarray  # int64 [n]
@@ -76,14 +88,20 @@ class KeptTokens:
 
 
 def deficits(logits: np.ndarray, peak: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """How far each of ``logits`` [rows, any] is behind its row's ``peak`` [rows], divided by ``temperature`` [rows]."""
+    """Return each logit's distance from its row's ``peak``, divided by the temperature.
+
+    ``logits`` are [rows, any], ``peak`` and ``temperature`` [rows].
+    """
     deficit: np.ndarray = peak[:, None] - logits
     deficit /= temperature[:, None]
     return deficit
 
 
 def furthest(min_p: np.ndarray) -> np.ndarray:
-    """The deficit beyond which ``min_p`` drops a token; float32, as ``min_p``. Off, it drops only the impossible."""
+    """Return the greatest deficit that passes ``min_p``, float32 like ``min_p``.
+
+    Where ``min_p`` is off (0), only impossible tokens exceed the deficit.
+    """
     with np.errstate(divide="ignore"):
         cut: np.ndarray = np.minimum(-np.log(min_p), np.finfo(np.float32).max)
     return cut
@@ -92,10 +110,11 @@ def furthest(min_p: np.ndarray) -> np.ndarray:
 def keep_ordered(
     logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, duplicates: bool
 ) -> Iterator[tuple[np.ndarray, KeptTokens]]:
-    """Survivors of rows with top_k or top_p, in groups: which rows, int64 [m], and their survivors, as rows 0 to m - 1.
+    """Yield the kept tokens of rows with top_k or top_p.
 
-    ``logits`` float32 [rows, vocab], ``peak`` [rows] its maxima, ``how`` one entry a row. ``top_k`` keeps exactly k
-    tokens, or with ``duplicates`` also every token that equals the k-th. Every row is in one group.
+    Rows come in groups. A group is its rows, int64 [m], and their kept tokens, with rows numbered 0 to m - 1; each row
+    is in one group. ``logits`` are float32 [rows, vocab], ``peak`` [rows] its maxima, ``how`` one entry a row.
+    ``top_k`` keeps exactly k tokens; with ``duplicates`` also every token equal to the k-th.
     """
     pending, width = np.arange(len(logits)), min(WINDOW, logits.shape[1])
     while len(pending):
@@ -109,9 +128,10 @@ def keep_ordered(
 def _keep_first(
     logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, width: int, duplicates: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Judge the first ``width`` tokens in order: keep, id and deficit, each [rows, width].
+    """Judge each row's first ``width`` tokens in order.
 
-    The last answer, [rows], says which rows are settled: no token outside the window can survive.
+    Return keep, id and deficit, each [rows, width]. The last result, [rows], says whether the row is settled: no token
+    outside the window can be kept.
     """
     vocab = logits.shape[1]
     values, ids = best(logits, width)
@@ -134,12 +154,12 @@ def _keep_first(
         total[outside] = _total_mass(logits[outside], peak[outside], how.take(outside))
     limit = np.where(nucleus, how.top_p.astype(np.float64) * total, np.inf)
     keep &= before < limit[:, None]
-    keep[:, 0] = True  # also where top_p is so small that its product with the total is nothing
+    keep[:, 0] = True  # top_p may be so small that its product with the total is 0
     return keep, ids, deficit, ~(open_end & (keep[:, -1] | has_k))
 
 
 def _masses(deficit: np.ndarray) -> np.ndarray:
-    """exp(-deficit) in integers of 2**-34, as float64."""
+    """Return exp(-deficit) in integers of 2**-34, as float64."""
     mass = np.exp(-deficit)
     mass *= _MASS
     whole: np.ndarray = np.rint(mass, out=mass).astype(np.float64)
@@ -147,7 +167,7 @@ def _masses(deficit: np.ndarray) -> np.ndarray:
 
 
 def _total_mass(logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) -> np.ndarray:
-    """The mass that min_p leaves of each whole row, float64 [rows]."""
+    """Return the mass of each whole row after min_p, float64 [rows]."""
     deficit = deficits(logits, peak, how.temperature)
     mass = _masses(deficit)
     mass *= deficit <= furthest(how.min_p)[:, None]

@@ -1,8 +1,8 @@
-"""What a linear layer and routed experts are, as values: features meet here, in fields. No torch.
+"""Linear layers and routed experts as values; no torch here.
 
-A value says everything about a layer but its numbers and its names in a checkpoint. It is built from a spec before
-weights are read (:mod:`preheat.model.values`). A backend says of a value whether it can run it, and makes the layer of
-it. :mod:`preheat.ops.matmul` says what a layer of a value computes.
+A value says everything about a layer except its numbers and its names in a checkpoint. Each feature of a layer is a
+field of the value. The value is built from a spec before weights are read (:mod:`preheat.model.values`). A backend says
+whether it can run the value, and makes the layer of it. :mod:`preheat.ops.matmul` defines the result of the layer.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from preheat.ops.kinds import Activation, Scheme
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 K_SPLITS = 4
-"""Splits of the inputs of layers that up to so many ranks share."""
+"""K splits of a layer that up to this many ranks share."""
 
 PART = 512
-"""Inputs of an adapter's first matrix whose products are one sum."""
+"""Inputs of an adapter's first matrix in one sum of products."""
 
 TILE = 16
-"""Ranks of an adapter whose products with the second matrix are one sum."""
+"""Ranks of an adapter (columns of its second matrix) in one sum of products."""
 
 
 def k_splits_of(world: int) -> int:
-    """Splits of the inputs for ``world`` ranks: above four ranks one each, and so another order of the sum."""
+    """Return the number of K splits for ``world`` ranks.
+
+    Above ``K_SPLITS`` ranks each rank has one split, so the order of the sum differs there.
+    """
     return max(K_SPLITS, world)
 
 
 class Groups(NamedTuple):
-    """Which rows meet which matrix.
+    """Assignment of rows to matrices.
 
-    Without any, all rows meet one matrix. With ``experts`` a row meets the matrices of the ``top_k`` experts that its
-    router chose. With ``slots`` it meets the matrix of the adapter in its slot, if it has one. With both there is a
-    matrix for each slot and expert.
+    Without experts and slots, all rows meet one matrix. With ``experts`` a row meets the matrices of the ``top_k``
+    experts that its router chose. With ``slots`` a row meets the matrix of the adapter in its adapter slot, if there is
+    one. With both there is a matrix for each adapter slot and expert.
     """
 
     experts: int = 0
@@ -46,23 +49,30 @@ ALL = Groups()
 
 
 class WeightFormat(NamedTuple):
-    """How a matrix is stored: numbers of the model's ``dtype``, or codes with scales as ``scheme`` says."""
+    """Storage of a matrix.
+
+    It has numbers of the model's ``dtype``, or codes with scales as ``scheme`` says.
+    """
 
     dtype: Dtype
     scheme: Scheme | None = None
 
 
 Input = Literal["plain", "rounded", "token", "block", "static"]
-"""How a layer reads its inputs: as they are; rounded to float8 with one scale and widened again; or as float8 codes,
-whose scale is that of a token's row, of each 128 numbers of it, or the checkpoint's."""
+"""How a layer reads its inputs.
+
+plain: as they are. rounded: rounded to float8 with one scale, then widened again. token, block, static: as float8 codes
+with one scale for each row, one for each 128 numbers of a row, or one static scale from the checkpoint.
+"""
 
 
 class SumOrder(NamedTuple):
-    """In which order the products of an output are added.
+    """Order of the sum of an output's products.
 
-    The inputs are cut into ``k_splits`` equal splits, which are added in a tree; this rank has the splits ``mine``
-    [from, to). A split is cut into parts of ``part`` inputs, which are added from the first to the last; None: a split
-    is one sum. ``tiles`` are the outputs that are one product each; none: all are one.
+    The inputs are cut into ``k_splits`` equal K splits. The splits' sums are added in a tree; this rank has the splits
+    ``mine`` [from, to). A split is cut into parts of ``part`` inputs, added from the first to the last; with None a
+    split is one sum. ``tiles`` are the numbers of outputs computed by one product each; empty: one product computes all
+    outputs.
     """
 
     k_splits: int = 1
@@ -71,8 +81,8 @@ class SumOrder(NamedTuple):
     tiles: tuple[int, ...] = ()
 
     @property
-    def own(self) -> int:
-        """How many splits this rank has."""
+    def own_k_splits(self) -> int:
+        """Number of K splits that this rank has."""
         return self.mine[1] - self.mine[0]
 
     @property
@@ -85,8 +95,9 @@ ONE_SUM = SumOrder()
 
 
 class Finish(NamedTuple):
-    """What follows the sum of products: a ``bias``; then an ``activation``, or the outputs kept between -``clip`` and
-    ``clip``.
+    """Steps after the sum of products.
+
+    First comes a ``bias``. An ``activation`` follows, or the outputs are kept between -``clip`` and ``clip``.
     """
 
     bias: bool = False
@@ -102,12 +113,13 @@ Shared = Literal["whole", "inputs", "ranks"]
 
 @dataclass(frozen=True)
 class LowRank:
-    """What the adapters in ``slots`` add to a layer: for each slot and part a pair of matrices of ``rank`` at most.
+    """Terms that the adapters in ``slots`` add to a layer.
 
-    ``parts`` are the outputs of each stacked module. ``source``: whether the first matrix is multiplied by rows, or
-    looked up by token ids. ``shared``: whether a rank has the first matrices whole, the columns of its inputs, or every
-    world-th tile of their ranks. ``joins``: whether the term is added to the layer's own product, before the
-    activation, or to a token's sum over its experts.
+    Each adapter slot and part has a pair of matrices of ``rank`` at most. ``parts`` are the outputs of each stacked
+    module. ``source``: whether rows are multiplied by the first matrix, or token ids look up its columns. ``shared``:
+    whether a rank has the first matrices whole, the columns of its own inputs, or every world-th tile of their ranks.
+    ``joins``: whether the term is added to the layer's own product, before the activation, or to a token's sum over its
+    experts.
     """
 
     parts: tuple[int, ...]
@@ -121,10 +133,10 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A linear layer of ``inputs`` and ``outputs``, of which a rank may have a part.
+    """A linear layer, or the part of it that one rank has.
 
-    ``weight`` says how its matrices are stored, ``input`` how rows are read, ``groups`` which rows meet which matrix,
-    ``order`` in which order products are added, ``terms`` what adapters add, ``finish`` what follows.
+    ``weight``: the storage of its matrices. ``input``: how rows are read. ``groups``: the matrix that a row meets.
+    ``order``: the order of the sum of products. ``terms``: the terms of adapters. ``finish``: the steps after the sum.
     """
 
     outputs: int
@@ -137,9 +149,10 @@ class Matmul:
     finish: Finish = NOTHING_MORE
 
     def pair(self, term: LowRank, part: int) -> tuple[Matmul, Matmul]:
-        """The two matrices of a ``term`` for one of its parts, which are layers with a matrix for each slot.
+        """Return the two matrices of ``term`` for one part.
 
-        The first sums its inputs in the splits of this layer, the second sums tiles of ranks.
+        They are layers with a matrix for each adapter slot. The first layer sums its inputs in the K splits of this
+        layer. The second layer sums tiles of ranks.
         """
         stored = WeightFormat(pair_dtype(self.weight.dtype, term.dtype))
         groups = self.groups._replace(slots=term.slots)
@@ -151,13 +164,18 @@ class Matmul:
 
 
 def pair_dtype(model: Dtype, adapters: Dtype) -> Dtype:
-    """In which dtype the matrices of adapters are multiplied: bfloat16, if that is what all of them are, else fp32."""
+    """Return the dtype for products with adapter matrices.
+
+    It is bfloat16 if model and adapters have it, else fp32.
+    """
     return "bfloat16" if model == adapters == "bfloat16" else "float32"
 
 
 class Routing(NamedTuple):
-    """How a token's experts are chosen and weighted. ``renormalize``: the chosen experts' weights sum to one.
-    ``round_weights``: they are rounded to the model's dtype.
+    """How a token's experts are chosen and weighted.
+
+    ``renormalize``: the weights of the chosen experts sum to one. ``round_weights``: the weights are rounded to the
+    model's dtype.
     """
 
     top_k: int
@@ -167,8 +185,9 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Routed experts: ``gate_up``, whose activation is SwiGLU, and ``down``, with a matrix for each expert; ``routing``
-    says how a token's experts are chosen and weighted.
+    """Routed experts: ``gate_up`` and ``down`` have a matrix per expert.
+
+    The activation of ``gate_up`` is SwiGLU. ``routing`` says how a token's experts are chosen and weighted.
     """
 
     gate_up: Matmul
@@ -180,17 +199,20 @@ Value = Matmul | Experts
 
 
 class Ok(NamedTuple):
-    """A backend runs the value as it is."""
+    """The backend runs the value as it is."""
 
 
 class WithoutTerms(NamedTuple):
-    """A backend runs the value, but without its terms: adapters of such layers are not served, for ``reason``."""
+    """The backend runs the value without its terms.
+
+    Adapters on this layer are not served, for ``reason``.
+    """
 
     reason: str
 
 
 class Refused(NamedTuple):
-    """A backend cannot run the value, for ``reason``."""
+    """The backend cannot run the value, for ``reason``."""
 
     reason: str
 

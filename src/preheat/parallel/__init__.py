@@ -1,1 +1,1 @@
-"""Several ranks that share each layer: their processes, what they are told, and when one of them dies."""
+"""Ranks that share layers: their processes, messages and deaths."""

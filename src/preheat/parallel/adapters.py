@@ -1,8 +1,9 @@
-"""Adapters on all ranks. Each reads an adapter's files itself and packs its own part, in a thread beside its steps.
+"""Adapters on all ranks.
 
-The leader numbers what it reads, and tells the others to read it as well. It takes an adapter for read when all of them
-have, and have the same digest. Whatever is put into a place is told between two steps, in their order, by that number;
-what the leader has forgotten, the others forget with the next message.
+Each rank reads an adapter's files itself and packs its own part, in a thread beside its steps. The leader numbers each
+reading, and tells the others to read too. An adapter counts as read when all ranks have read it with the same digest.
+The loading of an adapter slot is a message between two steps, in their order, with the number of the reading. Readings
+that the leader has forgotten are forgotten by the others with the next message.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from dataclasses import replace
 from preheat.errors import AdapterError, PreheatError, WireError
 from preheat.lora.boot import PackedAdapter, adapter_reader
 from preheat.lora.random import RandomSource, random_adapter
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.loader import LoadedModel
 from preheat.parallel.channel import wait
 from preheat.parallel.ranks import Ranks
 from preheat.schedule.adapters import Adapter
 
 Source = int | RandomSource
-"""What the ranks know an adapter by: the number of its reading, or how it is made."""
+"""Name of an adapter among ranks.
+
+It is the number of its reading, or the rule of a random one.
+"""
 
 
 class SharedReads:
-    """As ``read``, on all of the ``ranks``."""
+    """Calls ``read`` on all of the ``ranks``."""
 
     def __init__(self, ranks: Ranks, read: Callable[[str, str], PackedAdapter]) -> None:
         self._ranks, self._read, self._numbers = ranks, read, itertools.count(1)
@@ -69,25 +73,28 @@ class SharedReads:
 
 
 class RankAdapters:
-    """What another rank than the leader has read for its ``model``. ``report`` answers, with a reading's number."""
+    """Adapters read by a rank other than the leader, for its ``model``.
+
+    ``report`` sends an answer with a reading's number.
+    """
 
     def __init__(self, model: LoadedModel, report: Callable[[int, object], None]) -> None:
-        assert model.adapters is not None, "there are no places for adapters"
-        self._seats: AdapterSeats = model.adapters
+        assert model.adapters is not None, "there are no adapter slots"
+        self._adapter_slots: ModelAdapterSlots = model.adapters
         self._read, self._report = adapter_reader(model), report
         self._threads = ThreadPoolExecutor(1, "adapters")
         self._known: dict[Source, Future[PackedAdapter | PreheatError]] = {}
 
     def read(self, number: int, name: str, path: str, gone: list[int]) -> None:
-        """Begin to read; forget what is ``gone``."""
+        """Begin to read; forget the readings in ``gone``."""
         for each in gone:
             del self._known[each]
         self._known[number] = self._threads.submit(self._answer, number, name, path)
 
     def adapter(self, source: Source) -> Adapter:
-        """What the leader puts into a place."""
+        """Return the adapter that the leader loads into an adapter slot."""
         if isinstance(source, RandomSource):
-            return random_adapter(self._seats, source.number)
+            return random_adapter(self._adapter_slots, source.number)
         found = self._known[source].result()
         assert not isinstance(found, PreheatError), "the leader takes what all ranks have read"
         return found

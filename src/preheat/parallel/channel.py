@@ -1,10 +1,10 @@
-"""Messages from the leader to all other ranks, each of which gets all of them in one order.
+"""Messages from the leader to all other ranks.
 
-On one node they go through a ring in shared memory, whose slots have a sequence number and a fixed size; a longer
-message takes several in a row. A slot is written only when every rank has read what it held before, so a rank that is
-behind slows the leader down instead of losing anything. Whoever waits looks often at first and ever more seldom, so
-that an idle engine costs next to nothing. Ranks on several nodes are sent the same bytes, each by its connection. No
-torch here.
+All ranks receive them in one order. On one node they go through a ring in shared memory. Its slots have a sequence
+number and a fixed size; a longer message takes several in a row. A slot is written only when every rank has read its
+last content. So a rank that is behind slows the leader down, and no message is lost. A waiting process looks often at
+first and less often later, so an idle engine costs next to nothing. Ranks on several nodes receive the same bytes, each
+through its own connection. No torch here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOKS = 256  # between checks that the engine is not over
 
 
 def wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Until ``ready()``; ``check`` raises if that will never be."""
+    """Wait until ``ready()``; ``check`` raises if the engine is over."""
     looks, nap = 0, _FIRST_NAP
     while not ready():
         looks += 1
@@ -46,21 +46,30 @@ def wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 class Sender(Protocol):
-    """The leader's end. Any thread may send; messages of one arrive in its order."""
+    """The leader's end.
+
+    Any thread may send; messages of one thread arrive in its order.
+    """
 
     def send(self, message: Any) -> None:
-        """Waits for ranks that are too far behind. Raises RankDied, or OSError where a connection has ended."""
+        """Send ``message``; wait for ranks that are too far behind.
+
+        Raises RankDied, or OSError where a connection has ended.
+        """
 
 
 class Receiver(Protocol):
     """Another rank's end."""
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
 
 
 class _Ring:
-    """``world`` is the number of all ranks; ``read`` are the messages that each has read, int64 [ranks]."""
+    """The ring of ``world`` ranks.
+
+    ``read`` int64 [ranks] is the last message that each has read.
+    """
 
     def __init__(self, folder: Path, world: int) -> None:
         slots = SLOTS * (_HEADER + SLOT_BYTES)
@@ -72,7 +81,7 @@ class _Ring:
 
 
 class RingSender(_Ring):
-    """A :class:`Sender`. ``check`` raises if the engine is over."""
+    """A :class:`Sender` through the ring; ``check`` raises if the engine is over."""
 
     def __init__(self, folder: Path, world: int, check: Callable[[], None]) -> None:
         super().__init__(folder, world)
@@ -90,13 +99,16 @@ class RingSender(_Ring):
         slot = number % SLOTS
         self._slots[slot, : len(data)] = data
         self._headers[slot, 1:] = len(data), more
-        with self._fence:  # what was written is seen before its number is
+        with self._fence:  # the data becomes visible before its number
             self._headers[slot, 0] = number
         self._next += 1
 
 
 class RingReceiver(_Ring):
-    """The :class:`Receiver` of ``rank``. Who ends an engine ends whoever waits here."""
+    """The :class:`Receiver` of ``rank``.
+
+    The end of an engine kills its waiting ranks.
+    """
 
     def __init__(self, folder: Path, world: int, rank: int) -> None:
         super().__init__(folder, world)
@@ -120,7 +132,10 @@ class RingReceiver(_Ring):
 
 
 class LineSender:
-    """A :class:`Sender` by the connections to all ranks. One that is behind holds it up when its buffers are full."""
+    """A :class:`Sender` through connections to all ranks.
+
+    A full buffer of one rank blocks it.
+    """
 
     def __init__(self, lines: Sequence[Connection]) -> None:
         self._lines, self._turn = lines, threading.Lock()
@@ -133,7 +148,10 @@ class LineSender:
 
 
 class LineReceiver:
-    """A :class:`Receiver`. Raises EOFError or OSError where the connection has ended."""
+    """A :class:`Receiver` through a connection.
+
+    Raises EOFError or OSError where the connection has ended.
+    """
 
     def __init__(self, line: Connection) -> None:
         self._line = line

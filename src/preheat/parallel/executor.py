@@ -1,4 +1,4 @@
-"""What the executors of all ranks have in common, the leader's and the others'."""
+"""The common part of the leader's and the other ranks' executors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from preheat.plan.programs import Program
 
 
 class SharedExecutor(Executor):
-    """Rank 0 draws. Where the device goes on before the host knows the tokens, it gives the latest one of each slot to
-    all of ``draws``, as a part of the sampling program. None: the host tells them with the next step.
+    """An executor of one of several ranks.
 
-    With a ``pipe`` it is that of a stage: it begins with what the stage before has sent, and sends what the next one
-    begins with, for all tokens: the norm of the residual stream, and the stream.
+    The ranks share layers, or are stages of a pipeline. Rank 0 draws. Where the device goes on before the host knows
+    the tokens, ``draws`` gives each slot's latest token to all ranks, as a part of the sampling program. Without
+    ``draws`` the host sends the tokens with the next step.
+
+    With a ``pipe`` it is the executor of a stage. Its input is the output of the stage before, and its output the input
+    of the next stage. The output has the norm of the residual stream, and the stream, for all tokens.
     """
 
     def __init__(self, draws: Collective | None, pipe: Pipe | None, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._draws, self._pipe = draws, pipe
-        if pipe is not None:  # whatever runs, runs every stage's first and last layer, so that none waits for another
+        if pipe is not None:  # every run has each stage's first and last layer, so no stage waits in vain
             self._kinds = list(self._layers)
 
     def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:

@@ -1,4 +1,7 @@
-"""Which rank does what: its stage of the pipeline, its part of the stage's layers, and whom it exchanges with."""
+"""Roles of ranks.
+
+A rank has a stage of the pipeline, a part of its layers, and links to other ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,27 @@ from typing import cast
 from torch import Tensor
 
 from preheat.backends.base import Collective, Link, Sharing
-from preheat.backends.meeting import Meeting
-from preheat.model.shard import sums_leaves
+from preheat.backends.rendezvous import Rendezvous
+from preheat.model.shard import sums_k_splits
 from preheat.settings import Settings
 
 
 def world_size(settings: Settings) -> int:
-    """How many ranks an engine has."""
+    """Return the number of ranks of an engine."""
     return settings.pipeline_parallel_size * settings.tensor_parallel_size
 
 
 def has_groups(settings: Settings) -> bool:
     """Whether an engine is divided, or adds as if it was."""
-    return sums_leaves(settings) or settings.pipeline_parallel_size > 1
+    return sums_k_splits(settings) or settings.pipeline_parallel_size > 1
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """A rank's ends: to the same rank of the stage ``before`` and ``after`` its own, if there is one, and to
-    ``everyone``, to whom rank ``source``, of the last stage, gives the logits.
+    """A rank's links in a pipeline.
+
+    ``before`` and ``after`` lead to the same rank of the neighboring stages, None without one. ``everyone`` leads to
+    all ranks; rank ``source``, of the last stage, broadcasts the logits there.
     """
 
     before: Link | None
@@ -36,50 +41,55 @@ class Pipe:
     source: int
 
     def receive(self, *tensors: Tensor) -> None:
-        """Fill ``tensors`` with what the stage before has sent."""
+        """Fill ``tensors`` with the output of the stage before."""
         assert self.before is not None
         for tensor in tensors:
             self.before.broadcast(tensor, 0)
 
     def send(self, *tensors: Tensor) -> None:
-        """Hand ``tensors`` on to the stage after this one, as they are."""
+        """Send ``tensors`` to the stage after this one, unchanged."""
         assert self.after is not None
         for tensor in tensors:
             self.after.broadcast(tensor.contiguous(), 0)
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Those of the last stage, in place, on every rank."""
+        """Replace ``logits`` on every rank by the last stage's, in place."""
         return self.everyone.broadcast(logits, self.source)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """``stage`` is the rank's; ``collective`` are those who share its layers. None: nobody does, and sums are whole."""
+    """Groups of a rank.
+
+    ``stage`` is its stage, ``collective`` the ranks that share its layers. Without a ``collective`` the rank has whole
+    layers, and sums are whole.
+    """
 
     stage: int
     collective: Collective | None
     pipe: Pipe | None
 
     @classmethod
-    def join(cls, settings: Settings, sharing: Sharing, meeting: Meeting, check: Callable[[], None]) -> Groups:
-        """Those of the rank that meets all others as ``meeting`` says; see
-        :meth:`preheat.backends.base.Sharing.join`.
+    def join(cls, settings: Settings, sharing: Sharing, rendezvous: Rendezvous, check: Callable[[], None]) -> Groups:
+        """Join the groups of the rank that ``rendezvous`` connects with all others.
+
+        See :meth:`preheat.backends.base.Sharing.join`.
         """
         stages, size = settings.pipeline_parallel_size, settings.tensor_parallel_size
         if stages == 1:
-            return cls(0, sharing.join(meeting, check), None)
-        stage, place = divmod(meeting.rank, size)
+            return cls(0, sharing.join(rendezvous, check), None)
+        stage, place = divmod(rendezvous.rank, size)
 
         def meet(name: str, members: Sequence[int]) -> Link:
-            return cast(Link, sharing.join(meeting.part(name, members), check))
+            return cast(Link, sharing.join(rendezvous.part(name, members), check))
 
         def link(behind: int) -> Link | None:
-            """From stage ``behind`` to the next one."""
+            """Return the link from stage ``behind`` to the next one."""
             sender = behind * size + place
             return meet(f"link-{sender}", [sender, sender + size]) if 0 <= behind < stages - 1 else None
 
         first = stage * size
-        collective = meet(f"stage-{stage}", range(first, first + size)) if sums_leaves(settings) else None
+        collective = meet(f"stage-{stage}", range(first, first + size)) if sums_k_splits(settings) else None
         everyone = meet("everyone", range(stages * size))
         pipe = Pipe(link(stage - 1), link(stage), everyone, (stages - 1) * size)
         return cls(stage, collective, pipe)

@@ -1,4 +1,4 @@
-"""The leader's executor: every step that it runs, the other ranks run too."""
+"""The leader's executor: the other ranks run every step that it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from preheat.settings import Settings
 
 @dataclass(slots=True)
 class CheckedStep(LaunchedStep):
-    """A step of several ranks: if one of them died meanwhile, ``check`` raises, and there is no answer."""
+    """A step of several ranks.
+
+    If one of them died meanwhile, ``check`` raises, and there is no result.
+    """
 
     check: Callable[[], None]
 
@@ -48,10 +51,10 @@ class CheckedStep(LaunchedStep):
 
 
 class ParallelExecutor(SharedExecutor):
-    """Rank 0's executor of a model whose layers ``ranks`` share. ``slots`` have the block tables.
+    """Rank 0's executor of a model shared by ``ranks``.
 
-    An error of a call that the ranks have begun together ends them all: some may be inside an exchange that never
-    completes.
+    ``slots`` has the block tables. If a call that the ranks have begun together raises an error, all ranks end: some
+    may be inside an exchange that never completes.
     """
 
     def __init__(self, ranks: Ranks, slots: Slots, *args: Any, **more: Any) -> None:
@@ -79,8 +82,9 @@ class ParallelExecutor(SharedExecutor):
             return super().forward(batch, eager=eager)
 
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
-        """The other ranks continue from where they stand: results are only those of ``attended`` if it is what the last
-        forward returned.
+        """Return the result of ``batch`` from the states ``attended``, on all ranks.
+
+        The other ranks continue from their own states. So ``attended`` must be the result of the last forward call.
         """
         with self._together("finish", self._writer.message(batch), len(attended.out)):
             return super().finish(attended, batch)
@@ -92,12 +96,12 @@ class ParallelExecutor(SharedExecutor):
         return logits
 
     def load_adapters(self, loads: Loads) -> None:
-        with self._together("load_adapters", [(place, adapter.source) for place, adapter in loads]):
+        with self._together("load_adapters", [(slot, adapter.source) for slot, adapter in loads]):
             super().load_adapters(loads)
 
-    def clear_adapter(self, place: int) -> None:
-        with self._together("clear_adapter", place):
-            super().clear_adapter(place)
+    def clear_adapter(self, slot: int) -> None:
+        with self._together("clear_adapter", slot):
+            super().clear_adapter(slot)
 
     def swap(self, swaps: Swaps) -> None:
         with self._together("swap", swaps):
@@ -121,15 +125,18 @@ class ParallelExecutor(SharedExecutor):
             super().capture(program)
 
     def agree(self, plan: Plan) -> None:
-        """Raise PreheatError unless all ranks have the same plan, and have had the bits of all logits so far."""
+        """Raise PreheatError unless all ranks agree.
+
+        They must have the same plan, and equal bits of all logits so far.
+        """
         mine = agreed(plan, self.backend, self._seen)
         for rank, theirs in enumerate(self.ranks.call("agree"), 1):
             if different := [name for name, value in mine.items() if theirs[name] != value]:
                 said = "; ".join(f"{name}: {mine[name]} on rank 0, {theirs[name]} on rank {rank}" for name in different)
-                raise PreheatError(f"The ranks do not agree, so no request is taken: {said}")
+                raise PreheatError(f"The ranks do not agree, so the engine takes no requests: {said}")
 
     def cold_sources(self) -> Mapping[str, Counted]:
-        """What each of the other ranks notices from now on."""
+        """Return sources of the other ranks' cold events from now on."""
         self.ranks.call("watch")
 
         def source(name: str, heard: Heard) -> Counted:
@@ -167,7 +174,7 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
     num_blocks: int | None = None,
     masked: bool = False,
 ) -> tuple[Packer, Executor]:
-    """As :func:`preheat.execution.build.build`, on all ranks at once."""
+    """Build as :func:`preheat.execution.build.build`, on all ranks at once."""
     ranks.tell("build", plan.limits, plan.options, plan.checks, mode, num_blocks)
     executor = partial(ParallelExecutor, ranks, slots, draws, pipe)
     built = build(
@@ -187,7 +194,7 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
 
 
 class LogitDigest:
-    """A digest of all logits that a rank was given by the check at boot."""
+    """A digest of all logits of a rank's check at boot."""
 
     def __init__(self) -> None:
         self._bits = hashlib.blake2b(digest_size=16)
@@ -200,7 +207,7 @@ class LogitDigest:
 
 
 def agreed(plan: Plan, backend: Backend, seen: LogitDigest) -> dict[str, object]:
-    """What all ranks must have in common."""
+    """Return the values that all ranks must have in common."""
     items = "\n".join(item.name for item in plan.items)
     return {
         "plan": hashlib.blake2b(items.encode(), digest_size=16).hexdigest(),

@@ -1,8 +1,9 @@
-"""The other ranks as the leader sees them: it starts them, tells them what to do, and ends all when one of them dies.
+"""The other ranks as the leader sees them.
 
-A rank is a process that runs :mod:`preheat.parallel.worker`. It has a connection to the leader, by which it is told the
-settings, and reports; it ends when that ends, so it never outlives the leader. A thread of the leader watches the
-processes and their heartbeats. No torch here.
+The leader starts them, sends them orders, and ends them. A rank is a process that runs :mod:`preheat.parallel.worker`.
+Through its connection to the leader it receives the settings, and reports. It ends when the connection ends, so it
+never outlives the leader. A thread of the leader watches the processes and their heartbeats. When one rank dies, the
+leader ends all. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
 
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.groups import world_size
 from preheat.parallel.reports import Heard
@@ -39,24 +40,29 @@ _LAST_WORDS_SECONDS = 3.0
 
 
 class RankProcess(Protocol):
-    """A rank's process as the leader sees it. ``reason``: why it ended, as far as that is known, else empty."""
+    """A rank's process as the leader sees it.
+
+    ``reason``: why it ended, as far as it is known, else empty.
+    """
 
     @property
     def reason(self) -> str: ...
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return its exit status; None while it runs."""
 
     def kill(self) -> None: ...
 
     def leave(self) -> None:
-        """Kill it and give back what it held."""
+        """Kill it and release its resources."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A rank that has begun: others reach it at its ``door``, if it has one; its ``device`` has this number among those
-    that it sees.
+    """A rank that has begun.
+
+    Others reach it at its ``door``, if it has one. ``device`` is the number of its device among the devices that it
+    sees.
     """
 
     process: RankProcess
@@ -66,8 +72,10 @@ class Started:
 
 
 class Launcher(Protocol):
-    """Starts ranks 1 and up. ``nodes`` say of every rank, the leader first, where it is. Where that is not one node,
-    all have doors; ``door`` is the leader's.
+    """Starts ranks 1 and up.
+
+    ``nodes`` has the node of every rank, the leader's first. If there are several nodes, all ranks have doors; ``door``
+    is the leader's.
     """
 
     @property
@@ -92,7 +100,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """Ranks that are children of this process: a :class:`Launcher`."""
+    """A :class:`Launcher` of ranks that are children of this process."""
 
     door = None
 
@@ -117,7 +125,7 @@ def _child(rank: int) -> Started:
 
 @dataclass(frozen=True)
 class Orders:
-    """What a rank is told first. ``cache`` is the folder of stores."""
+    """The first message to a rank; ``cache`` is the folder of stores."""
 
     settings: Settings
     cache: Path | None
@@ -126,7 +134,10 @@ class Orders:
 
 
 class Ranks:
-    """The ranks 1 and up that ``settings`` ask for, begun by ``launcher``. ``cache`` is the folder of stores."""
+    """The ranks 1 and up of ``settings``, started by ``launcher``.
+
+    ``cache`` is the folder of stores.
+    """
 
     def __init__(self, settings: Settings, cache: Path | None, launcher: Launcher) -> None:
         self.world = world_size(settings)
@@ -149,23 +160,23 @@ class Ranks:
         except OSError:  # it has exited already, as the watch will see
             return
 
-    def meeting(self) -> Meeting:
-        """By which rank 0 finds the others. Raises RankDied."""
-        meeting = self._site.meeting(0, self._door, self.check)
+    def rendezvous(self) -> Rendezvous:
+        """Return the rendezvous of rank 0 with the others. Raises RankDied."""
+        rendezvous = self._site.rendezvous(0, self._door, self.check)
         if self._door is not None:
             self._door.close()
-        return meeting
+        return rendezvous
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
-        """``report`` is called, in a thread, when a rank has died."""
+        """Have ``report`` called, in a thread, when a rank has died."""
         self._watch.report = report
 
     def on_end(self, abort: Callable[[], None]) -> None:
-        """``abort`` is called, in a thread, after that."""
+        """Have ``abort`` called, in a thread, after the report of a death."""
         self._watch.abort = abort
 
     def tell(self, name: str, *args: Any) -> None:
-        """Have every rank call ``name(*args)``, after all that it was told before. Raises RankDied."""
+        """Have every rank call ``name(*args)``, after all earlier calls. Raises RankDied."""
         self.check()
         try:
             self._sender.send((name, args))
@@ -173,12 +184,12 @@ class Ranks:
             raise self.death(error) from None
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """As :meth:`tell`; waits for what each one returns."""
+        """Call as :meth:`tell`; wait for each rank's result and return them."""
         self.tell(name, *args)
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """What each rank answers next. Raises the error that one answers with, and RankDied."""
+        """Return each rank's next answer. Raises an answered error, and RankDied."""
         found = []
         for heard in self.heard:
             answer = self._answer(heard)
@@ -195,8 +206,11 @@ class Ranks:
                 self.check()
 
     def death(self, error: BaseException) -> RankDied:
-        """The reason why a step cannot go on: a rank that died, else the leader's own ``error``, which ends all."""
-        gone = isinstance(error, OSError)  # a connection: whoever was at its other end has died
+        """Return the error to raise when a step cannot go on.
+
+        The reason is a rank that died, else the leader's own ``error``; such an error ends all ranks.
+        """
+        gone = isinstance(error, OSError)  # the process at the other end of a connection has died
         until = time.monotonic() + (_LAST_WORDS_SECONDS + _WATCH_SECONDS if gone else 2 * _WATCH_SECONDS)
         while time.monotonic() < until:
             try:
@@ -210,7 +224,7 @@ class Ranks:
 
 
 def _site(launcher: Launcher, started: Sequence[Started]) -> Site:
-    """Memory where one node has all, else the network."""
+    """Return shared memory if one node has all ranks, else the network."""
     if len(set(launcher.nodes)) == 1:
         return Memory.open(len(launcher.nodes))
     assert launcher.door is not None
@@ -218,8 +232,10 @@ def _site(launcher: Launcher, started: Sequence[Started]) -> Site:
 
 
 class _Watch:
-    """The thread that notices when a rank dies. It does not know the :class:`Ranks`, so that those can be collected.
-    ``reason``: why the engine is over, None while it is not.
+    """The thread that notices when a rank dies.
+
+    It has no reference to the :class:`Ranks`, so that they can be collected. ``reason``: why the engine is over, None
+    before.
     """
 
     def __init__(self, processes: Sequence[RankProcess], heard: Sequence[Heard], site: Site, limit: float) -> None:
@@ -230,18 +246,18 @@ class _Watch:
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
-        self._gone: dict[int, float] = {}  # when a connection ended, by rank
+        self._gone: dict[int, float] = {}  # time of the end of each connection, by rank
 
     def start(self) -> None:
         self._thread.start()
 
     def leave(self) -> None:
-        """Watch no longer; end all ranks, and give back what they held."""
+        """Stop watching, end all ranks, and release their resources."""
         self.stopped.set()
         for process in self.processes:
             process.leave()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()  # it reads by the connections
+            self._thread.join()  # it reads from the connections
         for heard in self.heard:
             heard.line.close()
         self.site.close()
@@ -252,7 +268,7 @@ class _Watch:
             raise RankDied(self.reason)
 
     def end(self, why: str) -> None:
-        """Once: note the reason, end all ranks."""
+        """Note the reason and end all ranks, once."""
         with self._lock:
             if self.stopped.is_set():
                 return
@@ -282,7 +298,10 @@ class _Watch:
                 self.end(why)
 
     def _why(self, rank: int, process: RankProcess, heard: Heard) -> str | None:
-        """Why a rank is dead; None if it is not, or if that is not known yet."""
+        """Return why a rank is dead.
+
+        None if it is alive, or if the reason is not known yet.
+        """
         now = time.monotonic()
         if (code := process.poll()) is not None:
             heard.listen()

@@ -1,6 +1,7 @@
-"""Ranks that are actors of Ray, on the engine's node as long as that has room, and then on others.
+"""Ranks that are Ray actors.
 
-A placement group reserves what each rank needs, the engine's own included. The actors do what a rank's process does.
+They fill the engine's node first, then others. A placement group reserves the resources of each rank, the engine's own
+included. An actor does the work of a rank's process.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ _LEAVE_SECONDS = 5.0
 
 
 class _Rank:
-    """Runs in the actor's process."""
+    """The actor's class; it runs in the actor's process."""
 
     def run(self, rank: int, leader: Address, key: bytes) -> None:
         be_rank(rank, leader, key)
 
 
 class RankActors:
-    """A :class:`preheat.parallel.ranks.Launcher` with a place for each of ``world`` ranks, each with one ``resource``
-    (CPU or GPU) of Ray's. Raises SettingsError where there is no Ray, or not so much of it.
+    """A :class:`preheat.parallel.ranks.Launcher` of ``world`` ranks.
+
+    Each rank has one ``resource`` (CPU or GPU) of Ray's. Raises SettingsError without Ray, or without enough of the
+    resource.
     """
 
     def __init__(self, world: int, resource: str) -> None:
@@ -55,7 +58,7 @@ class RankActors:
         )
         self._reserved(f"{world} {resource}, one of them on this node ({ray.util.get_node_ip_address()})")
         node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        # Neighbours are on one node; the first ones are on the engine's.
+        # Neighbors are on one node; the first ones are on the engine's.
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
         self.nodes: Sequence[object] = [node_of[bundle] for bundle in self._bundles]
         self.door: Door = Door(ray.util.get_node_ip_address(), secrets.token_bytes(32))
@@ -63,15 +66,15 @@ class RankActors:
             logger.info("%d ranks are on %d nodes: they exchange by the network", world, several)
 
     def _reserved(self, what: str) -> None:
-        """Wait for the places."""
+        """Wait until Ray has reserved ``what``. Raises SettingsError if it does not."""
         if self._group.wait(_HINT_SECONDS):
             return
         logger.warning("Waiting for Ray to reserve %s, for %g s", what, _PLACE_SECONDS)
         if not self._group.wait(_PLACE_SECONDS):
             remove_placement_group(self._group)
             raise SettingsError(
-                f"distributed_executor_backend ray: Ray could not reserve {what}, in {_PLACE_SECONDS:g} s: lower "
-                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end what holds theirs",
+                f"distributed_executor_backend ray: Ray could not reserve {what} in {_PLACE_SECONDS:g} s: lower "
+                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end the jobs that hold their resources",
                 param="tensor_parallel_size",
             )
 
@@ -81,7 +84,7 @@ class RankActors:
         def check() -> None:
             for rank, actor in enumerate(actors, 1):
                 if actor.poll() is not None:
-                    raise RankDied(f"Rank {rank} ended before it had begun{actor.reason}")
+                    raise RankDied(f"Rank {rank} ended before its start was complete{actor.reason}")
 
         try:
             return self._met(actors, check)
@@ -92,14 +95,17 @@ class RankActors:
             raise
 
     def _met(self, actors: list[RankActor], check: Callable[[], None]) -> list[Started]:
-        """The actors, when all have called."""
+        """Return the actors once all have called."""
         found = callers(self.door, len(actors), check)
         # Elsewhere Ray shows an actor its own GPU alone.
         devices = [rank if node == self.nodes[0] else 0 for rank, node in enumerate(self.nodes)]
         return [Started(actor, *found[rank], devices[rank]) for rank, actor in enumerate(actors, 1)]
 
     def _start(self, rank: int) -> RankActor:
-        """On the engine's node the rank sees the devices that the engine sees, which Ray knows nothing of."""
+        """Start the actor of ``rank``.
+
+        On the engine's node it sees the same devices as the engine; Ray does not know of them.
+        """
         seen: dict[str, str] = {}
         if self.nodes[rank] == self.nodes[0]:
             seen = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -113,7 +119,7 @@ class RankActors:
 
 
 class RankActor:
-    """The actor of a rank, as a process: :class:`preheat.parallel.ranks.RankProcess`."""
+    """The actor of a rank, as a :class:`preheat.parallel.ranks.RankProcess`."""
 
     def __init__(self, actor: Any, running: Any, group: Any) -> None:
         self._actor, self._running, self._group = actor, running, group

@@ -1,4 +1,7 @@
-"""How a rank that the leader did not start itself becomes one: it calls at the leader's door. No torch here."""
+"""Start of a rank that calls at the leader's door.
+
+The leader did not start its process itself. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from preheat.parallel.wire import Address, Door, call
 
 
 def be_rank(rank: int, leader: Address, key: bytes) -> None:
-    """Be ``rank`` until this process ends. Raises OSError if the ``leader`` cannot be reached."""
+    """Be ``rank`` until this process ends.
+
+    Raises OSError if the ``leader`` cannot be reached.
+    """
     doors = []
 
     def hello(host: str) -> bytes:
@@ -18,13 +24,14 @@ def be_rank(rank: int, leader: Address, key: bytes) -> None:
         return pickle.dumps((rank, doors[0].address))
 
     caller = call(leader, key, hello)
-    from preheat.parallel import worker  # torch takes its time, in which the leader goes on
+    from preheat.parallel import worker  # torch takes its time to import; the leader goes on meanwhile
 
     worker.run(rank, caller, doors[0])
 
 
 def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:
-    """What the leader gets of ``count`` ranks, by their numbers: a connection to each, and where its own door is.
+    """Return connection and door address of ``count`` ranks, by rank.
+
     ``check`` raises if they will not come.
     """
     found: dict[int, tuple[Connection, Address]] = {}

@@ -1,5 +1,7 @@
-"""What a rank tells the leader, by the connection that every one of them has: that it lives, what it answers, what was
-cold, what became of an adapter, why it fails. No torch here.
+"""Reports of a rank to the leader.
+
+They go through the connection that every rank has. A rank reports heartbeats, answers, cold events, the outcome of
+reading an adapter, and the reason of a failure. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Any
 
 
 class Reporter:
-    """A rank's end. Any thread may report. A leader who has gone is told nothing: this process ends soon."""
+    """A rank's end; any thread may report.
+
+    If the leader has gone, nothing is sent: this process ends soon.
+    """
 
     def __init__(self, line: Connection) -> None:
         self._line, self._turn = line, threading.Lock()
@@ -24,19 +29,19 @@ class Reporter:
         self._tell("beat")
 
     def answer(self, answer: object) -> None:
-        """What a call returned, or the WireError that it ended with."""
+        """Report the result of a call, or its WireError."""
         self._tell("answer", answer)
 
     def adapter(self, number: int, answer: object) -> None:
-        """What became of the reading with this number."""
+        """Report the outcome of the reading with this number."""
         self._tell("adapter", number, answer)
 
     def cold(self, detail: str) -> None:
-        """A cold event was noticed."""
+        """Report a cold event."""
         self._tell("cold", detail)
 
     def fail(self, why: str) -> None:
-        """This rank cannot go on."""
+        """Report that this rank cannot go on."""
         self._tell("fail", why)
 
     def _tell(self, kind: str, *said: object) -> None:
@@ -45,8 +50,10 @@ class Reporter:
 
 
 class Heard:
-    """The leader's end: what a rank has said so far. ``heard`` is when its last heartbeat came, None before the first;
-    ``adapters`` are its answers by the number of the reading.
+    """The leader's end: all reports of a rank so far.
+
+    ``heard`` is the time of its last heartbeat, None before the first. ``adapters`` are its answers by the number of
+    the reading.
     """
 
     def __init__(self, line: Connection) -> None:
@@ -65,7 +72,10 @@ class Heard:
         }
 
     def listen(self) -> None:
-        """Take what has arrived; not ``open`` once there will be no more."""
+        """Take all arrived reports.
+
+        ``open`` becomes False once no more can come.
+        """
         try:
             while self.open and self.line.poll():
                 kind, said = pickle.loads(self.line.recv_bytes())

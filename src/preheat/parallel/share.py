@@ -1,4 +1,7 @@
-"""How a boot shares its model with other ranks, or does not: the one place that knows whether there are any."""
+"""Sharing of a model with other ranks at boot.
+
+Only this module knows whether there are any.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from pathlib import Path
 
 from preheat.backends.base import Backend, Collective, Facts
 from preheat.backends.cold import Counted
-from preheat.backends.meeting import OneNode
+from preheat.backends.rendezvous import OneNode
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
 from preheat.lora.boot import ReadPacked
-from preheat.model.shard import sums_leaves
+from preheat.model.shard import sums_k_splits
 from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.groups import Groups, has_groups, world_size
@@ -27,8 +30,10 @@ from preheat.warmup.store import cache_root
 
 @dataclass(frozen=True)
 class Share:
-    """Rank 0's part of a model: its ``collective`` (None: the model is whole), the other ``ranks``, and what builds an
-    engine on all of them.
+    """Rank 0's part of a model.
+
+    ``collective`` exchanges with the other ranks (None: the model is whole). ``build`` builds an engine on all
+    ``ranks``.
     """
 
     collective: Collective | None
@@ -37,7 +42,10 @@ class Share:
 
     @classmethod
     def open(cls, settings: Settings, backend: Backend) -> Share:
-        """Start the other ranks, if there are to be any; they load their shards while this one does."""
+        """Start the other ranks, if there are any.
+
+        They load their shards while this one does.
+        """
         world = world_size(settings)
         if not has_groups(settings):
             return cls(None, None, build)
@@ -45,22 +53,25 @@ class Share:
         if world == 1:
             return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
         ranks = Ranks(settings, cache_root(settings), _launcher(settings, backend))
-        groups = Groups.join(settings, backend.sharing, ranks.meeting(), ranks.check)
+        groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         shares_draws = groups.collective if backend.facts.asynchronous else None
         return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
 
     def reading(self, read: ReadPacked) -> ReadPacked:
-        """As ``read``, on all ranks."""
+        """Return ``read`` for all ranks."""
         return SharedReads(self.ranks, read) if self.ranks else read
 
     def loaded(self) -> list[int]:
-        """Wait until all ranks have loaded their shards: the bytes that each of the others then has free."""
+        """Wait until all ranks have loaded their shards.
+
+        Return the free bytes of each other rank.
+        """
         return self.ranks.answers() if self.ranks else []
 
     @property
     def on_a_node(self) -> int:
-        """Ranks on the node that has the most: so many share a host's memory."""
+        """Most ranks on one node; they share the memory of a host."""
         return self.ranks.on_a_node if self.ranks else 1
 
     def close(self) -> None:
@@ -69,29 +80,35 @@ class Share:
             self.ranks.close()
 
     def agree(self, executor: Executor, plan: Plan) -> None:
-        """Raise PreheatError if the ranks differ in what they must have in common."""
+        """Raise PreheatError if the ranks do not agree.
+
+        They must have the values of :func:`preheat.parallel.leader.agreed` in common.
+        """
         if isinstance(executor, ParallelExecutor):
             executor.agree(plan)
 
     def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
-        """What the other ranks notice from now on."""
+        """Return sources of the other ranks' cold events from now on."""
         return executor.cold_sources() if isinstance(executor, ParallelExecutor) else {}
 
 
 def for_replica(settings: Settings, facts: Facts) -> Settings:
-    """``settings`` with the threads of one of several replicas or models, which share a host's cores."""
+    """Return ``settings`` with the threads of one replica or model.
+
+    The replicas or models share a host's cores.
+    """
     beside = max(settings.data_parallel_size, len(settings.models))
     if beside <= 1:
         return settings
     if not facts.on_host or settings.num_threads:
         return settings
-    ranks = k_splits_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
+    ranks = k_splits_of(settings.tensor_parallel_size) if sums_k_splits(settings) else 1
     threads = (os.cpu_count() or 1) // (beside * ranks)
     return replace(settings, num_threads=max(threads, 1))
 
 
 def _launcher(settings: Settings, backend: Backend) -> Launcher:
-    """What starts ranks 1 and up, by ``--distributed-executor-backend``."""
+    """Return the launcher of ranks 1 and up, by ``--distributed-executor-backend``."""
     if settings.distributed_executor_backend == "mp":
         return Children(world_size(settings))
     from preheat.parallel.ray_actors import RankActors
@@ -100,15 +117,21 @@ def _launcher(settings: Settings, backend: Backend) -> Launcher:
 
 
 def for_ranks(settings: Settings, facts: Facts) -> Settings:
-    """``settings`` with the threads of one of several ranks, the same on 1, 2 and 4 of them, as bits depend on it."""
-    if not sums_leaves(settings) or not facts.on_host:
+    """Return ``settings`` with the threads of one of several ranks.
+
+    The number of threads is the same on 1, 2 and 4 ranks, because bits depend on it.
+    """
+    if not sums_k_splits(settings) or not facts.on_host:
         return settings
     threads = max((os.cpu_count() or 1) // k_splits_of(settings.tensor_parallel_size), 1)
     return replace(settings, num_threads=settings.num_threads or threads)
 
 
 def contract_parts(settings: Settings) -> dict[str, object]:
-    """The parts of a proof that say in which order layers that ranks share are summed, and how many ranks there are."""
+    """Return the parts of a proof about ranks.
+
+    These are the order of sums in shared layers, and the number of ranks and stages.
+    """
     world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    sums = {"sums": f"{k_splits_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
+    sums = {"sums": f"{k_splits_of(world)} K splits in a tree", "ranks": world} if sums_k_splits(settings) else {}
     return {**sums, **({"stages": stages} if stages > 1 else {})}

@@ -1,4 +1,7 @@
-"""A folder with files that every process of one node may map into its memory. No torch here."""
+"""A folder of files in memory that a node's processes share.
+
+Processes map the files. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,25 @@ import numpy as np
 
 
 def shared_folder() -> Path:
-    """A new folder for one engine's files, in memory where the system offers it."""
+    """Create a new folder for one engine's files.
+
+    It is in memory where the system offers it.
+    """
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     return Path(tempfile.mkdtemp(prefix="preheat-", dir=memory if usable else None))
 
 
 def remove_folder(folder: Path) -> None:
-    """What is mapped stays usable until it is unmapped."""
+    """Remove the folder; mapped files stay usable until they are unmapped."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def mapped(path: Path, size: int) -> np.ndarray:
-    """The bytes of a file that several processes map, zeros at first."""
+    """Map the bytes of a file that several processes share.
+
+    A new file has zeros.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if os.fstat(descriptor).st_size < size:

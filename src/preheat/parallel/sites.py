@@ -1,7 +1,7 @@
-"""Where an engine's ranks are: all in the memory of one node, or on several, with connections among them.
+"""Sites of an engine's ranks: one node's memory, or a network.
 
-A site is made by the leader and sent to every rank. It decides, for all of them, how the leader's messages travel and
-how ranks meet; nothing else knows.
+The leader makes the site and sends it to every rank. Only the site decides how the leader's messages travel and how
+ranks meet.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from preheat.backends.meeting import Meeting, Nodes, OneNode
+from preheat.backends.rendezvous import Nodes, OneNode, Rendezvous
 from preheat.parallel.channel import LineReceiver, LineSender, Receiver, RingReceiver, RingSender, Sender
 from preheat.parallel.shared import remove_folder, shared_folder
 from preheat.parallel.wire import Address, Door, call
 
 
 class Site(Protocol):
-    """``world`` ranks. ``door`` is the rank's own, where it has one; ``check`` raises if the engine is over."""
+    """A site of ``world`` ranks.
+
+    ``door`` is the rank's own, where it has one; ``check`` raises if the engine is over.
+    """
 
     @property
     def world(self) -> int: ...
 
     def sender(self, lines: Sequence[Connection], check: Callable[[], None]) -> Sender:
-        """The leader's, who has these connections to the other ranks."""
+        """Return the leader's sender; ``lines`` are its connections to the other ranks."""
 
     def receiver(self, rank: int, line: Connection) -> Receiver:
-        """That of ``rank``, which has this connection to the leader."""
+        """Return the receiver of ``rank``; ``line`` is its connection to the leader."""
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Meeting:
-        """By which all ranks find each other. Every one asks for it, once."""
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> Rendezvous:
+        """Return the rendezvous of all ranks, seen from ``rank``.
+
+        Every rank calls this once.
+        """
 
     def close(self) -> None:
-        """Remove what is left where the engine has ended."""
+        """Remove all remains after the engine has ended."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Ranks on one node, which share the files of ``folder``."""
+    """Ranks on one node; they share the files of ``folder``."""
 
     folder: Path
     world: int
@@ -54,7 +60,7 @@ class Memory:
     def receiver(self, rank: int, line: Connection) -> Receiver:
         return RingReceiver(self.folder, self.world, rank)
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> OneNode:
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> OneNode:
         return OneNode(self.folder, rank, self.world)
 
     def close(self) -> None:
@@ -63,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks on several nodes: the address of each one's door."""
+    """Ranks on several nodes; ``doors`` are the addresses of their doors."""
 
     doors: tuple[Address, ...]
 
@@ -77,8 +83,11 @@ class Network:
     def receiver(self, rank: int, line: Connection) -> Receiver:
         return LineReceiver(line)
 
-    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
-        """Each pair has a connection, which the higher rank asks for. Raises OSError where one cannot be made."""
+    def rendezvous(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
+        """Connect with each other rank; the higher rank calls.
+
+        Raises OSError where that fails.
+        """
         assert door is not None
         peers: list[Connection | None] = [None] * self.world
         for lower in range(rank):
@@ -89,4 +98,4 @@ class Network:
         return Nodes(tuple(peers), rank, tuple(host for host, _ in self.doors))
 
     def close(self) -> None:
-        """Connections end with their processes."""
+        """Do nothing: connections end with their processes."""

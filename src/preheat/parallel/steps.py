@@ -1,7 +1,7 @@
-"""A step as the leader tells it to the other ranks, and the batch that they make of it.
+"""The message of a step, and the batch made from it.
 
-The leader alone schedules and packs. It sends the step's integers as they lie in its buffers, the rows, and the block
-tables that have changed; each rank has its attention cut the same work from them.
+The leader sends it to the other ranks. The leader alone schedules and packs. It sends the step's integers as they lie
+in its buffers, the rows, and the block tables that have changed. Each rank's attention cuts the same work from them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from preheat.schedule.slots import Slots
 
 @dataclass(slots=True)
 class StepMessage:
-    """``words`` are those of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
-    ``same_work``: attention's work is that of the step before. ``prompt_parts`` are the tokens before those whose
-    logprobs are wanted, ``adapters`` the places of rows.
+    """A step as a message.
+
+    ``words`` are the contents of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
+    ``same_work``: attention's work is the same as in the step before. ``prompt_parts`` are parts of prompts with
+    logprobs wanted. ``adapters`` are the adapter slots of rows.
     """
 
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
@@ -41,7 +43,10 @@ class StepMessage:
 
 
 class StepWriter:
-    """Makes messages of batches in ``buffers``, whose sequences have the block tables of ``tables``."""
+    """Makes messages of batches in ``buffers``.
+
+    ``tables`` has the block tables of their sequences.
+    """
 
     def __init__(self, buffers: StepBuffers, tables: Slots) -> None:
         self._buffers, self._tables = buffers, tables
@@ -98,7 +103,7 @@ class StepReader:
             turn=message.turn,
             pieces=message.pieces,
             work=self._work,
-            sampling=_Told(message.level, len(sampled_rows)),
+            sampling=_KnownLevel(message.level, len(sampled_rows)),
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=sampling_size,
@@ -109,8 +114,8 @@ class StepReader:
         )
 
 
-class _Told(SamplingInput):
-    """Sampling of a ``level`` that the leader does."""
+class _KnownLevel(SamplingInput):
+    """Sampling of a ``level``, done by the leader."""
 
     def __init__(self, level: Level, size: int) -> None:
         super().__init__(size, None, None, None)

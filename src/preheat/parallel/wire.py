@@ -1,7 +1,7 @@
-"""Connections between processes on several nodes: TCP, between those who know the engine's key. No torch here.
+"""TCP connections between an engine's processes on several nodes.
 
-What is said by a connection may be pickled, so nobody is heard before he has proved that he knows the key. Nothing is
-encrypted.
+Both ends know the engine's key. No torch here. Messages of a connection may be pickled, so a caller is heard only after
+it has proved that it knows the key. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PROOF_SECONDS = 5
 _LOOK_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
 
-# A node that has gone is noticed after so many seconds: it says nothing, be there anything to say or not.
+# A silent node is noticed after this many seconds, whether or not there is data to send.
 _IDLE, _INTERVAL, _PROBES = 3, 2, 3
 _SILENT_MS = (_IDLE + _INTERVAL * _PROBES) * 1000
 
 
 class Door:
-    """Where others reach this process: a port of the address ``host``."""
+    """A listening port of the address ``host``, where others reach this process."""
 
     def __init__(self, host: str, key: bytes) -> None:
         self._listening = socket.create_server((host, 0), backlog=64)
@@ -35,12 +35,15 @@ class Door:
         self.address: Address = self._listening.getsockname()
 
     def accept(self, check: Callable[[], None]) -> tuple[Connection, bytes]:
-        """The next one who knows the key, and what he says first. ``check`` raises if none will come."""
+        """Return the next caller that knows the key, and its first message.
+
+        ``check`` raises if none will come.
+        """
         while True:
             check()
             with contextlib.suppress(TimeoutError):
                 caller, _ = self._listening.accept()
-                with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a stranger, who is left alone
+                with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a stranger is ignored
                     return self._heard(caller)
 
     def _heard(self, caller: socket.socket) -> tuple[Connection, bytes]:
@@ -59,8 +62,10 @@ class Door:
 
 
 def call(address: Address, key: bytes, hello: Callable[[str], bytes]) -> Connection:
-    """A connection to the door at ``address``. ``hello`` makes what is said first, of the address that this process's
-    host has on that way. Raises OSError and AuthenticationError.
+    """Connect to the door at ``address``.
+
+    ``hello`` makes the first message from the address of this host on that connection. Raises OSError and
+    AuthenticationError.
     """
     caller = socket.create_connection(address, timeout=_CONNECT_SECONDS)
     caller.settimeout(None)
@@ -74,7 +79,10 @@ def call(address: Address, key: bytes, hello: Callable[[str], bytes]) -> Connect
 
 
 def hang_up(connection: Connection) -> None:
-    """Both ends of a connection see that it has ended, whatever they wait for. It can still be closed."""
+    """End a connection for both ends.
+
+    This works whatever they wait for. It can still be closed.
+    """
     with contextlib.suppress(OSError), _socket(connection) as end:
         end.shutdown(socket.SHUT_RDWR)
 
@@ -93,6 +101,6 @@ def _set_up(caller: socket.socket) -> None:
 
 
 def _limit(connection: Connection, seconds: int) -> None:
-    """Reading ends with an error after so long; 0: never."""
+    """Make reads fail after ``seconds``; 0: never."""
     with _socket(connection) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -1,4 +1,7 @@
-"""A rank's process: it loads its shard, then does what the leader tells it, message by message."""
+"""A rank's process.
+
+It loads its shard, then obeys the leader's messages one by one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from preheat.backends.base import Backend, Mode
-from preheat.backends.meeting import Meeting
 from preheat.backends.registry import pick_backend
+from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Swaps
 from preheat.errors import PreheatError, WireError
-from preheat.execution.build import build, linear_rows, settle_linears
+from preheat.execution.build import build, linear_rows, select_linear_kernels
 from preheat.execution.executor import Executor
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
@@ -45,35 +48,41 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank. Its public methods are what the leader may call; what they return is answered, unless it is None."""
+    """One rank's side of the leader's calls.
 
-    def __init__(self, orders: Orders, meeting: Meeting, reporter: Reporter) -> None:
+    The leader calls the public methods; a result that is not None is answered.
+    """
+
+    def __init__(self, orders: Orders, rendezvous: Rendezvous, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
         self._reporter = reporter
         self._backend: Backend = pick_backend(settings.device, orders.device)
         self._backend.prepare(settings, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
-        self._groups = Groups.join(settings, self._backend.sharing, meeting, _nothing)
+        self._groups = Groups.join(settings, self._backend.sharing, rendezvous, _nothing)
         self._draws = self._groups.collective if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
-        self._settled: object = None
+        self._selected_rows: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
 
     @property
     def memory(self) -> int:
-        """Bytes that are free on this rank's device."""
+        """Free bytes on this rank's device."""
         return self._backend.free_memory()
 
     def build(
         self, limits: Limits, options: PlanOptions, checks: tuple[str, ...], mode: Mode, num_blocks: int | None
     ) -> bool:
-        """Make an executor, in place of the last one. The plan is this rank's own."""
+        """Make an executor, in place of the last one.
+
+        The rank makes its own plan.
+        """
         self._executor = None
         self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
-        if (rows := linear_rows(self._plan)) != self._settled:
-            self._settled = rows
-            settle_linears(self._backend, self._model, self._plan)
+        if (rows := linear_rows(self._plan)) != self._selected_rows:
+            self._selected_rows = rows
+            select_linear_kernels(self._backend, self._model, self._plan)
         slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
@@ -95,7 +104,7 @@ class Worker:
     def complete(self) -> None:
         self._run.complete(self._begun)
         if self._cold is not None:
-            for source, detail in self._cold.taken():
+            for source, detail in self._cold.new_events():
                 self._reporter.cold(f"{source}: {detail}")
 
     def forward(self, message: StepMessage, eager: bool) -> None:
@@ -113,10 +122,10 @@ class Worker:
         self._read.read(number, name, path, gone)
 
     def load_adapters(self, loads: list[tuple[int, Source]]) -> None:
-        self._run.load_adapters([(place, self._read.adapter(source)) for place, source in loads])
+        self._run.load_adapters([(slot, self._read.adapter(source)) for slot, source in loads])
 
-    def clear_adapter(self, place: int) -> None:
-        self._run.clear_adapter(place)
+    def clear_adapter(self, slot: int) -> None:
+        self._run.clear_adapter(slot)
 
     def swap(self, swaps: Swaps) -> None:
         self._run.swap(swaps)
@@ -137,7 +146,7 @@ class Worker:
         return agreed(self._plan, self._backend, self._seen)
 
     def watch(self) -> bool:
-        """From now on what is cold is told."""
+        """Report cold events from now on."""
         self._cold = ColdSources(self._backend)
         return True
 
@@ -152,7 +161,7 @@ class Worker:
 
 
 def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
-    """Do what the leader says, until the process is ended."""
+    """Obey the leader, until the process is ended."""
     while True:
         name, args = receiver.receive()
         answer = getattr(worker, name)(*args)
@@ -161,8 +170,9 @@ def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
 
 
 def run(rank: int, line: Connection, door: Door | None) -> None:
-    """Be ``rank`` until this process ends: with a ``line`` to the leader, and a ``door`` if the ranks are on several
-    nodes.
+    """Be ``rank`` until this process ends.
+
+    ``line`` leads to the leader. There is a ``door`` if the ranks are on several nodes.
     """
     orders: Orders = pickle.loads(line.recv_bytes())
     set_up_logging(orders.settings)
@@ -170,10 +180,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
     reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
     Heartbeat(reporter.beat, lambda: True)
     try:
-        meeting = orders.site.meeting(rank, door, _nothing)
+        rendezvous = orders.site.rendezvous(rank, door, _nothing)
         if door is not None:
             door.close()
-        worker = Worker(orders, meeting, reporter)
+        worker = Worker(orders, rendezvous, reporter)
         reporter.answer(worker.memory)
         serve(worker, receiver, reporter)
     except PreheatError as error:
@@ -185,7 +195,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
 
 
 def _nothing() -> None:
-    """A rank need not ask whether the engine is over: its process ends then."""
+    """Do nothing.
+
+    A rank need not ask whether the engine is over, because its process ends then.
+    """
 
 
 def _fail(reporter: Reporter, error: BaseException) -> None:

@@ -1,1 +1,4 @@
-"""What may ever run: bucket sizes, buckets, items, their cost and their memory. Pure Python and numpy."""
+"""The plan of an engine.
+
+It has bucket sizes, buckets, items, their cost and their memory. Pure Python and numpy.
+"""

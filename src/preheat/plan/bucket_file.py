@@ -1,7 +1,7 @@
 """The ``file`` strategy: one tuple of a bucket's dimensions a line.
 
 Source: the bucketing files of vLLM on Gaudi. Every element of a tuple is an integer, a list or a ``range(...)``, and
-a line stands for the product of its elements; ``#`` starts a comment. A line that is none of this is skipped.
+a line stands for the product of its elements; ``#`` starts a comment. Any other line is skipped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ MAX_LINE = 1_000_000
 
 
 def parse_bucket_file(text: str, name: str = "bucket file") -> list[tuple[int, ...]]:
-    """The tuples in ``text``, in order, without repetitions. A line that is not a tuple of integers, lists and ranges
-    is skipped with a warning that names it. Raises SettingsError for a file without tuples.
+    """Return the tuples in ``text``, in order, without repetitions.
+
+    A line that is not a tuple of integers, lists and ranges is skipped with a warning that names it. Raises
+    SettingsError for a file without tuples.
     """
     found: dict[tuple[int, ...], None] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -28,17 +28,20 @@ def bucket_sizes(
     pad_max: int | None = None,
     pad_percent: int | None = None,
 ) -> tuple[int, ...]:
-    """The ascending values from ``min`` to ``max`` of one dimension; ``max`` is always the last.
+    """Return the ascending values from ``min`` to ``max`` of one dimension.
+
+    ``max`` is always the last.
 
     ``linear``: ``min``, which doubles up to ``step``, then multiples of ``step``.
-    ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``; a ``min`` of 0 or 1 is
-    kept and the ratio counted from ``step``. By default as many points as doubling takes. With ``per_doubling`` it is
-    the first value that doubles, as far as ``max``, and each doubling is cut into so many equal parts.
-    ``padding_aware``: ``min`` doubles up to ``step``; then a multiple of ``step`` is kept where leaving it out would
-    pad the next one by more than ``pad_percent`` (default 25) or by more than ``pad_max`` (default: a quarter of
-    ``max``; 0 is no limit), and at every multiple of ``pad_max``.
+    ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``. A ``min`` of 0 or 1 is
+    kept and the ratio counted from ``step``. By default there are as many points as doubling takes. With
+    ``per_doubling`` the first value doubles, as far as ``max``, and each doubling is cut into ``per_doubling`` equal
+    parts.
+    ``padding_aware``: ``min`` doubles up to ``step``. A later multiple of ``step`` is left out if the next one is then
+    padded by at most ``pad_percent`` (default 25) and at most ``pad_max`` (default: a quarter of ``max``; 0 is no
+    limit). Every multiple of ``pad_max`` is kept.
 
-    Raises SettingsError, saying what to change, for a range or an argument that makes no sense.
+    Raises SettingsError, with the change to make, for a range or an argument that makes no sense.
     """
     _check_range(min, step, max)
     _check_strategy(strategy, per_doubling if count is None else count, pad_max, pad_percent)
@@ -59,7 +62,7 @@ def bucket_sizes(
 
 
 def default_count(high: int) -> int:
-    """The default number of exponential sizes: one for each doubling up to ``high``."""
+    """Return the default number of exponential sizes: one for each doubling up to ``high``."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
@@ -111,7 +114,7 @@ def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
 
 
 def _start(low: int, step: int, high: int) -> int:
-    """The value from which ratios are counted."""
+    """Return the value from which ratios are counted."""
     return low if low > 1 else min(step, high)
 
 

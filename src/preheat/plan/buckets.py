@@ -1,4 +1,7 @@
-"""The size of a step, and the bucket that it is padded to: the size of one forward program."""
+"""The size of a step, and its bucket.
+
+A step is padded to its bucket, the size of one forward program.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ Phase = Literal["prompt", "decode", "mixed", "verify"]
 
 
 class StepSize(NamedTuple):
-    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row or one with drafts
-    computes, or the whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the
-    policy does not use may be 0.
+    """The size of a step.
+
+    ``longest`` is the length of its longest row: the computed tokens of a prompt row or of a row with drafts, the whole
+    context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields without use in the policy may be 0.
     """
 
     phase: Phase
@@ -24,8 +28,10 @@ class StepSize(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What a step is padded to. ``tokens`` is always the padded tokens of the step; ``longest`` and ``blocks`` are 0
-    where they are not part of the program. Make one with `prompt`, `decode`, `mixed` or `verify`.
+    """The padded size of a step.
+
+    ``tokens`` is always the padded tokens of the step; ``longest`` and ``blocks`` are 0 where they are not part of the
+    program. Make one with `prompt`, `decode`, `mixed` or `verify`.
     """
 
     phase: Phase
@@ -36,51 +42,67 @@ class Bucket(NamedTuple):
 
     @classmethod
     def prompt(cls, rows: int, longest: int) -> Bucket:
-        """``rows`` prompts of ``longest`` tokens each."""
+        """Return the bucket of ``rows`` prompts of ``longest`` tokens each."""
         return cls("prompt", rows, rows * longest, longest)
 
     @classmethod
     def decode(cls, rows: int, *, longest: int = 0, blocks: int = 0) -> Bucket:
-        """One token for each of ``rows``. At most one of ``longest`` and ``blocks`` may be given."""
+        """Return the bucket of one token for each of ``rows``.
+
+        At most one of ``longest`` and ``blocks`` may be given.
+        """
         return cls("decode", rows, rows, longest, blocks)
 
     @classmethod
     def mixed(cls, tokens: int, rows: int) -> Bucket:
-        """``tokens`` in one flat batch, from at most ``rows`` rows."""
+        """Return the bucket of ``tokens`` in one flat batch, from at most ``rows`` rows."""
         return cls("mixed", rows, tokens)
 
     @classmethod
     def verify(cls, rows: int, width: int) -> Bucket:
-        """``rows`` of up to ``width`` tokens, each the last known one and drafts behind it, and all are sampled."""
+        """Return the bucket of ``rows`` sampled rows of up to ``width`` tokens.
+
+        Each row is its last known token and the drafts behind it.
+        """
         return cls("verify", rows, rows * width, width)
 
     @property
     def width(self) -> int:
-        """The most tokens of a row where all rows decode: 1, or more with drafts; 0 where rows may read prompts."""
+        """The most tokens of a row where all rows decode.
+
+        It is 1, or more with drafts; 0 where rows may read prompts.
+        """
         return {"decode": 1, "verify": self.longest}.get(self.phase, 0)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The numbers that identify the bucket within its phase, in the order of the log lines."""
+        """The numbers that identify the bucket within its phase.
+
+        They are in the order of the log lines.
+        """
         if self.phase == "mixed":
             return (self.tokens, self.rows)
         second = self.longest or self.blocks
         return (self.rows, second) if second else (self.rows,)
 
     def named_dims(self) -> dict[str, int]:
-        """`dims` with their names, for JSON."""
+        """Return `dims` with their names, for JSON."""
         if self.phase == "mixed":
             return {"tokens": self.tokens, "rows": self.rows}
         named = {"rows": self.rows, "longest": self.longest, "blocks": self.blocks}
         return {name: value for name, value in named.items() if value}
 
     def without_context(self) -> Bucket:
-        """What is left where the length of contexts is no part of a program: decode buckets are rows."""
+        """Return the bucket for programs that do not depend on contexts.
+
+        A decode bucket becomes its rows alone.
+        """
         return Bucket.decode(self.rows) if self.phase == "decode" else self
 
     def holds(self, size: StepSize) -> bool:
-        """Whether a step of ``size`` can run in this bucket. A mixed bucket holds steps of any phase, the others only
-        those of their own.
+        """Return whether a step of ``size`` can run in this bucket.
+
+        A mixed bucket holds steps of any phase. Any other bucket only holds steps of its own phase.
         """
         if size.rows > self.rows or size.tokens > self.tokens:
             return False
@@ -95,8 +117,9 @@ class Bucket(NamedTuple):
 
 
 def padded_work(bucket: Bucket) -> int:
-    """What a bucket costs relative to others of its phase. A decode step reads its context: by length that is a
-    rectangle, by blocks a sum.
+    """Return the cost of a bucket relative to other buckets of its phase.
+
+    A decode step reads its context: a rectangle if padded by length, a sum if padded by blocks.
     """
     if bucket.phase == "decode":
         return bucket.rows * bucket.longest if bucket.longest else bucket.rows + bucket.blocks

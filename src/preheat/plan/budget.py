@@ -1,8 +1,8 @@
 """The memory budget of device graphs.
 
 Source: vLLM on Gaudi. A share of the usable memory is reserved for graphs and divided between the phase that prefills
-and decode. Each phase captures its buckets in order, skipping those that are not expected to fit, and measures what
-each takes. What a completed phase leaves goes to the other. Nothing here touches a device.
+and decode. Each phase captures its buckets in order, skips a bucket that is not expected to fit, and measures each
+capture. The remainder of a completed phase goes to the other. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from preheat.errors import SettingsError
 from preheat.plan.buckets import Bucket, Phase
 
 Capture = Callable[[Phase, Bucket, int], int]
-"""Captures a bucket, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError skips it."""
+"""Captures a bucket, the n-th (from 1) of its phase's queue.
+
+Returns the bytes taken. MemoryError skips it.
+"""
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """How the free memory is divided, in bytes. A block of the cache takes ``block_bytes``."""
+    """The division of the free memory, in bytes.
+
+    A block of the cache takes ``block_bytes``.
+    """
 
     free: int
     usable: int
@@ -33,17 +39,20 @@ class MemorySplit:
         return self.cache // self.block_bytes
 
     def graph_pool(self, free: int) -> int:
-        """Bytes for graphs when ``free`` bytes remain besides the cache: those reserved for them and the cache's
-        remainder of less than a block, but never more than is left of the usable memory.
+        """Return the bytes for graphs when ``free`` bytes remain besides the cache.
+
+        These are the bytes reserved for graphs and the cache's remainder of less than a block, at most the rest of the
+        usable memory.
         """
         usable_left = free - (self.free - self.usable)
         return max(min(self.graphs + self.cache % self.block_bytes, usable_left), 0)
 
 
 def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reserved: float = 0.1) -> MemorySplit:
-    """Divide ``free`` bytes: ``utilization`` of them are usable, ``reserved`` of those are kept for graphs.
+    """Divide ``free`` bytes between the cache and graphs.
 
-    Raises SettingsError if not even two blocks fit into the rest.
+    ``utilization`` is the usable share; ``reserved`` is the graphs' share of the usable bytes. Raises SettingsError if
+    not even two blocks fit into the rest.
     """
     usable = int(free * utilization)
     graphs = int(usable * reserved)
@@ -58,7 +67,10 @@ def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reser
 
 @dataclass(frozen=True)
 class Skipped:
-    """A bucket that runs without a graph; ``failed``: capturing it was tried."""
+    """A bucket that runs without a graph.
+
+    ``failed`` if its capture was tried.
+    """
 
     bucket: Bucket
     reason: str
@@ -67,7 +79,10 @@ class Skipped:
 
 @dataclass
 class PhaseCaptures:
-    """The captures of one phase: ``captured`` buckets in order with their bytes, ``notes`` on exceeded shares."""
+    """The captures of one phase.
+
+    ``captured`` are buckets in order with their bytes; ``notes`` are on exceeded shares.
+    """
 
     phase: Phase
     total: int
@@ -86,14 +101,17 @@ class PhaseCaptures:
 
 
 def capture_order(buckets: Sequence[Bucket], strategy: str) -> list[Bucket]:
-    """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
+    """Return ``buckets`` in capture order.
+
+    ``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer.
+    """
     if strategy == "min_tokens":
         return sorted(buckets, key=lambda bucket: (_area(bucket), _length(bucket), bucket.rows))
     return sorted(buckets, key=lambda bucket: (-bucket.rows, _length(bucket)))
 
 
 def graph_shares(pool: int, prefill: Phase, decode: Phase, prompt_ratio: float = 0.3) -> dict[Phase, int]:
-    """The bytes of ``pool`` that each phase may take at first."""
+    """Return the bytes of ``pool`` that each phase may take at first."""
     share = int(pool * prompt_ratio)
     return {prefill: share, decode: pool - share}
 
@@ -106,11 +124,11 @@ def capture_graphs(
     expected: Mapping[Bucket, int],
     prompt_ratio: float = 0.3,
 ) -> dict[Phase, PhaseCaptures]:
-    """Capture what fits into ``pool`` bytes from two queues: the phase that prefills, then decode.
+    """Capture graphs within ``pool`` bytes from two queues: the phase that prefills, then decode.
 
     ``prompt_ratio`` of the pool goes to the first queue. The plan's ``expected`` bytes are used until something of the
     phase was measured, then the measured bytes per token. If exactly one phase is then complete, the other tries again
-    with all that is left. A share can only be exceeded by the error of an estimate, and a note then says so.
+    with all the rest. Only the error of an estimate can exceed a share, and a note then says so.
     """
     first, second = queues
     done = {phase: PhaseCaptures(phase, len(queue)) for phase, queue in queues.items()}
@@ -127,7 +145,7 @@ def capture_graphs(
 def _run(
     done: PhaseCaptures, queue: Sequence[Bucket], available: int, capture: Capture, expected: Mapping[Bucket, int]
 ) -> None:
-    """One pass over a queue with ``available`` bytes, without the buckets that were tried already."""
+    """Pass once over a queue with ``available`` bytes, without the buckets tried already."""
     tried = {*done.captured, *(skipped.bucket for skipped in done.skipped)}
     for number, bucket in enumerate(queue, 1):
         if bucket in tried:

@@ -27,8 +27,10 @@ MAX_CANDIDATES = 1_000_000
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a phase: its range (min, step, max) within the limits, and the bucket sizes in it, spaced by
-    ``strategy``. ``knob`` is the prefix of the variables that set it.
+    """One dimension of a phase, with its range and bucket sizes.
+
+    The range is (min, step, max) within the limits. ``strategy`` spaces the sizes; ``knob`` is the prefix of the
+    variables that set the range.
     """
 
     label: str
@@ -42,7 +44,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A phase before its dispatcher is built. ``over`` are the buckets that exceed a limit, each with the reason."""
+    """A phase before its dispatcher is built.
+
+    ``over`` are the buckets that exceed a limit, each with the reason.
+    """
 
     region: Region
     axes: tuple[Axis, ...]
@@ -56,12 +61,15 @@ class Candidates:
 
 
 def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
-    """Every bucket that the options ask for, phase by phase; warns of ranges that have no part in it. Raises
-    SettingsError, saying what to change, for a policy, strategy or range that makes no sense.
+    """Return every bucket that the options ask for, phase by phase.
+
+    Warn of ranges without effect. Raises SettingsError, with the change to make, for a policy, strategy or range that
+    makes no sense.
     """
     if limits.num_blocks < 2:
         raise SettingsError(
-            f"a cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, one of them pads"
+            f"a KV cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, as one of them is for "
+            "padding"
         )
     policy = policy_named(options.bucketing_policy)
     regions = policy.regions(limits, options)
@@ -75,13 +83,16 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
 
 
 def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates, ...]) -> tuple[Candidates, ...]:
-    """``phases`` and that of steps whose rows end with drafts, if there are any: the rows of decode steps, by width."""
+    """Return ``phases`` and, if anything drafts, the verify phase.
+
+    Its buckets are the rows of decode buckets by width.
+    """
     if not options.verify_widths:
         return phases
     if options.verify_widths[-1] > limits.max_num_batched_tokens:
         raise SettingsError(
             f"a row of {options.verify_widths[-1]} tokens, drafts included, exceeds max_num_batched_tokens "
-            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens or raise it",
+            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens, or raise max_num_batched_tokens",
             param="num_speculative_tokens",
         )
     decode = next(phase for phase in phases if phase.phase == "decode")
@@ -92,21 +103,21 @@ def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates,
 
 
 def _warn_of_unused(options: PlanOptions, regions: Sequence[Region], policy: Policy) -> None:
-    """Name the settings of buckets that the plan cannot follow."""
+    """Warn of bucket settings that the plan cannot follow."""
     if options.bucketing_from_file is not None and options.bucketing_strategy not in ("auto", "file"):
-        logger.warning("bucketing strategy %s without effect: a file names the buckets", options.bucketing_strategy)
+        logger.warning("bucketing strategy %s has no effect: a file names the buckets", options.bucketing_strategy)
     used = {dimension.name for region in regions for dimension in region.dimensions}
     for name in DIMENSIONS:
         what, pads = f"VLLM_{name.upper()}_BUCKET_*", options.pads(name) != (None, None)
         if not options.is_asked(name) and not pads:
             continue
         if options.bucketing_from_file is not None:
-            logger.warning("%s without effect: --bucketing-from-file names the buckets", what)
+            logger.warning("%s has no effect: --bucketing-from-file names the buckets", what)
         elif name not in used and options.is_asked(name):
-            context = "the length of contexts is no part of a program; " if name.startswith("decode") else ""
-            logger.warning("%s without effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
+            context = "the length of contexts is not part of a program; " if name.startswith("decode") else ""
+            logger.warning("%s has no effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
         elif name in used and pads and options.strategy(name, policy.strategy) != "padding_aware":
-            logger.warning("%s: its padding is without effect: that is for padding_aware sizes", what)
+            logger.warning("%s: its padding has no effect: only padding_aware sizes have padding", what)
 
 
 def _sizes_of(regions: Sequence[Region]) -> str:
@@ -114,13 +125,16 @@ def _sizes_of(regions: Sequence[Region]) -> str:
 
 
 def coarser(axes: Sequence[Axis]) -> str:
-    """What to change for fewer buckets: the step of the dimension with the most sizes."""
+    """Return the advice for fewer buckets.
+
+    It is to raise the step of the dimension with the most sizes.
+    """
     axis = max(axes, key=lambda axis: len(axis.values))
-    return f"raise {axis.knob}_STEP (now {axis.step}, which makes {len(axis.values):,} sizes)"
+    return f"raise {axis.knob}_STEP (now {axis.step}, for {len(axis.values):,} sizes)"
 
 
 def _from_sizes(limits: Limits, options: PlanOptions, region: Region, policy: Policy) -> Candidates:
-    """The product of the bucket sizes of the region's dimensions."""
+    """Return the product of the bucket sizes of the region's dimensions."""
     bounds = zip(region.dimensions, region.bounds, strict=False)
     axes = tuple(_axis(limits, options, dimension, bound, policy) for dimension, bound in bounds)
     values = [axis.values for axis in axes]
@@ -167,8 +181,10 @@ def _values(options: PlanOptions, policy: Policy, name: str, span: Span) -> tupl
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: Policy) -> tuple[Candidates, ...]:
-    """Lines are ``(rows, query)`` or ``(rows, query, blocks)``; a query of 1 decodes. Those that cannot be a bucket are
-    skipped with a warning.
+    """Return the candidates of a bucket file.
+
+    Its lines are ``(rows, query)`` or ``(rows, query, blocks)``. A query of 1 is a decode bucket. Lines that cannot be
+    a bucket are skipped with a warning.
     """
     try:
         text = read_text(path)
@@ -202,7 +218,10 @@ def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], buckets:
 
 
 def _over_budget(limits: Limits, bucket: Bucket) -> str | None:
-    """Why a bucket of possible sizes may not run; a region cuts down each size by itself."""
+    """Return the reason why a bucket exceeds the token budget.
+
+    Its region has bounded each size by itself.
+    """
     budget = limits.max_num_batched_tokens
     if bucket.tokens > budget:
         return f"over budget: {bucket.tokens:,} tokens exceed --max-num-batched-tokens {budget:,}"
@@ -210,8 +229,10 @@ def _over_budget(limits: Limits, bucket: Bucket) -> str | None:
 
 
 def _fallback(limits: Limits, region: Region) -> Bucket:
-    """One bucket that holds every step of the region and stays within every budget. For prompts it is flat: a rectangle
-    for every mix of rows and lengths would exceed the token budget.
+    """Return one bucket that holds every step of the region.
+
+    It stays within every budget. For prompts it is flat: a rectangle for every mix of rows and lengths would exceed the
+    token budget.
     """
     if region.phase == "decode":
         return region.bucket(*region.bounds)

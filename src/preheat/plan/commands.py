@@ -1,4 +1,4 @@
-"""What ``preheat buckets`` and ``preheat plan`` print. No torch."""
+"""The output of ``preheat buckets`` and ``preheat plan``. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,28 @@ MOST_REASONS = 8
 
 
 def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``preheat buckets``."""
-    parser.add_argument("--strategy", default="linear", choices=STRATEGIES, help="rule that spaces the values")
+    """Add the flags of ``preheat buckets``."""
+    parser.add_argument("--strategy", default="linear", choices=STRATEGIES, help="rule that spaces the sizes")
     parser.add_argument("--min", type=int, required=True, help="smallest value")
-    parser.add_argument("--step", type=int, required=True, help="distance of values, or what they are multiples of")
-    parser.add_argument("--max", type=int, required=True, help="largest value; always one of the sizes")
-    parser.add_argument("--count", type=int, help="points of the exponential strategy (default: one a doubling)")
-    parser.add_argument("--pad-max", type=int, help="most padding, for padding_aware (default: a quarter of max)")
-    parser.add_argument("--pad-percent", type=int, help=f"the same in percent, at most 50 (default: {PAD_PERCENT})")
+    parser.add_argument(
+        "--step", type=int, required=True, help="step between sizes, or the number that they are multiples of"
+    )
+    parser.add_argument("--max", type=int, required=True, help="largest size; always in the list")
+    parser.add_argument("--count", type=int, help="number of sizes, for exponential (default: one for each doubling)")
+    parser.add_argument("--pad-max", type=int, help="maximum padding, for padding_aware (default: a quarter of max)")
+    parser.add_argument(
+        "--pad-percent",
+        type=int,
+        help=f"maximum padding in percent, for padding_aware, at most 50 (default: {PAD_PERCENT})",
+    )
     parser.add_argument("--json", action="store_true", help="print a list of integers")
 
 
 def buckets(args: argparse.Namespace) -> str:
-    """What ``preheat buckets`` prints: the sizes of one dimension. SettingsError for a range that makes no sense."""
+    """Return the output of ``preheat buckets``: the sizes of one dimension.
+
+    Raises SettingsError for a bad range.
+    """
     optional = {"count": args.count, "pad_max": args.pad_max, "pad_percent": args.pad_percent}
     values = bucket_sizes(args.strategy, args.min, args.step, args.max, **optional)
     if args.json:
@@ -53,8 +62,10 @@ def plan(
     weights: Mapping[str, int] | None = None,
     as_json: bool = False,
 ) -> str:
-    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``.
-    ``weights`` are the bytes of its weights, by how they are quantized.
+    """Return the output of ``preheat plan`` for a model.
+
+    The model has the sizes of ``spec``, was made for ``max_positions`` tokens, and runs in ``dtype``. ``weights`` are
+    the bytes of its weights by quantization.
     """
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token
@@ -93,7 +104,7 @@ def _head(plan: Plan, token_bytes: int) -> list[str]:
 
 
 def _weights(weights: Mapping[str, int], dtype: str) -> list[str]:
-    """What the weights take, if that is known."""
+    """Return a line on the bytes of the weights, if they are known."""
     if not weights:
         return []
     parts = [f"{format_bytes(size)} {dtype if name == 'not quantized' else name}" for name, size in weights.items()]

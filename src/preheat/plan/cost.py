@@ -1,4 +1,7 @@
-"""What an item costs: estimated from the model's sizes and the machine's speed, or measured by an earlier boot."""
+"""The cost of items.
+
+It is estimated from the model's sizes and the machine's speed, or measured by an earlier boot.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from preheat.plan.buckets import Bucket
 
 GRAMMAR_SECONDS = 0.05
 CHECK_TOKENS, CHECK_STEPS = 1024, 16
-"""About what a check computes: its contexts, alone and in company."""
+"""The approximate work of a cross-check: its contexts, each alone and in a full batch."""
 
 
 class Cost(NamedTuple):
-    """Seconds to run an item once, and the bytes that it needs besides weights and cache."""
+    """Seconds to run an item once, and its bytes besides weights and cache."""
 
     seconds: float
     bytes: int
@@ -76,11 +79,13 @@ class SpecLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that determine what a step costs. ``layer_params`` are the weights of all layers,
-    ``expert_params`` those of their experts, of which a token visits the part ``expert_share``, and ``head_params``
-    those of the output head, without embeddings; ``..._bytes`` are theirs as a device holds them. ``kv_heads`` are the
-    most that a layer has; ``dtype_bytes`` is for activations and cache. An image has ``vision_positions`` in its
-    encoder, of ``vision_params`` weights.
+    """The sizes of a decoder that determine the cost of a step.
+
+    ``layer_params`` are the weights of all layers and ``expert_params`` the weights of their experts; a token visits
+    the part ``expert_share`` of the experts. ``head_params`` are the weights of the output head, without embeddings.
+    ``..._bytes`` are the bytes of these weights as a device holds them. ``kv_heads`` are the most of any layer.
+    ``dtype_bytes`` is for activations and cache. An image has ``vision_positions`` positions in its encoder of
+    ``vision_params`` weights.
     """
 
     hidden: int
@@ -103,7 +108,10 @@ class ModelSizes:
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
-        """Activations are the most that a layer holds at once, residual and normed input included."""
+        """Return the sizes of ``spec``.
+
+        Activations are the most of any layer, residual and normed input included.
+        """
         widest = 2 * spec.hidden_size + max(layer.activations for layer in spec.layers)
         return cls(
             hidden=spec.hidden_size,
@@ -126,13 +134,19 @@ class ModelSizes:
         )
 
     def read_by(self, tokens: int) -> float:
-        """How many bytes of the layers ``tokens`` need, if each chooses its experts independently."""
+        """Return the bytes of the layers that ``tokens`` tokens read.
+
+        Each token chooses its experts independently.
+        """
         return self.layer_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """``measured`` gives the seconds of items that ran in an earlier boot, by name. Memory is always estimated."""
+    """The costs of items.
+
+    ``measured`` gives the seconds of items that ran in an earlier boot, by name. Memory is always estimated.
+    """
 
     sizes: ModelSizes
     machine: Machine
@@ -140,7 +154,10 @@ class Costs:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def forward(self, name: str, bucket: Bucket) -> Cost:
-        """One forward step without logits: the slower of its arithmetic and of reading weights and context."""
+        """Return the cost of one forward step without logits.
+
+        It is the slower of arithmetic and of reading memory.
+        """
         sizes = self.sizes
         context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
         flops = 2.0 * (sizes.layer_params + sizes.expert_params * sizes.expert_share) * bucket.tokens
@@ -149,7 +166,10 @@ class Costs:
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
     def sampling(self, name: str, rows: int, times: int = 1) -> Cost:
-        """Float32 logits of ``rows`` positions and one token from each, ``times`` times."""
+        """Return the cost of sampling ``rows`` positions ``times`` times.
+
+        A sampling computes float32 logits and one token from each.
+        """
         sizes = self.sizes
         logits = rows * sizes.vocab * 4
         moved = (sizes.head_bytes if rows else 0) + 4 * logits
@@ -157,23 +177,29 @@ class Costs:
         return self._known(name, times * flops, times * moved, 2 * logits, times * overhead)
 
     def check(self, name: str) -> Cost:
-        """A cross-check at boot: a few short steps. Its memory is not estimated."""
+        """Return the cost of a cross-check at boot: a few short steps.
+
+        Its memory is not estimated.
+        """
         flops = 2.0 * self.sizes.layer_params * CHECK_TOKENS
         return self._known(name, flops, 0, 0, CHECK_STEPS * self.machine.step_overhead)
 
     def encoder(self, name: str, images: int) -> Cost:
-        """Encoding ``images`` images at once."""
+        """Return the cost of encoding ``images`` images at once."""
         sizes = self.sizes
         work, reads = images * sizes.vision_bytes_per_image, sizes.vision_params * sizes.dtype_bytes
         flops = 2.0 * sizes.vision_params * sizes.vision_positions * images
         return self._known(name, flops, reads + work, work, self.machine.step_overhead)
 
     def grammar(self, name: str) -> Cost:
-        """Compiling a small grammar and building some of its states, on the host."""
+        """Return the cost of compiling a small grammar, on the host.
+
+        Some of its states are built, too.
+        """
         return self._known(name, 0.0, 0, 0, GRAMMAR_SECONDS)
 
     def swap(self, name: str, pairs: int) -> Cost:
-        """Swapping ``pairs`` pairs of blocks, layer by layer through copies."""
+        """Return the cost of swapping ``pairs`` pairs of blocks, layer by layer through copies."""
         moved = pairs * 2 * self.block_size * self.sizes.kv_bytes_per_token
         return self._known(name, 0.0, 2 * moved, moved // self.sizes.layers, self.machine.call_overhead)
 

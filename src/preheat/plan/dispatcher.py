@@ -29,8 +29,10 @@ OnMiss = Callable[[StepSize, Bucket], None]
 
 
 class WarnOnce:
-    """The default ``on_miss``: ``counts`` misses by step size, the first hundred by name, and tells once of each. What
-    takes the fallback is warm: only a first run is not, which the cold monitor reports.
+    """The default ``on_miss``: warns once of each size, and counts.
+
+    It is called for step sizes beyond the buckets. ``counts`` are misses by step size; the first hundred sizes have
+    names. A step that takes the fallback is warm. The cold monitor reports first runs.
     """
 
     def __init__(self, counts: dict[str, int] | None = None) -> None:
@@ -48,11 +50,12 @@ class WarnOnce:
 
 @dataclass(frozen=True)
 class PhaseDispatcher:
-    """One phase: its region, the buckets that steps can choose (cheapest first), and the fallback beyond them.
+    """One phase with its region, buckets and fallback.
 
-    ``cells[i][j]`` is the cheapest bucket for steps up to ``a[i]`` and ``b[j]``, which are the fields ``field_a`` and
-    ``field_b`` of a StepSize. ``shadowed`` are buckets that no step chooses, each with the one that takes its place.
-    ``fallback`` and ``gap``, a step that needs it, are None if the buckets hold every step within the limits.
+    Steps can choose each of the ``buckets``, cheapest first. ``cells[i][j]`` is the cheapest bucket for steps up to
+    ``a[i]`` and ``b[j]``; a and b are the fields ``field_a`` and ``field_b`` of a StepSize. ``shadowed`` are buckets
+    that no step chooses, each with its cheaper replacement. ``fallback`` and ``gap``, a step that needs it, are None if
+    the buckets hold every step within the limits.
     """
 
     region: Region
@@ -68,7 +71,10 @@ class PhaseDispatcher:
     field_b: int
 
     def example(self, bucket: Bucket) -> StepSize | None:
-        """The heaviest step size found that chooses ``bucket``; None if none of this phase does."""
+        """Return the heaviest step size found that chooses ``bucket``.
+
+        Returns None if no step of this phase does.
+        """
         if bucket == self.fallback:
             return self.gap
         cell = self.grid.last_cells.get(bucket)
@@ -76,7 +82,10 @@ class PhaseDispatcher:
 
 
 class Dispatcher:
-    """The buckets of all phases; immutable. ``on_miss`` is called for every step that takes a fallback."""
+    """The buckets of all phases; immutable.
+
+    ``on_miss`` is called for every step that takes a fallback.
+    """
 
     __slots__ = ("_on_miss", "_phases")
     _phases: dict[Phase, PhaseDispatcher]
@@ -91,7 +100,7 @@ class Dispatcher:
 
     @property
     def phases(self) -> Mapping[Phase, PhaseDispatcher]:
-        """By phase: those that the bucketing policy has."""
+        """The dispatchers of the bucketing policy's phases, by phase."""
         return MappingProxyType(self._phases)
 
     @property
@@ -101,16 +110,20 @@ class Dispatcher:
         return (*regular, *(phase.fallback for phase in self._phases.values() if phase.fallback))
 
     def find(self, size: StepSize) -> Bucket | None:
-        """The cheapest bucket that holds ``size``, fallbacks left out, or None. Used for admission."""
+        """Return the cheapest bucket that holds ``size``, fallbacks left out, or None.
+
+        Used for admission.
+        """
         phase = self._phases[size.phase]
         i = bisect_left(phase.a, size[phase.field_a])
         j = bisect_left(phase.b, size[phase.field_b])
         return phase.cells[i][j]
 
     def fit(self, size: StepSize) -> Bucket:
-        """The bucket that a step of ``size`` runs in: never smaller, never above a budget.
+        """Return the bucket that a step of ``size`` runs in.
 
-        Raises OutsideLimits for a size that no step within the limits has.
+        It is never smaller than the step and never above a budget. Raises OutsideLimits for a size that no step within
+        the limits has.
         """
         phase = self._phases[size.phase]
         bucket = phase.cells[bisect_left(phase.a, size[phase.field_a])][bisect_left(phase.b, size[phase.field_b])]
@@ -124,14 +137,14 @@ class Dispatcher:
         return bucket
 
     def peek(self, size: StepSize) -> Bucket:
-        """What ``fit`` gives for a step within the limits, without calling ``on_miss``."""
+        """Return the result of ``fit`` for a step within the limits, without calling ``on_miss``."""
         bucket = self.find(size) or self._phases[size.phase].fallback
         if bucket is None:
             raise OutsideLimits(f"{size} exceeds the limits that were planned for")
         return bucket
 
     def example(self, bucket: Bucket) -> StepSize:
-        """The heaviest step size found for which ``fit`` gives ``bucket``."""
+        """Return the heaviest step size found for which ``fit`` gives ``bucket``."""
         for phase in self._phases.values():
             if example := phase.example(bucket):
                 return example
@@ -139,9 +152,10 @@ class Dispatcher:
 
 
 def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) -> PhaseDispatcher:
-    """The dispatcher of one phase from candidates that respect every budget. Candidates that no step within ``region``
-    chooses are listed as shadowed. ``fallback`` must hold every step of the region; it is used only if the candidates
-    leave a gap.
+    """Return the dispatcher of one phase from candidates that respect every budget.
+
+    Candidates that no step within ``region`` chooses are listed as shadowed. ``fallback`` must hold every step of the
+    region; it is used only if the candidates leave a gap.
     """
     grid = _Grid(region, _by_cost(list(dict.fromkeys(candidates))))
     chosen = grid.chosen()
@@ -165,7 +179,10 @@ def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) 
 
 
 def _by_cost(buckets: list[Bucket]) -> list[Bucket]:
-    """Cheapest first, then shortest, so that the order does not depend on the input's."""
+    """Return the buckets, cheapest first, then shortest.
+
+    The order does not depend on the input's.
+    """
     column = _columns(buckets)
     length = np.where(column["longest"] + column["blocks"], column["longest"] + column["blocks"], column["tokens"])
     order = np.lexsort([column["rows"], length, np.array([padded_work(bucket) for bucket in buckets])])
@@ -173,15 +190,16 @@ def _by_cost(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def _columns(buckets: Sequence[Bucket]) -> dict[str, np.ndarray]:
-    """The numbers of ``buckets`` as int64 arrays, by field."""
+    """Return the numbers of ``buckets`` as int64 arrays, by field."""
     values = list(zip(*buckets, strict=True))[1:] or [()] * (len(Bucket._fields) - 1)
     return {name: np.array(column, np.int64) for name, column in zip(Bucket._fields[1:], values, strict=True)}
 
 
 class _Grid:
-    """The plane of a region cut at the dimensions of its buckets; ``best`` is the first bucket that holds each cell.
+    """The plane of a region cut at the dimensions of its buckets.
 
-    ``buckets`` are in order of cost, so the first is the cheapest and a running minimum over positions finds it.
+    ``best`` is the first bucket that holds each cell. ``buckets`` are in order of cost, so the first is the cheapest
+    and a running minimum over positions finds it.
     """
 
     def __init__(self, region: Region, buckets: Sequence[Bucket]) -> None:
@@ -194,7 +212,7 @@ class _Grid:
         if len(self.values[0]) * len(self.values[1]) > MAX_CELLS:
             sizes = " x ".join(f"{len(values):,} {name}" for values, name in zip(self.values, region.axes, strict=True))
             raise SettingsError(f"the {region.phase} buckets have too many sizes ({sizes}): raise a bucket step")
-        # One more cell on each axis for what lies beyond all buckets.
+        # One more cell on each axis for steps beyond all buckets.
         best = np.full([len(values) + 1 for values in self.values], len(buckets), np.int64)
         np.minimum.at(best, tuple(self.where), np.arange(len(buckets)))
         for axis in (0, 1):
@@ -203,7 +221,10 @@ class _Grid:
         self.a_top, self.reachable = self._reach()
 
     def _reach(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each cell the largest a of a step in it, and whether there is any step in it."""
+        """Return the largest a of a step in each cell.
+
+        Also return whether there is any step in the cell.
+        """
         (a_low, a_high), (self.b_low, self.b_high) = (
             _edges(values, bound) for values, bound in zip(self.values, self.region.bounds, strict=True)
         )
@@ -213,42 +234,54 @@ class _Grid:
         return top, (top >= np.maximum(a_low[:, None], first[None, :])) & ~empty
 
     def chosen(self) -> np.ndarray:
-        """Which buckets are chosen by some step within the region: bool [buckets]."""
+        """Return whether some step within the region chooses each bucket: bool [buckets]."""
         found = np.zeros(len(self.buckets) + 1, bool)
         found[self.best[self.reachable]] = True
         return found[:-1]
 
     @cached_property
     def last_cells(self) -> dict[Bucket, int]:
-        """For each bucket the last cell within the region that it serves, as a flat index."""
+        """The last cell within the region that each bucket serves, as a flat index."""
         cells = np.flatnonzero(self.reachable)
         last = np.zeros(len(self.buckets) + 1, np.int64)
         np.maximum.at(last, self.best.ravel()[cells], cells)
         return dict(zip(self.buckets, last[:-1].tolist(), strict=True))
 
     def gap(self) -> StepSize | None:
-        """The size of a step within the region that no bucket holds."""
+        """Return the size of a step that no bucket holds, or None.
+
+        The step lies within the region.
+        """
         flat = np.flatnonzero(self.reachable & (self.best == len(self.buckets)))
         return self.step_size(int(flat[-1])) if len(flat) else None
 
     def winner(self, rank: int) -> Bucket | None:
-        """What a step of exactly this bucket's size gets instead; None if there is no such step."""
+        """Return the cheaper bucket for a step of exactly this bucket's size.
+
+        Returns None if there is no such step.
+        """
         cell = self.where[0][rank], self.where[1][rank]
         return self.buckets[self.best[cell]] if self.reachable[cell] else None
 
     def step_size(self, cell: int) -> StepSize:
-        """The heaviest step of a cell within the region."""
+        """Return the heaviest step of a cell within the region."""
         i, j = divmod(cell, self.best.shape[1])
         a = int(self.a_top[i, j])
         return self.region.step_size(a, min(int(self.b_high[j]), int(self.region.top(np.asarray(a)))))
 
     def cells(self) -> tuple[tuple[Bucket | None, ...], ...]:
-        """The grid as nested tuples of buckets, which index faster than arrays."""
+        """Return the grid as nested tuples of buckets.
+
+        Tuples index faster than arrays.
+        """
         buckets = [*self.buckets, None]
         return tuple(tuple(buckets[rank] for rank in row) for row in self.best.tolist())
 
 
 def _edges(values: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first and last coordinate of each interval between ``values``, the last one reaching up to ``bound``."""
+    """Return the first and last coordinate of each interval between ``values``.
+
+    The last one ends at ``bound``.
+    """
     high = np.minimum(np.append(values, bound), bound)
     return np.append(1, high[:-1] + 1), high

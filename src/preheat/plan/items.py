@@ -1,7 +1,7 @@
 """The items of a plan, one class for each kind.
 
-An item says what it is (``kind``, ``name``, ``program``), what it costs, and how warm-up runs it. A new kind is one
-class here and one entry in `preheat.plan.plan.KINDS`.
+An item has a ``kind``, a ``name``, a ``program`` and a cost, and knows how warm-up runs it. A new kind is one class
+here and one entry in `preheat.plan.plan.KINDS`.
 """
 
 from __future__ import annotations
@@ -35,62 +35,86 @@ logger = logging.getLogger(__name__)
 Stage = Literal["after_cache", "last"]
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Pairs of blocks that one compaction step swaps are padded to one of these."""
+"""Sizes of a compaction step in pairs of swapped blocks.
+
+Every step is padded to one of them.
+"""
 
 MAX_DETERMINISM_TOKENS = 128
 
 
 class NothingToRun(Exception):
-    """Raised by an item that has no work within the limits; the message is the reason."""
+    """Raised by an item that has no work within the limits.
+
+    The message is the reason.
+    """
 
 
 class ItemRunner(Protocol):
-    """How items run (:class:`preheat.warmup.run.WarmUp`)."""
+    """The warm-up as items use it (:class:`preheat.warmup.run.WarmUp`)."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
 
     def tell(self, line: str) -> None:
-        """Log a line on what is about to run, or has run."""
+        """Log a line on an item that runs next or has run."""
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """Run a step of ``program`` for the first time: all of it, or what capturing its graph needs."""
+        """Run a step of ``program`` for the first time.
+
+        It runs all layers, or as few as the capture of its graph needs.
+        """
 
     def forward(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket``."""
 
     def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
-        """Sample the rows of ``program``, all with ``params``, ``times`` times in a row."""
+        """Sample the rows of ``program`` with ``params``, ``times`` times in a row."""
 
     def encode(self, images: int) -> None:
-        """Encode so many images at once."""
+        """Encode ``images`` images at once."""
 
     def swap(self, pairs: int) -> None:
-        """Run the program that swaps ``pairs`` pairs of blocks; blocks 0 and 1 change places."""
+        """Run the program that swaps ``pairs`` pairs of blocks.
+
+        Blocks 0 and 1 change places.
+        """
 
     def transfer(self, transfer: Transfer) -> None:
         """Copy the pad block to the host, or back."""
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
-        """Call ``run`` ``count`` times, logging as the determinism warm-up does; a failing pass is logged too."""
+        """Call ``run`` ``count`` times with the log lines of the determinism warm-up.
+
+        Log a failing pass too.
+        """
 
     def build_grammar(self, name: str) -> None:
-        """Compile the grammar of this name and build the states on some paths through it; raises NothingToRun where
-        there are no grammars.
+        """Compile the grammar ``name`` and build the states on some paths through it.
+
+        Raises NothingToRun if the engine has no grammars.
         """
 
     def run_check(self, name: str) -> None:
-        """Run a cross-check; raises NotInvariant or NothingToRun."""
+        """Run a cross-check.
+
+        Raises NotInvariant if it fails and NothingToRun if it does not apply.
+        """
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
-        """Measure what a step of ``bucket`` takes that has run before, of the draft model's plan with ``draft``."""
+        """Time a step of ``bucket`` that has run before.
+
+        With ``draft`` it is a step of the draft model's plan.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Item(ABC):
-    """One thing that may run. ``estimate`` is its expected cost, zero if nothing was estimated; a ``fallback`` is for
-    steps beyond the bucket sizes. Items of the last stage run once graphs are captured.
+    """One thing that may run.
+
+    ``estimate`` is its expected cost, zero if nothing was estimated. A ``fallback`` serves steps beyond the bucket
+    sizes. Items of the last stage run once graphs are captured.
     """
 
     KIND: ClassVar[str] = ""
@@ -102,12 +126,13 @@ class Item(ABC):
     @classmethod
     @abstractmethod
     def of_plan(cls, plan: Plan) -> Iterable[Item]:
-        """All items of this class, in the order in which they run."""
+        """Return all items of this class, in the order in which they run."""
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
-        """Run all items of one kind; how many ran without an error. ``run_one`` runs an item, records and logs its
-        outcome, and raises what the item raised.
+        """Run all items of one kind and return how many ran without an error.
+
+        ``run_one`` runs an item, records and logs its outcome, and raises the item's error.
         """
         done = 0
         for item in items:
@@ -123,31 +148,40 @@ class Item(ABC):
     @property
     @abstractmethod
     def shape(self) -> dict[str, Any]:
-        """What distinguishes it from others of its kind, for JSON."""
+        """The values that distinguish the item from others of its kind, for JSON."""
 
     @property
     def name(self) -> str:
-        """Unique within a plan and the same on every boot; the key in records."""
+        """Unique within a plan and the same on every boot.
+
+        The key in records.
+        """
         return f"({', '.join(map(str, [self.kind, *self.shape.values()]))})"
 
     @property
     def program(self) -> Program[Any] | None:
-        """The program that it runs; None if it only runs other items' programs again."""
+        """The program that the item runs.
+
+        None if it only runs other items' programs again.
+        """
         return None
 
     def cost(self, costs: Costs) -> Cost:
-        """The expected cost of running it once."""
+        """Return the expected cost of one run."""
         return Cost(0.0, 0)
 
     @abstractmethod
     def run(self, warm: ItemRunner) -> None: ...
 
     def log_line(self, number: int, total: int, free: int) -> str:
-        """What is logged before it runs as number ``number`` of ``total``, with ``free`` bytes of memory left."""
+        """Return the log line before the item runs.
+
+        It runs as ``number`` of ``total``, with ``free`` bytes of memory left.
+        """
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "kind": self.kind,
             "name": self.name,
@@ -167,7 +201,10 @@ class ForwardItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[ForwardItem]:
-        """Phase by phase, largest first; a fallback is larger than any other."""
+        """Yield buckets phase by phase, largest first.
+
+        A fallback is larger than any other bucket.
+        """
         for phase in plan.dispatcher.phases.values():
             if phase.fallback:
                 yield cls(phase.fallback, fallback=True)
@@ -192,7 +229,10 @@ class ForwardItem(Item):
         self.run_as(self.program, warm)
 
     def run_as(self, program: Program[Any], warm: ItemRunner) -> None:
-        """Run ``program``, which is the item's own, or the same with adapters or of the draft model."""
+        """Run ``program``, the item's own or its variant.
+
+        A variant has adapters or is of the draft model.
+        """
         warm.first_run(program)
 
     def log_line(self, number: int, total: int, free: int) -> str:
@@ -201,7 +241,10 @@ class ForwardItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class SamplerItem(Item):
-    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`; with ``batch_changed`` the rows are new."""
+    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`.
+
+    With ``batch_changed`` the rows are new.
+    """
 
     KIND = "sampler"
     rows: int
@@ -210,10 +253,11 @@ class SamplerItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SamplerItem]:
-        """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first.
+        """Yield all settings for each size, `GAUDI_SETTINGS` first.
 
-        A sampler on the host runs the same code for any number of rows: all settings for one row, and for the other
-        sizes, which only size arrays, one setting of each level.
+        Settings with a changed batch come before settings with an unchanged one. A sampler on the host runs the same
+        code for any number of rows. It gets all settings for one row. Other sizes only size arrays and get one setting
+        of each level.
         """
         for rows in () if plan.options.pools else plan.sampler_sizes:
             if plan.options.host_sampler and rows != 1:
@@ -255,14 +299,18 @@ class SamplerItem(Item):
 
     @property
     def _times(self) -> int:
-        """The batch is unchanged the second time."""
+        """Number of samplings: 2 for an unchanged batch.
+
+        Only the second one finds the batch unchanged.
+        """
         return 1 if self.batch_changed else 2
 
 
 @dataclass(frozen=True, slots=True)
 class PoolerItem(Item):
-    """The hidden states of ``rows`` tokens, of an engine that pools: of as many prompts' last ones, and of one prompt's
-    in the order of its tokens.
+    """Pooling of the hidden states of ``rows`` tokens, for an engine that pools.
+
+    It runs once for the last tokens of ``rows`` prompts, and once for one prompt's tokens in their order.
     """
 
     KIND = "pooler"
@@ -290,14 +338,17 @@ class PoolerItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem(Item):
-    """The program that encodes ``images`` images; only models that see images have any."""
+    """The program that encodes ``images`` images.
+
+    Only models that see images have any.
+    """
 
     KIND = "encoder"
     images: int
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[EncoderItem]:
-        """Largest first, which needs the most memory."""
+        """Return items largest first; the largest needs the most memory."""
         return (cls(images) for images in ENCODER_SIZES if images <= plan.limits.max_images)
 
     @property
@@ -317,8 +368,9 @@ class EncoderItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class AdapterItem(Item):
-    """A forward or sampler program for steps in which some rows have adapters. Which ones they have, in which places,
-    and how many, is no part of a program.
+    """A forward or sampler program for steps in which some rows have adapters.
+
+    The adapters' identity, slots and number are no part of a program.
     """
 
     KIND = "lora"
@@ -326,7 +378,7 @@ class AdapterItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[AdapterItem]:
-        """Each forward program, then each sampler program that has rows, once."""
+        """Yield each forward program, then each sampler program that has rows, once."""
         if not plan.options.enable_lora:
             return
         yield from (cls(item, fallback=item.fallback) for item in ForwardItem.of_plan(plan))
@@ -351,8 +403,10 @@ class AdapterItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class SwapItem(Item):
-    """A padded size of the defragmenter. Source: its warm-up in vLLM on Gaudi, which swaps blocks 0 and 1 at each size;
-    an even number of swaps leaves the cache unchanged.
+    """A padded size of the defragmenter.
+
+    Source: the warm-up of vLLM on Gaudi, which swaps blocks 0 and 1 at each size. An even number of swaps leaves the
+    cache unchanged.
     """
 
     KIND = "swap"
@@ -360,13 +414,16 @@ class SwapItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SwapItem]:
-        """The sizes that the blocks can need: a swap takes a free one for each in use."""
+        """Return the sizes that the blocks can need.
+
+        Each block in use is swapped with a free one.
+        """
         most = max(1, (plan.limits.num_blocks - 1) // 2)
         return (cls(pairs) for below, pairs in pairwise((0, *SWAP_SIZES)) if below < most and plan.policy.compacts)
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
-        """All sizes, and after an odd number of swaps the first one again."""
+        """Run all sizes, and the first one again after an odd number of swaps."""
         sizes = [item.pairs for item in items]
         warm.tell(f"Warming up defragmenter with thresholds: {sizes}")
         if warm.num_blocks < 2:
@@ -395,14 +452,17 @@ class SwapItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class TransferItem(Item):
-    """A copy of a block of the cache to the host, or back; there are some with ``kv_offloading_size``."""
+    """A copy of a cache block to the host, or back.
+
+    Exists only with ``kv_offloading_size``.
+    """
 
     KIND = "offload"
     transfer: Transfer
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[TransferItem]:
-        """To the host first."""
+        """Return the copy to the host, then the copy back."""
         transfers: tuple[Transfer, ...] = ("store", "load") if plan.options.kv_offloading_size else ()
         return map(cls, transfers)
 
@@ -420,14 +480,14 @@ class TransferItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class DraftItem(Item):
-    """An item of the draft model's plan: its steps, and what it samples with."""
+    """A forward or sampler item of the draft model's plan."""
 
     KIND, stage = "draft", "last"
     item: ForwardItem | SamplerItem
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[DraftItem]:
-        """Those of the draft model's plan, in its order."""
+        """Return the forward and sampler items of the draft model's plan, in its order."""
         items = plan.draft.items if plan.draft else ()
         return (cls(item) for item in items if isinstance(item, ForwardItem | SamplerItem))
 
@@ -445,7 +505,10 @@ class DraftItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class PaceItem(Item):
-    """A step that decodes, with and without drafts, is timed once all has run: the number of drafts is chosen by it."""
+    """A decode or verify step, timed after its first run.
+
+    The times decide how many tokens are drafted.
+    """
 
     KIND, stage = "pace", "last"
     bucket: Bucket
@@ -453,7 +516,7 @@ class PaceItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[PaceItem]:
-        """The rows of each phase that are about powers of two, and the most."""
+        """Yield buckets of each phase with about doubling rows, and the largest."""
         if not (plan.options.measures_drafts and plan.verifies):
             return
         for phase in ("decode", "verify"):
@@ -476,7 +539,10 @@ class PaceItem(Item):
 
 
 def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Of buckets that differ in rows, each with at least twice the rows of the one before, and the largest."""
+    """Return buckets with about doubling rows, and the largest.
+
+    Each has at least twice the rows of the one before. The buckets differ in rows alone.
+    """
     ordered = sorted(buckets, key=lambda bucket: bucket.rows)
     chosen: list[Bucket] = []
     for bucket in ordered:
@@ -487,8 +553,9 @@ def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class GrammarItem(Item):
-    """A grammar that is known before the first request. A state's first mask is slower than later ones, so states are
-    built too.
+    """A grammar known before the first request.
+
+    A state's first mask is slower than later ones, so states are built too.
     """
 
     KIND = "grammar"
@@ -519,7 +586,10 @@ class DeterminismItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[DeterminismItem]:
-        """Passes over a decode step of a usual batch size; none without batch invariance."""
+        """Return passes over a decode step of a usual batch size.
+
+        The result is empty without batch invariance.
+        """
         rows = min(plan.limits.max_rows, MAX_DETERMINISM_TOKENS)
         bucket = plan.dispatcher.peek(StepSize("decode", rows, rows, longest=1, blocks=rows))
         passes = plan.options.determinism_warmup_iterations if plan.options.batch_invariant else 0
@@ -566,12 +636,12 @@ class CheckItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A candidate that will not run, and why."""
+    """A candidate that will not run, with the reason."""
 
     bucket: Bucket
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         bucket = self.bucket
         return {"kind": bucket.phase, "name": str(bucket), "shape": bucket.named_dims(), "reason": self.reason}

@@ -1,4 +1,7 @@
-"""Log lines of planning and warm-up, in the words of vLLM on Gaudi without its device names."""
+"""Log lines of planning and warm-up.
+
+They have the words of vLLM on Gaudi, without its device names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(size: float) -> str:
-    """``size`` in its largest unit, with four significant digits: 15.83 GiB, 504 MiB, -252 KiB, 0 B."""
+    """Return ``size`` in its largest unit, with four significant digits.
+
+    For example 15.83 GiB, 504 MiB, -252 KiB, 0 B.
+    """
     unit = 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -23,19 +29,28 @@ def format_bytes(size: float) -> str:
 
 
 def bucket_config(phase: Candidates) -> str:
-    """The ranges of a phase, such as ``Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[...]``."""
+    """Return the line on the ranges of a phase.
+
+    For example ``Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[...]``.
+    """
     ranges = ", ".join(f"{axis.label}:[{axis.low}, {axis.step}, {axis.high}]" for axis in phase.axes)
     return f"{phase.phase.capitalize()} bucket config (min, step, max_warmup) {ranges or 'from file'}"
 
 
 def generated(phase: Phase, buckets: Iterable[Bucket], *, whole: bool = True) -> str:
-    """The buckets of a phase, in ascending order; the first and the last ones unless ``whole``."""
+    """Return the line with a phase's buckets in ascending order.
+
+    Only the first and the last unless ``whole``.
+    """
     buckets = list(buckets)
     return f"Generated {len(buckets)} {phase} buckets: {_listed(buckets, whole=whole)}"
 
 
 def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
-    """Before bucket ``number`` of ``total`` runs; ``free`` bytes of device memory are left."""
+    """Return the line before bucket ``number`` of ``total`` runs.
+
+    ``free`` bytes of device memory are left.
+    """
     label = ("Graph/" if graph else "") + phase.capitalize()
     labels = {"tokens": "num_tokens", "rows": "batch_size", "longest": "seq_len", "blocks": "num_blocks"}
     dims = " ".join(f"{labels[name]}:{value}" for name, value in bucket.named_dims().items())
@@ -43,7 +58,10 @@ def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *,
 
 
 def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int, *, whole: bool = True) -> str:
-    """Which buckets of a phase were captured; the first and the last ones unless ``whole``."""
+    """Return the line that lists a phase's captured buckets.
+
+    Only the first and the last unless ``whole``.
+    """
     share = 100 * len(buckets) / total if total else 100.0
     return (
         f"Graph/{phase.capitalize()} captured:{len(buckets)} ({share:.1f}%) used_mem:{format_bytes(used)} "
@@ -52,25 +70,33 @@ def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int, *, 
 
 
 def progress(done: int, total: int, current: str, seconds: float) -> str:
-    """How far the warm-up is, now and then; ``seconds`` are left."""
+    """Return a line on the progress of warm-up; ``seconds`` are left."""
     return f"Warming up: {done:,} of {total:,} items, {time_left(seconds)} ({current})"
 
 
 def time_left(seconds: float) -> str:
-    """``about 12 s left``; never none at all, as something is left."""
+    """Return ``about 12 s left``.
+
+    At least 1 s, since something is left.
+    """
     return f"about {max(round(seconds), 1)} s left"
 
 
 def finished(seconds: float, used: int, *, place: str = "device") -> str:
-    """The last line of warm-up, which took ``used`` bytes of the memory of ``place``."""
+    """Return the last line of warm-up.
+
+    It took ``used`` bytes of the memory of ``place``.
+    """
     return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of {place} memory"
 
 
 def memory_step(
     what: str, device: tuple[int, int, int] | None, host: tuple[int, int, int], *, in_total: bool = False
 ) -> str:
-    """The memory that a step of the boot, or several ``in_total``, took. ``device`` and ``host`` are (taken, used now,
-    total) in bytes; negative numbers are released memory. None: the device has no memory of its own.
+    """Return the line on memory taken by a step of the boot.
+
+    With ``in_total`` it is on several steps. ``device`` and ``host`` are (taken, used now, total) in bytes; negative
+    numbers are released memory. ``device`` is None if the device has no memory of its own.
     """
     figures = {"host": host} if device is None else {"device": device, "host": host}
     parts = [
@@ -81,8 +107,10 @@ def memory_step(
 
 
 def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: float, mode: str = "") -> str:
-    """How the free memory is divided, ``cache`` bytes of it to the KV cache. ``reserved`` is the share asked for
-    graphs; in ``mode``, if one is given, there are none.
+    """Return the line on how free memory is divided.
+
+    ``cache`` bytes of it are for the KV cache. ``reserved`` is the share of usable memory asked for graphs. An
+    execution mode in ``mode`` captures no graphs.
     """
     none = f"; execution mode {mode} captures none" if mode else ""
     return (
@@ -93,7 +121,10 @@ def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: fl
 
 
 def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float) -> str:
-    """How the graphs' ``pool``, out of ``free`` bytes, is divided between the phases."""
+    """Return the line on how the graphs' ``pool`` is divided.
+
+    The pool comes out of ``free`` bytes and is divided between the phases.
+    """
     parts = " and ".join(f"{format_bytes(size)} for {phase}" for phase, size in shares.items())
     return (
         f"Using {format_bytes(pool)}/{format_bytes(free)} of free device memory for graphs, {parts} "
@@ -102,7 +133,10 @@ def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float
 
 
 def sampler_start(sizes: Sequence[int], settings: Iterable[tuple[str, bool]]) -> list[str]:
-    """Before the sampler's items run; ``settings`` are (text, batch_changed) pairs in their order."""
+    """Return the lines before the sampler's items.
+
+    ``settings`` are (text, batch_changed) pairs in their order.
+    """
     lines = [f"Warming up sampler with batch sizes: {list(sizes)} and following configs:"]
     lines += [f"{text}, batch_changed={changed}" for text, changed in settings]
     return [*lines, "Starting sampler warmup..."]

@@ -26,15 +26,16 @@ BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
     (True, False): "graphs",
     (True, True): "lazy",
 }
-"""What ``lazy_mode`` and ``enforce_eager`` ask for together: the table of vLLM on Gaudi."""
+"""The mode asked by ``lazy_mode`` and ``enforce_eager`` together: the table of vLLM on Gaudi."""
 
 LAZY_MODE = "lazy_mode (PT_HPU_LAZY_MODE)"
 
 
 def asked(settings: Settings) -> Mode | None:
-    """The mode that the settings name; None if they name none. SettingsError if they name two.
+    """Return the mode that the settings name, or None.
 
-    ``lazy_mode`` is often set by the environment of another machine: it gives way to the others.
+    Raises SettingsError if they name two. ``lazy_mode`` is often set by the environment of another machine, so it gives
+    way to the other settings.
     """
     bridge = BY_BRIDGE[settings.lazy_mode, settings.enforce_eager]
     if settings.execution_mode == "auto":
@@ -44,24 +45,26 @@ def asked(settings: Settings) -> Mode | None:
         return chosen
     if BY_BRIDGE[None, settings.enforce_eager] not in (None, chosen):
         raise SettingsError(
-            f"execution_mode {chosen} contradicts enforce_eager, which means {bridge}: drop one of them",
+            f"execution_mode {chosen} contradicts enforce_eager (execution mode {bridge}): drop one of them",
             param="execution_mode",
         )
     if settings.lazy_mode is not None:
-        logger.warning("%s without effect: execution_mode is %s", LAZY_MODE, chosen)
+        logger.warning("%s has no effect: execution_mode is %s", LAZY_MODE, chosen)
     return chosen
 
 
 def resolve(facts: Facts, settings: Settings) -> Mode:
-    """The mode in which a backend runs. SettingsError, with the reason, if it does not have the mode asked for; only
-    what ``lazy_mode`` asks for is then left to the default, with a warning.
+    """Return the mode in which a backend runs.
+
+    Raises SettingsError, with the reason, if the backend lacks the mode asked for. A mode asked by ``lazy_mode`` alone
+    gives way to the default with a warning.
     """
     modes = facts.modes
     mode = asked(settings) or modes.default
     if settings.enforce_eager and settings.lazy_mode is None and settings.execution_mode == "auto":
         mode = modes.enforced
     if mode in modes.rejected and settings.execution_mode == "auto" and settings.lazy_mode is not None:
-        logger.warning("%s without effect: there is no mode %s, %s", LAZY_MODE, mode, modes.rejected[mode])
+        logger.warning("%s has no effect: there is no mode %s, because %s", LAZY_MODE, mode, modes.rejected[mode])
         mode = BY_BRIDGE[None, settings.enforce_eager] or modes.default
     if mode in modes.rejected:
         raise SettingsError(
@@ -73,7 +76,10 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
 
 
 def with_defaults(settings: Settings, facts: Facts) -> Settings:
-    """``settings`` with a backend's limits of a step, its block size and its other defaults, where none are set."""
+    """Return ``settings`` with a backend's defaults where none are set.
+
+    They are its step limits, block size and other defaults.
+    """
     sequences, tokens = step_limits(settings, facts)
     usual = {"bucketing_policy": DEFAULT_POLICY, "block_size": facts.block_size} | dict(facts.defaults)
     more: dict[str, Any] = {name: value for name, value in usual.items() if getattr(settings, name) is None}
@@ -81,12 +87,18 @@ def with_defaults(settings: Settings, facts: Facts) -> Settings:
 
 
 def step_limits(settings: Settings, facts: Facts) -> tuple[int, int]:
-    """The most sequences and tokens of a step: as they are set, or else those of a backend."""
+    """Return the most sequences and tokens of a step.
+
+    They are as set, or else the backend's.
+    """
     return settings.max_num_seqs or facts.max_num_seqs, settings.max_num_batched_tokens or facts.max_num_batched_tokens
 
 
 def check_options(settings: Settings, facts: Facts) -> None:
-    """Raise SettingsError, with the reason, for an option that has no effect on a backend or with other options."""
+    """Raise SettingsError for an option that has no effect.
+
+    An option may have none on a backend or with other options. The error has the reason.
+    """
     for name, reason in facts.rejected.items():
         default = OPTIONS[name].default
         if bool(getattr(settings, name)) != bool(default):
@@ -97,7 +109,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
             )
     for name, reason in facts.ignored.items():
         if getattr(settings, name) is not None:
-            warn(f"{OPTIONS[name].env} without effect: {reason}")
+            warn(f"{OPTIONS[name].env} has no effect: {reason}")
     settings = with_defaults(settings, facts)
     size = settings.block_size
     if settings.num_scheduler_steps > 1 and not facts.asynchronous:
@@ -115,7 +127,7 @@ def check_options(settings: Settings, facts: Facts) -> None:
     mixed_steps = policy_of(settings).mixed_steps
     if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
         raise SettingsError(
-            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
+            "max_num_mixed_tokens limits steps that mix prompts and decoding: leave it unset, or use the unified "
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )

@@ -1,4 +1,4 @@
-"""The settings that decide what is in the plan."""
+"""The settings that decide the contents of the plan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ DIMENSIONS = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "decode_se
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Names and meanings are those of Settings. A part of a bucket range that is None takes the policy's default.
+    """The settings of a plan, with the names and meanings of Settings.
 
-    ``pads_context`` and ``host_sampler`` are no settings but facts of the backend. ``verify_widths`` are the tokens of
-    a row that steps with drafts are padded to; none: nothing drafts. With ``draft_model`` a model or a head does; with
-    ``measures_drafts`` steps are timed, to choose how many tokens are drafted.
-    ``grammars`` are the names of those that the boot compiles. With ``pools`` nothing is drawn from hidden states.
+    A part of a bucket range that is None takes the policy's default. ``pads_context`` and ``host_sampler`` are no
+    settings but facts of the backend. ``verify_widths`` are the padded tokens of a row in a verify step; empty if
+    nothing drafts. With ``draft_model`` a model or a head drafts. With ``measures_drafts`` steps are timed, to choose
+    how many tokens are drafted. ``grammars`` are the names of the grammars that the boot compiles. With ``pools``
+    nothing is drawn from hidden states.
     """
 
     bucketing_policy: str = "unified"
@@ -69,7 +70,7 @@ class PlanOptions:
 
     @classmethod
     def of(cls, settings: Any, facts: Facts, *, pools: bool = False) -> PlanOptions:
-        """The options of this class taken from the attributes of ``settings``, for the backend of ``facts``."""
+        """Return the options taken from the attributes of ``settings``, for the backend of ``facts``."""
         speculates = settings.speculation
         told: dict[str, Any] = {
             "host_sampler": facts.host_sampler,
@@ -85,7 +86,7 @@ class PlanOptions:
         )
 
     def asked(self, name: str) -> tuple[int | None, int | None, int | None]:
-        """The (min, step, max) asked for a dimension such as "prompt_bs"."""
+        """Return the (min, step, max) asked for a dimension such as "prompt_bs"."""
         low, step, high = (getattr(self, f"{name}_bucket_{part}") for part in ("min", "step", "max"))
         return low, step, high
 
@@ -94,7 +95,7 @@ class PlanOptions:
         return any(part is not None for part in self.asked(name))
 
     def pads(self, name: str) -> tuple[int | None, int | None]:
-        """The (pad_max, pad_percent) asked for a dimension, or for all of them."""
+        """Return the (pad_max, pad_percent) asked for a dimension, or for all of them."""
         pad_max, percent = getattr(self, f"{name}_bucket_pad_max"), getattr(self, f"{name}_bucket_pad_percent")
         return (
             self.bucket_pad_max if pad_max is None else pad_max,
@@ -102,8 +103,9 @@ class PlanOptions:
         )
 
     def strategy(self, name: str, usual: str) -> str:
-        """The strategy of a dimension: the one that is set; else that to which its own settings belong, else
-        ``usual``.
+        """Return the strategy of a dimension.
+
+        It is the strategy that is set, else the one to which the dimension's own settings belong, else ``usual``.
         """
         if self.bucketing_strategy != "auto":
             return self.bucketing_strategy

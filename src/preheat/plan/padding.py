@@ -1,4 +1,7 @@
-"""How much a plan pads, averaged over sampled steps: rows uniform, lengths uniform on a logarithmic scale."""
+"""The padding of a plan, averaged over sampled steps.
+
+Rows are uniform, lengths uniform on a logarithmic scale.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ from preheat.plan.dispatcher import Dispatcher
 from preheat.plan.regions import DecodeByBlocks, DecodeByLength, Region
 
 SHORTEST = 16
-"""Prompts shorter than this are not sampled: they cost next to nothing, whatever they are padded to."""
+"""Shorter prompts are not sampled: they cost next to nothing, however much they are padded."""
 SAMPLES = 2_000
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Work added by padding, relative to the work without it: the mean and the worst of ``needs`` samples."""
+    """Work added by padding, relative to the work without it.
+
+    ``mean`` and ``worst`` are over ``needs`` samples.
+    """
 
     mean: float
     worst: float
@@ -28,12 +34,15 @@ class Padding:
     spread: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self) | {"mean": round(self.mean, 6), "worst": round(self.worst, 6)}
 
 
 def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[str, Padding]:
-    """The padding of each phase, fallbacks included; with ``context`` that of contexts is computed, too."""
+    """Return the padding of each phase, fallbacks included.
+
+    With ``context`` contexts are padded too.
+    """
     return {phase: _measure(dispatcher, *_sampled(part.region), context) for phase, part in dispatcher.phases.items()}
 
 

@@ -1,4 +1,7 @@
-"""The plan: everything that may run, worked out from the limits alone, before any weight is loaded."""
+"""The plan: everything that may run.
+
+It is derived from the limits alone, before any weight is loaded.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,10 @@ KINDS: tuple[type[Item], ...] = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """Frozen: nothing can be added later. ``items`` are in the order in which they run, the largest buckets of each
-    phase first; ``checks`` name the cross-checks that run last; ``padding`` is by phase; ``draft`` is the plan of the
-    draft model, if there is one.
+    """Everything that may run. It is frozen: nothing can be added later.
+
+    ``items`` are in the order in which they run, the largest buckets of each phase first. ``checks`` name the
+    cross-checks that run last. ``padding`` is by phase. ``draft`` is the plan of the draft model, if there is one.
     """
 
     limits: Limits
@@ -69,14 +73,15 @@ class Plan:
     items: tuple[Item, ...] = ()
 
     def fit(self, size: StepSize) -> Bucket:
-        """The bucket that a step of ``size`` runs in; see `Dispatcher.fit`."""
+        """Return the bucket that a step of ``size`` runs in; see `Dispatcher.fit`."""
         return self.dispatcher.fit(size)
 
     @cached_property
     def sampler_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that sampling is padded to, ascending: 0, 1, those of the decode buckets, and the most rows
-        that a step can have; where there are drafts, each of which is a row more, four sizes in each doubling up to the
-        most of those.
+        """Padded sizes of sampling in rows, ascending.
+
+        They are 0, 1, the rows of the decode buckets and the most rows of a step. Each draft is one more row: with
+        drafts there are also four sizes in each doubling, up to the most rows with drafts.
         """
         decode = self.dispatcher.phases["decode"]
         rows = {bucket.rows for bucket in (*decode.buckets, decode.fallback) if bucket is not None}
@@ -93,16 +98,22 @@ class Plan:
         return "verify" in self.dispatcher.phases
 
     def most_drafts(self, rows: int) -> int:
-        """The most drafts of a row in a step of ``rows`` rows that decode; 0 if none fit."""
+        """Return the most drafts of a row in a decoding step.
+
+        The step has ``rows`` rows. Returns 0 if no drafts fit.
+        """
         region = self.dispatcher.phases["verify"].region
         return int(region.top(np.asarray(rows))) - 1 if rows <= region.bounds[0] else 0
 
     def sampler_rows(self, rows: int) -> int:
-        """What the sampling of ``rows`` rows is padded to."""
+        """Return the padded size of sampling ``rows`` rows."""
         return self.sampler_sizes[bisect_left(self.sampler_sizes, rows)]
 
     def padded(self, rows: int, tokens: int, longest: int) -> int:
-        """What a step with prompts in it is padded to, in tokens: admission counts this against the budget."""
+        """Return the padded tokens of a step with prompts in it.
+
+        Admission counts them against the budget.
+        """
         if longest == 1:
             return tokens  # decoding rows; their number is bounded by the slots
         bucket = self.dispatcher.find(StepSize(self.policy.prefill, rows, tokens, longest=longest))
@@ -115,18 +126,21 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """How bucket sizes are spaced; several if the dimensions differ."""
+        """The strategy that spaces bucket sizes; several if the dimensions differ."""
         return ", ".join(sorted({axis.strategy for phase in self.phases for axis in phase.axes})) or "file"
 
     def program_of(self, program: Program[Any]) -> Program[Any]:
-        """What runs: buckets that differ in their context alone may be one program."""
+        """Return the program that runs.
+
+        Buckets that differ in their context alone may be one program.
+        """
         if self.options.pads_context or program.kind != "forward":
             return program
         return program._replace(size=program.size.without_context())
 
     @property
     def programs(self) -> int:
-        """Distinct runnable programs; several items may run the same."""
+        """Number of distinct runnable programs; several items may run the same program."""
         return len({self.program_of(item.program) for item in self.items if item.program is not None})
 
     @cached_property
@@ -135,11 +149,11 @@ class Plan:
         return largest(item.bucket for item in self.items if isinstance(item, ForwardItem))
 
     def with_costs(self, costs: Costs) -> Plan:
-        """The same plan with its items estimated by ``costs``."""
+        """Return the same plan with its items estimated by ``costs``."""
         return replace(self, items=tuple(replace(item, estimate=item.cost(costs)) for item in self.items))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "policy": self.policy.name,
             "strategy": self.strategy,
@@ -153,7 +167,10 @@ class Plan:
 
 
 def largest(buckets: Iterable[Bucket]) -> Bucket:
-    """The one with the most tokens, then rows, then context: what a step needs grows with them in this order."""
+    """Return the bucket with the most tokens, then rows, then context.
+
+    Memory grows with them in this order.
+    """
     return max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows, bucket.blocks, bucket.longest))
 
 
@@ -165,7 +182,7 @@ def make_plan(
     checks: Sequence[str] = (),
     on_miss: OnMiss | None = None,
 ) -> Plan:
-    """The plan for these limits. Without ``costs`` nothing is estimated.
+    """Return the plan for these limits. Without ``costs`` nothing is estimated.
 
     ``on_miss`` is called for every step that takes a fallback (None: log a warning, once for each configuration).
     Raises SettingsError for options that make no sense and for a plan of more than 2,000 programs, unless
@@ -199,7 +216,10 @@ def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on
 
 
 def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | None) -> Plan:
-    """The draft model's plan: the same limits and buckets, without drafts of its own."""
+    """Return the draft model's plan.
+
+    It has the same limits and buckets, without drafts of its own.
+    """
     alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False)
     return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 
@@ -207,7 +227,7 @@ def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | Non
 def _shadow_reason(winner: Bucket | None) -> str:
     if winner is not None:
         return f"shadowed: every step that it could hold runs cheaper in {winner}"
-    return "shadowed: no step within the limits needs it, a smaller bucket holds all that it could be asked for"
+    return "shadowed: a smaller bucket holds every step within the limits that could need it"
 
 
 def _refuse_large(plan: Plan) -> None:

@@ -1,4 +1,7 @@
-"""The bucketing policies: which phases there are, and the ranges of their bucket sizes."""
+"""The bucketing policies.
+
+A policy sets the phases of a plan and the ranges of their bucket sizes.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ Span = tuple[int, int, int]
 
 
 class Policy(ABC):
-    """``prefill`` is the phase of steps with prompts in them. With ``mixed_steps`` those also hold decoding rows; with
-    ``compacts`` the KV cache is defragmented; with ``pads_length`` the length of rows is part of the buckets.
-    ``strategy`` spaces bucket sizes by default; ``per_doubling`` gives the number of exponential ones in each doubling,
-    by dimension.
+    """The phases of a plan and the default ranges of their bucket sizes.
+
+    ``prefill`` is the phase of steps with prompts in them; with ``mixed_steps`` such a step also holds decoding rows.
+    With ``compacts`` the KV cache is defragmented. With ``pads_length`` the length of rows is part of the buckets.
+    ``strategy`` spaces bucket sizes by default. ``per_doubling`` gives, by dimension, the number of exponential sizes
+    in each doubling.
     """
 
     name: ClassVar[str]
@@ -37,43 +42,52 @@ class Policy(ABC):
 
     @abstractmethod
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
-        """The size of a step of ``rows`` rows that compute ``tokens`` tokens; with ``decodes``, one in each row. The
-        other two are those of StepSize, and matter only if the policy ``pads_length``.
+        """Return the size of a step of ``rows`` rows and ``tokens`` tokens.
+
+        With ``decodes`` each row computes one token. ``longest`` and ``blocks`` are as in StepSize and matter only if
+        the policy ``pads_length``.
         """
 
     @abstractmethod
     def regions(self, limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-        """The steps that may arise within ``limits``, phase by phase. Raises SettingsError for bucket ranges that
-        contradict each other.
+        """Return the steps that may arise within ``limits``, phase by phase.
+
+        Raises SettingsError for bucket ranges that contradict each other.
         """
 
     @abstractmethod
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """The default range of a dimension such as "prompt_bs"."""
+        """Return the default range of a dimension such as "prompt_bs"."""
 
     def count(self, name: str, high: int) -> int | None:
-        """The number of exponential sizes of a dimension up to ``high``; None: one a doubling."""
+        """Return the number of exponential sizes of a dimension up to ``high``.
+
+        None means one a doubling.
+        """
         return None
 
     def beyond(self, name: str, high: int, most: int) -> tuple[int, ...]:
-        """The sizes of a dimension beyond ``high``, its usual maximum, up to the ``most`` that a step can need; none
-        where the fallback does for such steps.
+        """Return the sizes of a dimension beyond ``high``, its usual maximum, up to ``most``.
+
+        ``most`` is the largest size that a step can need. Returns nothing where the fallback serves such steps.
         """
         return ()
 
     @abstractmethod
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none. Raises
-        ValueError for a line that says too little.
+        """Return the bucket of a line of a bucket file.
+
+        The line is (rows, query, blocks); ``blocks`` is 0 if the line has none. Raises ValueError for an incomplete
+        line.
         """
 
 
 class UnifiedPolicy(Policy):
-    """Phases decode (rows) and mixed (tokens x rows): context length is not part of any program.
+    """Phases decode (rows) and mixed (tokens x rows).
 
-    A mixed step pays for every padding token, a decode step hardly, so mixed buckets lie closer: mean padding is under
-    5 and 10 %. Sizes lie at powers of two, their halves and quarters, where tiles of kernels end: 32 rows padded to 34
-    would do the work of 64.
+    Context length is not part of any program. A mixed step pays for every padding token, a decode step hardly, so mixed
+    buckets lie closer: mean padding is under 5 and 10 %. Sizes lie at powers of two, their halves and quarters, where
+    tiles of kernels end: 32 rows padded to 34 would do the work of 64.
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "unified", "mixed", True, True, False
@@ -102,8 +116,10 @@ class UnifiedPolicy(Policy):
 
 
 class SplitPolicy(Policy):
-    """Phases prompt (rows x longest) and decode (rows x blocks, or rows x longest if a ``VLLM_DECODE_SEQ_BUCKET_*`` is
-    set), as in vLLM on Gaudi. Decode buckets of equal rows are one program where contexts are no part of it.
+    """Phases prompt (rows x longest) and decode (rows x blocks), as in vLLM on Gaudi.
+
+    Decode buckets are rows x longest if a ``VLLM_DECODE_SEQ_BUCKET_*`` is set. Decode buckets of equal rows are one
+    program where contexts are no part of it.
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "split", "prompt", False, False, True
@@ -126,7 +142,10 @@ class SplitPolicy(Policy):
         return prompt, DecodeByLength(rows, limits.max_model_len, limits.block_size, blocks)
 
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """The defaults of vLLM on Gaudi; no more blocks than there are."""
+        """Return the defaults of vLLM on Gaudi.
+
+        There are at most as many blocks as the cache has.
+        """
         rows, block, length = limits.max_num_seqs, limits.block_size, limits.max_model_len
         step = min(rows, 2 if options.strategy(name, self.strategy) == "padding_aware" else 32)
         most = max(128, rows * limits.max_blocks_per_seq)
@@ -140,19 +159,26 @@ class SplitPolicy(Policy):
         return spans[name]
 
     def beyond(self, name: str, high: int, most: int) -> tuple[int, ...]:
-        """Rows that share a prefix count its blocks once each, so they can need many times the blocks that there are:
-        these sizes double.
+        """Return sizes of blocks that double from ``high`` up to ``most``.
+
+        Each row counts the blocks of a shared prefix. A step can therefore need many times the blocks of the cache.
         """
         if name != "decode_block" or high >= most:
             return ()
         return (min(2 * high, most), *self.beyond(name, 2 * high, most))
 
     def count(self, name: str, high: int) -> int | None:
-        """That of vLLM on Gaudi, which has one point less for the length of prompts."""
+        """Return the count of vLLM on Gaudi.
+
+        It has one point less for the length of prompts.
+        """
         return max(1, math.ceil(math.log2(high))) if name == "prompt_seq" and high > 1 else None
 
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """The blocks of a prompt are its context, which is not part of its program here."""
+        """Return the bucket of a line.
+
+        A prompt's blocks are its context and no part of its program here.
+        """
         if region.phase == "prompt":
             return region.bucket(rows, query)
         if blocks < 1 and len(region.dimensions) > 1:
@@ -164,12 +190,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for polic
 
 
 def policy_of(settings: Settings) -> Policy:
-    """The policy of ``settings``, where none is set the usual one."""
+    """Return the policy of ``settings``, or the default one if none is set."""
     return policy_named(settings.bucketing_policy or DEFAULT_POLICY)
 
 
 def policy_named(name: str) -> Policy:
-    """The policy that ``bucketing_policy`` names. Raises SettingsError for an unknown name."""
+    """Return the policy that ``bucketing_policy`` names. Raises SettingsError for an unknown name."""
     if name not in POLICIES:
         raise SettingsError(f"bucketing_policy must be one of {', '.join(POLICIES)}, got {name!r}")
     return POLICIES[name]

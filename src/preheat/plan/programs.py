@@ -12,11 +12,11 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 class Program(NamedTuple, Generic[S_co]):
-    """The key of a program: all values that decide what is launched.
+    """The key of a program: all values that decide its launches.
 
-    ``size`` is the bucket of a forward step, the rows of the sampler or of the head, the images of the encoder, the
-    pairs of blocks of a swap, or the direction of an offload. ``level`` is the sampler's. ``adapted``: some rows have
-    adapters. ``draft``: the draft model runs it.
+    ``size`` depends on the kind: the bucket of a forward step, the rows of the sampler or of the head, the images of
+    the encoder. For a swap it is the pairs of blocks, for an offload its direction. ``level`` is the sampler's.
+    ``adapted``: some rows have adapters. ``draft``: the draft model runs it.
     """
 
     kind: Kind
@@ -33,7 +33,7 @@ class Program(NamedTuple, Generic[S_co]):
 
 
 class Part(NamedTuple):
-    """Some ``layers`` of a forward program, which are one graph.
+    """Some ``layers`` of a forward program, captured as one graph.
 
     The first part begins with the tokens, any other where the part before it ended.
     """
@@ -47,7 +47,7 @@ ENCODER_SIZES = (4, 2, 1)
 
 
 def encoder_programs(images: int) -> list[Program[int]]:
-    """The programs that encode ``images`` images, one after the other: none pads."""
+    """Return the programs that encode ``images`` images one after the other, without padding."""
     found = []
     for size in ENCODER_SIZES:
         found += [Program("encoder", size)] * (images // size)

@@ -1,7 +1,7 @@
-"""Which steps can arise within the limits, phase by phase.
+"""The steps that can arise within the limits, phase by phase.
 
 The sizes of a phase's steps are points (a, b) on two axes, for example the rows and the longest row of a prompt step.
-A region says which points the scheduler can produce; the dispatcher is built for exactly those.
+A region holds the points that the scheduler can produce. The dispatcher is built for exactly these points.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import numpy.typing as npt
 from preheat.plan.buckets import Bucket, Phase, StepSize
 
 UNBOUNDED = 2**62
-"""A bound on the second axis of a phase that has only one: every step is below it."""
+"""A bound on the second axis of a phase without one.
+
+Every step is below it.
+"""
 
 Ints = npt.NDArray[np.int64]
 
 
 class Dimension(NamedTuple):
-    """A dimension with bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log.
+    """A dimension with bucket sizes.
+
+    It has a name in the settings, such as "prompt_bs", and a label in the log.
 
     ``by_row``: its bound depends on the rows, so that buckets are bounded one by one and not its range.
     """
@@ -39,8 +44,9 @@ DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block", by_row=True), 
 
 
 class Region(Protocol):
-    """The points (a, b), at least 1 each, that a phase's steps take. ``axes`` name the fields of StepSize that a and b
-    stand for; ``dimensions`` are those of them that have bucket sizes.
+    """The points (a, b), at least 1 each, that a phase's steps take.
+
+    ``axes`` name the fields of StepSize for a and b; ``dimensions`` are the axes with bucket sizes.
     """
 
     phase: ClassVar[Phase]
@@ -52,21 +58,30 @@ class Region(Protocol):
         """The largest a and the largest b."""
 
     def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """For each i, the first and last a that occurs with some b in [low[i], high[i]] (none: last < first)."""
+        """Return the first and last a for each i.
+
+        They occur with some b in [low[i], high[i]] (none: last < first).
+        """
 
     def top(self, a: Ints) -> Ints:
-        """The largest b that occurs with each a."""
+        """Return the largest b that occurs with each a."""
 
     def step_size(self, a: int, b: int) -> StepSize:
-        """The heaviest step at a point."""
+        """Return the heaviest step at a point."""
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        """The bucket of a size on each axis, cut down to what a step can need."""
+        """Return the bucket of a size on each axis.
+
+        It is cut down to the sizes that a step can need.
+        """
 
 
 @dataclass(frozen=True)
 class PromptRegion(Region):
-    """Rows (a) and longest row (b) of a prompt step. Other rows may be short, so only a + b - 1 tokens are sure."""
+    """Rows (a) and longest row (b) of a prompt step.
+
+    Other rows may be short, so only a + b - 1 tokens are sure.
+    """
 
     max_rows: int
     max_len: int
@@ -123,8 +138,10 @@ class DecodeRegion(Region):
 
 @dataclass(frozen=True)
 class DecodeByBlocks(Region):
-    """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's. ``num_blocks`` bounds
-    the sum where no block is shared; one that is counts once for each row, so that sharing can take it further.
+    """Rows (a) and KV blocks summed over them (b).
+
+    A row has at least one block and at most a sequence's. ``num_blocks`` bounds the sum where no block is shared. A
+    shared block counts once for each row, so sharing can exceed the blocks of the cache.
     """
 
     max_rows: int
@@ -156,7 +173,10 @@ class DecodeByBlocks(Region):
 
 @dataclass(frozen=True)
 class DecodeByLength(Region):
-    """Rows (a) and the longest row's context in tokens (b); each other row holds at least one block."""
+    """Rows (a) and the longest row's context in tokens (b).
+
+    Each other row holds at least one block.
+    """
 
     max_rows: int
     max_len: int
@@ -188,8 +208,10 @@ class DecodeByLength(Region):
 
 @dataclass(frozen=True)
 class MixedRegion(Region):
-    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row. Rows only size
-    index arrays, so that every bucket has room for all.
+    """Tokens (a) and rows (b) of a flat step.
+
+    A row has at least one token and at most a sequence's length. Rows only size index arrays, so every bucket has room
+    for all rows.
     """
 
     max_tokens: int
@@ -222,8 +244,9 @@ class MixedRegion(Region):
 
 @dataclass(frozen=True)
 class VerifyRegion(Region):
-    """Rows (a) and the tokens of the longest one (b), drafts included. The scheduler drafts no more than some width of
-    ``widths`` for which all rows fit the budget.
+    """Rows (a) and the tokens of the longest one (b), drafts included.
+
+    The scheduler drafts no more than some width of ``widths`` for which all rows fit the budget.
     """
 
     max_rows: int

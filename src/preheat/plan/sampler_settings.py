@@ -1,4 +1,4 @@
-"""The sampling parameters that warm-up runs the sampler with, by name."""
+"""The sampling parameters of the sampler's warm-up, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _GAUDI = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0
 GAUDI_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
     {f"temp={t}, top_p={p}, top_k={k}": SamplingParams(temperature=t, top_p=p, top_k=k) for t, p, k in _GAUDI}
 )
-"""The settings of the sampler warm-up of vLLM on Gaudi, by their log text, in its order."""
+"""The settings of the sampler warm-up of vLLM on Gaudi.
+
+They are by their log text, in its order.
+"""
 
 BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
     {
@@ -40,7 +43,7 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
         ),
     }
 )
-"""Branches of the sampler that those settings do not reach, each alone and all together."""
+"""Branches of the sampler beyond the settings above, each alone and all together."""
 
 SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
 
@@ -51,13 +54,16 @@ LEVEL_SETTINGS: Mapping[Level, str] = MappingProxyType(
         Level.FULL: "everything",
     }
 )
-"""For each level the setting that runs the most of it."""
+"""For each level the setting that runs the most of its code."""
 
 POOLER_SETTINGS = (
     SamplingParams(temperature=0.0, logprobs=0),
     SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0),
 )
-"""What an engine that pools is asked for: reports of last tokens, and of all tokens of a prompt."""
+"""Requests of an engine that pools.
+
+They ask for reports of last tokens, and of all tokens of a prompt.
+"""
 
 NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
 """Fields of SamplingParams that sampling code does not read. Every other field is in a setting."""

@@ -1,4 +1,4 @@
-"""What steps take: measured when the engine booted, or estimated where nothing was."""
+"""Seconds of decode and verify steps, measured at boot or else estimated."""
 
 from __future__ import annotations
 
@@ -12,34 +12,43 @@ from preheat.plan.items import ForwardItem, SamplerItem
 from preheat.plan.plan import Plan
 
 LEAST = 1e-9
-"""Seconds: a step takes some time."""
+"""Seconds: the least time of a step, so that rates stay finite."""
 
 _Line = tuple[np.ndarray, np.ndarray]
 
 
 class StepTimes:
-    """The seconds of steps of ``plan`` that decode. ``measured`` is by whose step it is ("target" or "draft") and by
-    bucket; it is read when a time is asked for first.
+    """The seconds of decode and verify steps of ``plan``.
+
+    ``measured`` has a key ("target" or "draft", bucket). It is read when a time is asked for first.
     """
 
     def __init__(self, plan: Plan, measured: Mapping[tuple[str, Bucket], float]) -> None:
         self._plan, self._measured = plan, measured
 
     def __call__(self, rows: int, drafts: int) -> float:
-        """A step of ``rows`` rows, each with so many drafts: between two sizes that are known, in proportion. More
-        drafts never take less, whatever was measured.
+        """Return the seconds of a step of ``rows`` rows with ``drafts`` drafts each.
+
+        Times between two known sizes are interpolated. A step with more drafts never takes less than one with fewer,
+        whatever was measured.
         """
         widths = self._plan.options.verify_widths
         width = next((each for each in widths if drafts < each), widths[-1]) if drafts else 0
         return max(float(np.interp(rows, *line)) for each, line in self._lines.items() if each <= width)
 
     def drafting(self, rows: int) -> float:
-        """One token of a draft model, for each of ``rows`` rows; 0 without one."""
+        """Return the seconds of one draft token for each of ``rows`` rows.
+
+        Returns 0 without a draft model.
+        """
         return float(np.interp(rows, *self._draft)) if self._plan.draft else 0.0
 
     @cached_property
     def _lines(self) -> dict[int, _Line]:
-        """Rows and seconds, by the width of a verify step; 0 for a step without drafts."""
+        """Rows and seconds, by the width of a verify step.
+
+        0 for a step without drafts.
+        """
         phases = self._plan.dispatcher.phases
         buckets = (*phases["decode"].buckets, *phases["verify"].buckets)
         own = {bucket: seconds for (whose, bucket), seconds in self._measured.items() if whose == "target"}
@@ -56,7 +65,7 @@ class StepTimes:
         return _line(known or {bucket: self._estimate(draft, bucket) for bucket in decode})
 
     def _estimate(self, plan: Plan, bucket: Bucket) -> float:
-        """The plan's estimates of a forward step and of sampling all of its tokens."""
+        """Return the plan's estimate of a forward step and of sampling all its tokens."""
         size = plan.sampler_rows(min(bucket.tokens, plan.sampler_sizes[-1]))
         forward = (
             item.estimate.seconds for item in plan.items if isinstance(item, ForwardItem) and item.bucket == bucket

@@ -1,8 +1,8 @@
-"""Bucket sizes solved from recorded traffic: the least padded work and boot together. No torch.
+"""Bucket sizes solved from recorded traffic.
 
-The record of a server (``/warmup``) counts the steps of each size and says what each bucket took at boot. If the coming
-traffic is like that, the best sizes are those with the least sum of steps x seconds of their bucket, plus the seconds
-that each bucket takes at boot: a shortest path over the sizes that occurred.
+They have the least padded work and boot together. No torch. The record of a server (``/warmup``) counts the steps of
+each size and the boot seconds of each bucket. For like traffic the best sizes have the least sum of steps x seconds of
+their bucket and of the boot seconds of each bucket. They are found as a shortest path over the sizes that occurred.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import numpy as np
 from preheat.errors import SettingsError
 
 ALIGN = {"decode": 1, "mixed": 8}
-"""What sizes are multiples of, by phase: kernels take a few tokens more in the same time."""
+"""Sizes are multiples of this, by phase.
+
+Kernels take a few tokens more in the same time.
+"""
 
 Seconds = Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by bucket size, between and beyond those measured in proportion; never less for a greater size."""
+    """Seconds by bucket size: interpolated between measured sizes, proportional beyond, and never falling."""
 
     sizes: Sequence[int]
     seconds: Sequence[float]
@@ -35,8 +38,10 @@ class Measured:
 
 
 def best_sizes(steps: Mapping[int, int], run: Seconds, boot: Seconds, largest: int, align: int = 1) -> tuple[int, ...]:
-    """The sizes, ``largest`` the last of them, with the least sum of ``boot`` over them and of ``run``, for each of the
-    ``steps`` (numbers by size), of the smallest that holds it.
+    """Return the bucket sizes with the least cost.
+
+    ``largest`` is the last of them. The cost is the sum of ``boot`` over the sizes, and of ``run`` of the smallest size
+    that holds it for each step. ``steps`` counts steps by size.
     """
     counts: dict[int, int] = {largest: 0}
     for size, count in steps.items():
@@ -57,7 +62,10 @@ def best_sizes(steps: Mapping[int, int], run: Seconds, boot: Seconds, largest: i
 
 
 def paid(steps: Mapping[int, int], sizes: Sequence[int], run: Seconds) -> tuple[float, float]:
-    """The seconds of all ``steps`` with buckets of ``sizes`` (rising), and their padding: computed by asked, less 1."""
+    """Return the seconds of ``steps``, and their padding.
+
+    ``sizes`` are the buckets, rising. The padding is the computed tokens over the asked ones, less 1.
+    """
     buckets = [sizes[min(int(np.searchsorted(sizes, size)), len(sizes) - 1)] for size in steps]
     seconds = sum(count * run(bucket) for bucket, count in zip(buckets, steps.values(), strict=True))
     computed = sum(count * bucket for bucket, count in zip(buckets, steps.values(), strict=True))
@@ -67,10 +75,11 @@ def paid(steps: Mapping[int, int], sizes: Sequence[int], run: Seconds) -> tuple[
 def bucket_file(
     traffic: Mapping[str, Mapping[int, int]], measured: Mapping[str, Mapping[int, tuple[float, float]]], rows: int
 ) -> str:
-    """A bucket file with the best sizes for ``traffic`` (steps by size, by phase), and as comments what they gain.
+    """Return a bucket file with the best sizes for ``traffic``.
 
-    ``measured``: by phase and size of today's buckets, the seconds of a step and of the boot; a phase that no step took
-    keeps these sizes. ``rows``: the most of a step. Raises SettingsError if there was no traffic.
+    ``traffic`` counts steps by size, by phase. Comments in the file state the gain. ``measured`` gives, by phase and
+    size of today's buckets, the seconds of a step and of the boot. A phase without steps keeps today's sizes. ``rows``:
+    the most of a step. Raises SettingsError if there was no traffic.
     """
     if not any(traffic.values()):
         raise SettingsError("the record has counted no steps yet: take it from /warmup of a server that has served")

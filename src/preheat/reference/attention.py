@@ -1,4 +1,7 @@
-"""Attention of whole sequences with gradients: forward by the engine's paged attention, over a cache of its own."""
+"""Attention of whole sequences with gradients, over a cache of its own.
+
+The forward pass is the engine's paged attention.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,26 @@ from preheat.model.decoder import Decoder
 from preheat.reference.operations import DifferentiableNorm, exact
 
 MULTIPLE = 64
-"""Rows are padded to a multiple of it, so that few numbers of rows have to be proven to have the engine's bits."""
+"""Rows are padded to a multiple of this.
+
+So few numbers of rows have to be proven to have the engine's bits.
+"""
 
 
 def padded(count: int) -> int:
-    """The rows that ``count`` of them are padded to; never none."""
+    """Return ``count`` rounded up to the padded number of rows.
+
+    It is at least one multiple.
+    """
     return max(-(-count // MULTIPLE), 1) * MULTIPLE
 
 
 @dataclass
 class _Tables:
-    """Block tables of sequences that lie one behind the other; block 0 is the pad block."""
+    """Block tables of sequences that follow one another.
+
+    Block 0 is the pad block.
+    """
 
     block_size: int
     block_table: np.ndarray
@@ -37,9 +49,10 @@ class _Tables:
 
 
 class WholeSequences:
-    """A step that reads whole sequences of so many tokens (``lengths``): ``tokens`` rows in all, the last ones
-    padding, at ``positions`` int32 [tokens] of their sequences. ``limits`` say how long they may be, and how large the
-    blocks of the cache are, which is made for this step.
+    """A step that reads whole sequences of ``lengths`` tokens.
+
+    It has ``tokens`` rows in all, the last ones padding, at ``positions`` int32 [tokens] of their sequences. ``limits``
+    give the longest sequence and the block size of the cache. The cache is made for this step.
     """
 
     def __init__(self, lengths: Sequence[int], limits: Limits, device: torch.device) -> None:
@@ -52,7 +65,7 @@ class WholeSequences:
         self._lengths = np.array(lengths)
 
     def attend(self, backend: Backend, decoder: Decoder) -> Attend:
-        """What ``decoder`` calls in each layer."""
+        """Return the attention that ``decoder`` calls in each layer."""
         size = self.limits.block_size
         blocks = -(-self._lengths // size)
         cache = KVCache(decoder.spec, 1 + int(blocks.sum()), size, decoder.dtype, backend.device)
@@ -87,7 +100,10 @@ class WholeSequences:
         return StepInputs(nothing, nothing, self.positions, (), nothing, len(self.ends), width=0)
 
     def _plain(self, layer: AttentionLayer, qkv: Tensor, weight: Tensor | None) -> Tensor:
-        """The formula: norm, turn, softmax of the scaled products, in fp32."""
+        """Return attention by formula.
+
+        It is norm, rotation, softmax of the scaled products, in fp32.
+        """
         heads, groups = layer.num_heads, layer.num_kv_heads
         turned, value = qkv[:, : heads + groups], qkv[:, heads + groups :]
         if isinstance(layer.qk_norm, DifferentiableNorm) and weight is not None:
@@ -106,7 +122,10 @@ class WholeSequences:
 
 
 def _bias(layer: AttentionLayer, length: int, device: torch.device) -> Tensor:
-    """fp32 [1 or heads, queries, keys]: -inf where a query does not see a key, elsewhere ALiBi's bias or 0."""
+    """Return the bias of scores, fp32 [1 or heads, queries, keys].
+
+    It is -inf where a query does not see a key, else ALiBi's bias or 0.
+    """
     at = torch.arange(length, device=device)
     distance = at - at[:, None]
     hidden = distance > 0

@@ -1,4 +1,4 @@
-"""A checkpoint as a module whose parameters are the checkpoint's tensors."""
+"""A checkpoint as a module; its parameters are the checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def load(
     *,
     max_model_len: int | None = None,
 ) -> ReferenceModel:
-    """The checkpoint at ``path`` (a folder, a Hub id or "bundled") with gradients, computing in ``dtype`` (bfloat16,
-    float32 or auto). ``dtype`` and ``max_model_len`` are those of the engine whose bits it is to have; both have the
-    same defaults.
+    """Load the checkpoint at ``path`` (a folder, a Hub id or "bundled") with gradients.
 
-    Raises SettingsError for a device other than a CPU; ModelError for a checkpoint that is not one, that is quantized
-    or that sees images.
+    It computes in ``dtype`` (bfloat16, float32 or auto). For the bits of an engine, ``dtype`` and ``max_model_len``
+    must be the engine's; both have the same defaults.
+
+    Raises SettingsError for a device other than a CPU, or a ``max_model_len`` beyond the model's positions. Raises
+    ModelError for a path without a checkpoint, and for a model that is quantized or sees images.
     """
     if torch.device(device).type != HOST:
         raise SettingsError(f"the reference runs on a CPU, not on {device}: leave device out", param="device")
@@ -82,10 +83,10 @@ def _check(spec: ModelSpec) -> None:
 
 
 class ReferenceModel(nn.Module):
-    """Call it for logits; :meth:`logprobs` is what policies are trained by.
+    """The model. Call it for logits; :meth:`logprobs` trains policies.
 
     Parameters have the checkpoint's names and shapes: ``state_dict()`` is a checkpoint. They may be of any floating
-    dtype (``model.float()`` makes master weights): each forward pass rounds them to the dtype that it computes in, as
+    dtype (``model.float()`` makes master weights). Each forward pass rounds them to the dtype that it computes in, as
     loading them into the engine does.
     """
 
@@ -110,15 +111,17 @@ class ReferenceModel(nn.Module):
         del self._decoder.weights  # each forward pass makes its own
 
     def forward(self, token_ids: Sequence[int]) -> Tensor:
-        """The logits [n, vocab], in :attr:`dtype`, after each of the n ``token_ids``."""
+        """Return the logits [n, vocab], in :attr:`dtype`, after each of the n ``token_ids``."""
         return self._logits([token_ids], [range(len(token_ids))])
 
     def logprobs(self, token_ids: Sequence[int], start: int = 1, *, temperature: float = 1.0) -> Tensor:
-        """fp32 [n - start]: the log-probability of each of the n ``token_ids`` from place ``start`` on, given those
-        before it. The first token has none, so ``start`` is at least 1; with a prompt's length it is the answer's.
+        """Return fp32 [n - start]: the log-probability of each token from index ``start`` on.
 
-        At ``temperature`` 1 these are the bits of the engine's ``logprobs`` and ``prompt_logprobs``, which know no
-        other; logits are divided by it in fp32.
+        Each token's probability is conditioned on the tokens before it. The first token has none before, so ``start``
+        is at least 1. With a prompt's length as ``start`` the result belongs to the answer.
+
+        At ``temperature`` 1 these are the bits of the engine's ``logprobs`` and ``prompt_logprobs``, always computed at
+        1. Other temperatures divide the logits in fp32.
         """
         (found,) = self.batch_logprobs([token_ids], [start], temperature=temperature)
         return found
@@ -126,7 +129,10 @@ class ReferenceModel(nn.Module):
     def batch_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *, temperature: float = 1.0
     ) -> list[Tensor]:
-        """:meth:`logprobs` of several ``sequences`` in one pass. Bits are those of each alone."""
+        """Return :meth:`logprobs` of several ``sequences`` in one pass.
+
+        Each sequence has the bits of a pass of its own.
+        """
         starts = [1] * len(sequences) if starts is None else starts
         for ids, start in zip(sequences, starts, strict=True):
             if not 1 <= start <= len(ids):
@@ -142,13 +148,18 @@ class ReferenceModel(nn.Module):
         return list(torch.split(found, [len(span) for span in spans]))
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: the parameters, rounded to :attr:`dtype`, with the other files of the one that was read.
-        Give the engine that serves it the same dtype. Raises ValueError for a folder that holds a sharded one.
+        """Write a checkpoint of the parameters, rounded to :attr:`dtype`.
+
+        The other files come from the source. Give the engine that serves it the same dtype. Raises ValueError for a
+        folder that holds a sharded checkpoint.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         if (target / INDEX).exists():
-            raise ValueError(f"{target} holds a checkpoint of several files, which would be read: name another folder")
+            raise ValueError(
+                f"{target} already holds a checkpoint of several files, and loaders would read it instead: name "
+                "another folder"
+            )
         for path in self._folder.iterdir():
             if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX:
                 shutil.copyfile(path, target / path.name)
@@ -156,7 +167,10 @@ class ReferenceModel(nn.Module):
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Be a source of tensors: copy the parameter, or what of it is called ``name``, with its gradient."""
+        """Copy the parameter, or the part ``name``, to ``out``.
+
+        Its gradient follows. This makes the module a source of tensors.
+        """
         assert piece is None, "a whole model is never read in pieces"
         stored, part = self._places[name]
         out.copy_(self.get_parameter(stored)[part].view(out.shape))
@@ -165,7 +179,7 @@ class ReferenceModel(nn.Module):
         return WeightLoader(self, self.dtype, cast(Backend, DifferentiableOperations(self._backend))).model(self._spec)
 
     def _logits(self, sequences: Sequence[Sequence[int]], spans: Sequence[range]) -> Tensor:
-        """[places, vocab] after the places ``spans`` of each sequence."""
+        """Return [places, vocab]: the logits after the places ``spans`` of each sequence."""
         lengths = [len(ids) for ids in sequences]
         if not lengths or min(lengths) < 1 or max(lengths) > self._limits.max_model_len:
             raise ValueError(f"sequences must have 1 to {self._limits.max_model_len} tokens (max_model_len)")
@@ -191,7 +205,10 @@ class ReferenceModel(nn.Module):
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Give ``root`` a ``parameter`` whose name has dots: each part before one is a module."""
+    """Give ``root`` a ``parameter`` with a dotted name.
+
+    Each part before a dot is a module.
+    """
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:

@@ -1,9 +1,9 @@
-"""The engine's operations with gradients: forward they are the engine's own, bit for bit, backward plain formulas.
+"""The engine's operations with gradients.
 
-The engine's operations cut sums, pad rows and write in place, which autograd cannot follow. So each is a function of
-its own to autograd: its value is what the engine gives, and its gradient that of a plain formula for the same thing,
-which the backward pass computes again from the inputs, as gradient checkpointing does. A gradient is as exact as
-autograd's of the formula, but its bits are no contract.
+Forward they are the engine's own, bit for bit, backward plain formulas. The engine's operations cut sums, pad rows and
+write in place; autograd cannot follow them. So each operation is one function to autograd. Its value is the engine's.
+Its gradient is the gradient of a plain formula for the same operation, computed again from the inputs in the backward
+pass, as gradient checkpointing does. A gradient is as exact as autograd's of the formula, but its bits are no contract.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class _Exact(torch.autograd.Function):
 
 
 def exact(engine: Operation, plain: Operation, *inputs: Tensor | None) -> Tensor:
-    """``engine(*inputs)``, whose gradient is that of ``plain(*inputs)``; both give a new tensor of one shape, and
-    neither changes its inputs.
+    """Return ``engine(*inputs)`` with the gradient of ``plain(*inputs)``.
+
+    Both return a new tensor of the same shape and do not change their inputs.
     """
     return cast(Tensor, _Exact.apply(engine, plain, *inputs))  # type: ignore[no-untyped-call]
 
@@ -72,11 +73,11 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-"""The plain formulas of :data:`preheat.ops.activation.ACTIVATIONS`."""
+"""Plain formulas of :data:`preheat.ops.activation.ACTIVATIONS`."""
 
 
 class DifferentiableNorm:
-    """A :class:`~preheat.backends.base.Norm` whose input, weight and bias have gradients."""
+    """A :class:`~preheat.backends.base.Norm` with gradients for input, weight and bias."""
 
     def __init__(self, engine: Norm, weight: Tensor, bias: Tensor | None, eps: float, kind: NormKind) -> None:
         self.weight, self.eps, self.kind = weight, eps, kind
@@ -86,11 +87,14 @@ class DifferentiableNorm:
         return exact(lambda x, *_: self._engine(x), self.plain, x.clone(), self.weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place, rounded, then the norm of the sum."""
+        """Add ``x`` to ``residual`` in place; return the norm of the sum.
+
+        The sum is rounded.
+        """
         return self(residual.add_(x))
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The norm of the rows of ``x``, as a formula."""
+        """Return the norm of the rows of ``x``, by formula."""
         wide, scale = x.float(), weight.float()
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
@@ -101,8 +105,9 @@ class DifferentiableNorm:
 
 
 class DifferentiableOperations:
-    """What :class:`~preheat.model.loader.WeightLoader` makes the parts of a model of, on the device of ``backend``. The
-    weights that it is given have gradients.
+    """Operations for :class:`~preheat.model.loader.WeightLoader`, on the device of ``backend``.
+
+    The given weights have gradients.
     """
 
     def __init__(self, backend: Backend) -> None:

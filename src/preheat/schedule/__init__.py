@@ -1,1 +1,4 @@
-"""Who runs in the next step, on which blocks: pure Python and numpy, no torch."""
+"""The scheduler: the rows of the next step and their blocks.
+
+Pure Python and numpy, no torch.
+"""

@@ -1,8 +1,10 @@
-"""Which adapters have a place on the device. Running sequences hold the place of theirs; when nobody does, it may be
-given to another, that of the adapter first with which least recently a sequence began.
+"""The adapter slots of the device: which adapters they hold, for which running sequences.
 
-A waiting sequence whose adapter finds no place is passed over by others. So that it is not passed over for ever, it
-claims a place: sequences behind it begin with that adapter no more, until its rows have ended.
+Running sequences hold the slot of their adapter. A slot that no sequence holds may be given to another adapter; the
+adapter of the least recently begun sequence goes first.
+
+Other sequences pass over a waiting sequence without an adapter slot. So that it does not wait for ever, it claims a
+slot: sequences behind it with the slot's adapter do not begin until the slot's rows have ended.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 BASE = ""
-"""Stands for the digest of an adapter where there is none."""
+"""The digest of a sequence without an adapter."""
 
 
 class Adapter(Protocol):
-    """An adapter on the host, ``packed`` as a place holds it; equal ``digest``, equal numbers. ``source`` is what other
-    ranks know it by; None: there are none.
+    """An adapter on the host.
+
+    ``packed`` is its form in an adapter slot. Equal ``digest`` means equal numbers. ``source`` is the adapter's name
+    for other ranks; None without other ranks.
     """
 
     @property
@@ -29,74 +33,87 @@ class Adapter(Protocol):
 
 
 Loads = list[tuple[int, Adapter]]
-"""Adapters, each with the place that it is put into."""
+"""Adapters to load, each with its adapter slot."""
 
 
-class AdapterPlaces:
-    """``count`` places. ``loads`` must be put into theirs before the next step."""
+class AdapterSlotTable:
+    """``count`` adapter slots.
+
+    Pending ``loads`` must be copied to the device before the next step.
+    """
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
         self._free = list(range(count))
-        self._placed: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently begun first
+        self._slot_of: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently begun first
         self._users: Counter[str] = Counter()
         self._loads: Loads = []
 
     def has_room_for(self, adapter: Adapter | None) -> bool:
-        """Whether a sequence with ``adapter`` may begin."""
-        return adapter is None or adapter.digest in self._placed or bool(self._free) or self._idle() is not None
+        """Return whether a sequence with ``adapter`` may begin."""
+        return adapter is None or adapter.digest in self._slot_of or bool(self._free) or self._idle() is not None
 
     def claimed(self, blocked: Collection[str]) -> str | None:
-        """The digest of the adapter whose place is waited for; those ``blocked`` are waited for already."""
-        return next((digest for digest in self._placed if digest not in blocked), None)
+        """Return the digest of the adapter to wait for.
+
+        The digests ``blocked`` are waited for already.
+        """
+        return next((digest for digest in self._slot_of if digest not in blocked), None)
 
     def begin(self, adapter: Adapter) -> int:
-        """The place of ``adapter``, which one more sequence holds."""
+        """Return the slot of ``adapter``, which one more sequence now holds."""
         digest = adapter.digest
-        if digest not in self._placed:
+        if digest not in self._slot_of:
             if not self._free:
                 idle = self._idle()
-                assert idle is not None, "every place is held"
-                self._free.append(self._placed.pop(idle))
-            self._placed[digest] = self._free.pop(0)
-            self._loads.append((self._placed[digest], adapter))
-        self._placed.move_to_end(digest)
+                assert idle is not None, "every adapter slot is held"
+                self._free.append(self._slot_of.pop(idle))
+            self._slot_of[digest] = self._free.pop(0)
+            self._loads.append((self._slot_of[digest], adapter))
+        self._slot_of.move_to_end(digest)
         self._users[digest] += 1
-        return self._placed[digest]
+        return self._slot_of[digest]
 
     def end(self, adapter: Adapter) -> None:
-        """A sequence holds the place no longer; what is in it stays until another needs it."""
+        """Release the slot for one sequence.
+
+        The adapter stays in it until another one needs it.
+        """
         self._users[adapter.digest] -= 1
         if not self._users[adapter.digest]:
             del self._users[adapter.digest]
 
     def take_loads(self) -> Loads:
-        """What has to be put into its place now."""
+        """Return the pending loads and clear them."""
         loads, self._loads = self._loads, []
         return loads
 
     def lose(self, loads: Loads) -> None:
-        """These may not be in their places: what is held is put there again before the next step, other places are
-        free.
+        """Handle ``loads`` that may not have reached the device.
+
+        Slots in use are loaded again before the next step; other slots become free.
         """
-        for place, adapter in loads:
-            if self._placed.get(adapter.digest) != place:
+        for slot, adapter in loads:
+            if self._slot_of.get(adapter.digest) != slot:
                 continue
             if adapter.digest in self._users:
-                self._loads.insert(0, (place, adapter))
+                self._loads.insert(0, (slot, adapter))
             else:
-                self._free.append(self._placed.pop(adapter.digest))
+                self._free.append(self._slot_of.pop(adapter.digest))
 
     def forget(self) -> None:
-        """Every place is free, as something else was put into it. No sequence may hold one."""
+        """Free every slot, as something else was put into it.
+
+        No sequence may hold one.
+        """
         assert not self._users, "a running sequence would lose its adapter"
         self._free, self._loads = list(range(self.count)), []
-        self._placed.clear()
+        self._slot_of.clear()
 
     @property
     def held(self) -> Counter[str]:
-        """How many sequences hold a place, by digest."""
+        """Number of sequences that hold a slot, by digest."""
         return self._users
 
     def _idle(self) -> str | None:
-        return next((digest for digest in self._placed if digest not in self._users), None)
+        return next((digest for digest in self._slot_of if digest not in self._users), None)

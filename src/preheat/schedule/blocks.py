@@ -1,9 +1,11 @@
-"""The pool of KV cache blocks: reference counts, and which contents can be found by their block hash.
+"""The pool of KV cache blocks.
 
-A block is *used* (referenced by at least one sequence), *cached* (free, but its content has a known block hash and may
-be shared again) or *blank* (free, without such content). A used block may have a known hash as well. Allocation takes
-the lowest blank id, then evicts the least recently used cached block. Block 0 is the pad block: never allocated,
-published or moved.
+It has reference counts, and the blocks that can be found by their block hash. A *used* block is referenced by at least
+one sequence. A *cached* block is free, but its content has a known block hash and may be shared again. A *blank* block
+is free, without such content. A used block may have a known hash as well.
+
+Allocation takes the lowest blank id, then evicts the least recently used cached block. Block 0 is the pad block: never
+allocated, published or moved.
 """
 
 from __future__ import annotations
@@ -22,26 +24,30 @@ PAD_BLOCK = 0
 
 
 class Tier(Protocol):
-    """Where contents of evicted blocks are kept, by block hash."""
+    """A store for the contents of evicted blocks, by block hash."""
 
     def __contains__(self, block_hash: bytes) -> bool: ...
 
     def store(self, block: int, block_hash: bytes) -> None:
-        """Keep what ``block`` has, which is about to be overwritten."""
+        """Keep the contents of ``block``, which is about to be overwritten."""
 
     def load(self, block: int, block_hash: bytes) -> bool:
-        """Bring what has this hash into ``block``; False if that cannot be done."""
+        """Load the contents with this hash into ``block``.
+
+        Returns False if that fails.
+        """
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop all contents."""
 
-    def taken(self) -> tuple[Transfer, ...]:
-        """Which copies were made since the last call."""
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return the copies made since the last call."""
 
 
 class BlockPool:
-    """``num_blocks`` blocks, including the pad block, of ``block_size`` tokens each. ``tier`` keeps what is evicted,
-    ``events`` tell of what can be found.
+    """``num_blocks`` blocks of ``block_size`` tokens each, the pad block included.
+
+    ``tier`` keeps the contents of evicted blocks. ``events`` report the blocks that can be found.
     """
 
     tier: Tier | None = None
@@ -63,7 +69,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """How many blocks :meth:`allocate` can return, cached ones included."""
+        """Number of blocks that :meth:`allocate` can return, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -71,7 +77,10 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks with one reference each. Raises RuntimeError, taking none, if fewer are free."""
+        """Return ``count`` blocks with one reference each.
+
+        Raises RuntimeError, taking none, if fewer are free.
+        """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free: the scheduler must check first")
         blank = min(count, len(self._blank))
@@ -91,7 +100,7 @@ class BlockPool:
     def release(self, blocks: Ids[int]) -> None:
         """Drop one reference to each of a sequence's ``blocks``, in the sequence's order.
 
-        The last ones are evicted first: a prefix is worth more than what follows it.
+        The last ones are evicted first: a prefix is worth more than its continuation.
         """
         for block in reversed(blocks):
             if self.refs[block] < 1:
@@ -106,8 +115,9 @@ class BlockPool:
                 self._cached[block_hash] = None
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """Let :meth:`find` return the used ``block`` for ``block_hash``; the first block published for a hash stays, so
-        False for another.
+        """Let :meth:`find` return the used ``block`` for ``block_hash``.
+
+        Returns False if the hash or the block is published already; the first block of a hash stays.
         """
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return False
@@ -116,17 +126,18 @@ class BlockPool:
         return True
 
     def find(self, block_hash: bytes) -> int | None:
-        """The used or cached block whose content has ``block_hash``."""
+        """Return the used or cached block with the hash ``block_hash``, or None."""
         return self._block_of.get(block_hash)
 
     def count_cached(self, blocks: Ids[int]) -> int:
-        """How many of ``blocks`` are free: sharing them lowers :attr:`num_free`."""
+        """Return how many of ``blocks`` are free: sharing them lowers :attr:`num_free`."""
         return int(np.count_nonzero(self.refs[blocks] == 0)) if blocks else 0
 
     def swap(self, pairs: np.ndarray, moved: np.ndarray) -> None:
-        """Swap the records of each of the ``pairs`` [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new.
+        """Swap the records of each of the ``pairs`` of blocks.
 
-        The order of eviction, kept by hash, does not change.
+        ``pairs`` is [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new. The order of eviction, kept by
+        hash, does not change.
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
@@ -151,8 +162,9 @@ class BlockPool:
             self.events.cleared()
 
     def check(self, references: np.ndarray | None = None) -> None:
-        """Raise RuntimeError, naming the first fault, unless all records agree and, if given, ``references``
-        [num_blocks] are exactly the reference counts (all zero when idle: nothing leaks).
+        """Raise RuntimeError, naming the first fault, unless all records agree.
+
+        ``references`` [num_blocks], if given, must equal the reference counts (all zero when idle: nothing leaks).
         """
         blank, cached = set(self._blank), {self._block_of.get(block_hash, PAD_BLOCK) for block_hash in self._cached}
         free = set(np.flatnonzero(self.refs == 0).tolist()) - {PAD_BLOCK}

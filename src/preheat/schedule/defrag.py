@@ -1,4 +1,4 @@
-"""Compaction: which blocks of the KV cache to swap so that those in use lie together at the bottom.
+"""Compaction: swaps that move used blocks to the cache's bottom.
 
 The contents of both blocks of a pair change places, so a free block with a cached prefix keeps it, under its new id.
 Source: the defragmenter of vLLM on Gaudi.
@@ -21,8 +21,10 @@ THRESHOLD = 32
 
 
 def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | None:
-    """Apply the next swaps to the pool and the block tables, while no step is in flight; the device must exchange the
-    contents before the next one. None up to the threshold. More than 512 pairs take several calls.
+    """Apply the next swaps to the pool and the block tables.
+
+    Returns the swaps; None up to the threshold. No step may be in flight. The device must exchange the contents before
+    the next step. More than 512 pairs take several calls.
     """
     if not is_due(running.pool, threshold):
         return None
@@ -41,24 +43,29 @@ def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | No
 
 
 def is_due(pool: BlockPool, threshold: int) -> bool:
-    """Whether the highest block in use lies more than ``threshold`` above the number in use."""
+    """Return whether the cache is scattered.
+
+    It is if the highest block in use lies more than ``threshold`` above the number in use.
+    """
     return bool(pool.refs[pool.num_used + threshold + 1 :].max(initial=0))
 
 
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:
-    """How far the highest block in use lies above the number in use; ``in_use`` is bool [blocks].
+    """Return how far used blocks lie above their number.
 
-    The first ``reserved`` ids, such as the pad block, do not count.
+    It is the highest block in use less the number in use; ``in_use`` is bool [blocks]. The first ``reserved`` ids, such
+    as the pad block, do not count.
     """
     used = np.flatnonzero(in_use[reserved:])
     return int(used[-1]) + 1 - len(used) if len(used) else 0
 
 
 def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD, reserved: int = 1) -> np.ndarray:
-    """Pairs (used, free) of block ids to swap in one step, int32 [n, 2], at most 512; none up to the threshold.
+    """Return the pairs of block ids to swap in one step.
 
-    The highest block in use goes to the lowest free one, and so on until the free one is the higher. Blocks below
-    ``reserved`` never move. No id occurs twice, so the pairs may be swapped in any order.
+    A pair is (used, free); the result is int32 [n, 2]. There are at most 512, and none up to the threshold. The highest
+    block in use goes to the lowest free one, and so on until the free one is the higher. Blocks below ``reserved``
+    never move. No id occurs twice, so the pairs may be swapped in any order.
     """
     if fragmentation(in_use, reserved) <= threshold:
         return np.empty((0, 2), np.int32)
@@ -70,7 +77,7 @@ def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD, reserved: int = 1
 
 
 def padded_size(pairs: int) -> int:
-    """The size that ``pairs`` swaps are padded to. Raises ValueError above 512."""
+    """Return the padded size of ``pairs`` swaps. Raises ValueError above 512."""
     for size in SWAP_SIZES:
         if pairs <= size:
             return size
@@ -78,7 +85,10 @@ def padded_size(pairs: int) -> int:
 
 
 def pad_pairs(pairs: np.ndarray, size: int | None = None) -> np.ndarray:
-    """``pairs``, padded with (0, 0), the pad block itself, to ``size`` or the next of the sizes."""
+    """Return ``pairs`` padded to ``size``, or to the next size.
+
+    Padding is (0, 0), the pad block itself.
+    """
     size = padded_size(len(pairs)) if size is None else size
     padded = np.zeros((size, 2), np.int32)
     padded[: len(pairs)] = pairs

@@ -1,6 +1,7 @@
-"""How many tokens are drafted: as many as asked for, or as many as pay by what steps cost and drafts have brought.
+"""The number of drafted tokens.
 
-The choice never changes a token: every token is one that the model samples, however many were drafted.
+It is fixed, or chosen by the cost of steps and the acceptance of earlier drafts. The choice never changes a token: the
+model samples every token, however many were drafted.
 """
 
 from __future__ import annotations
@@ -12,42 +13,59 @@ from typing import Protocol
 import numpy as np
 
 StepSeconds = Callable[[int, int], float]
-"""``seconds(rows, drafts)``: what a step of so many rows costs, each with so many drafts."""
+"""``seconds(rows, drafts)``: the time of a step of ``rows`` rows with ``drafts`` drafts each."""
 
 DECAY = 0.92
-"""What is left of what was seen of a place among the drafts after another step that had one there."""
+"""The factor on the counts of a draft position after each step that drafts there."""
 PRIOR, WEIGHT = 0.5, 2.0
-"""The share of drafts that are taken to be accepted before any was seen, and how many drafts that counts for."""
+"""The prior: an acceptance rate, and its weight in drafts.
+
+The rate is assumed before any draft was seen.
+"""
 MARGIN = 1.02
-"""How many times the tokens a second a step with drafts must promise: times are measured with an error."""
+"""The least gain in tokens a second of drafting.
+
+Times are measured with an error.
+"""
 TRIALS = 0.01
-"""The share of the time that trials may cost where nothing pays."""
+"""The share of the time that trials may cost where no drafts pay."""
 SOONEST = 160
-"""Steps between two trials at least, however little one costs."""
+"""The least steps between two trials, however little one costs."""
 PATIENCE = 4
 """Steps for which a trial waits for something to be drafted."""
 
 
 class DraftLength(Protocol):
-    """Chooses the drafts of a step, before and after it is known what the proposer has to say."""
+    """Chooses the drafts of a step, before and after the proposer was asked."""
 
     def most(self, rows: int, limit: int) -> int:
-        """How many drafts, at most ``limit``, the proposer is asked for in a step of ``rows`` rows; 0: it is not."""
+        """Return how many drafts a step of ``rows`` rows asks for.
+
+        There are at most ``limit``; 0: do not ask.
+        """
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
-        """How many of its drafts a row may use, where rows have ``lengths`` drafts."""
+        """Return how many of its drafts a row may use.
+
+        Rows have ``lengths`` drafts.
+        """
 
     def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
-        """For ``rows`` rows up to ``most`` drafts each were asked for; so many were ``found`` in all, in ``seconds`` of
-        the host.
+        """Note the result of asking for drafts.
+
+        Up to ``most`` were asked for in each of ``rows`` rows. ``found`` drafts came back in all, in ``seconds`` of the
+        host.
         """
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Of the ``drafted`` tokens of each row so many were ``accepted``; both int [rows]."""
+        """Note that of the ``drafted`` tokens of each row ``accepted`` were accepted.
+
+        Both int [rows].
+        """
 
 
 class FixedLength:
-    """As many as possible."""
+    """As many drafts as possible."""
 
     def most(self, rows: int, limit: int) -> int:
         return limit
@@ -56,21 +74,22 @@ class FixedLength:
         return max(lengths, default=0)
 
     def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
-        """Nothing depends on it."""
+        """Ignore it: the length is fixed."""
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Nothing depends on it."""
+        """Ignore it: the length is fixed."""
 
 
 class MeasuredLength:
-    """The number of drafts with the most tokens a second: what is expected to be accepted, over what the step costs.
+    """The number of drafts with the most tokens a second.
 
-    Where nothing pays, not even with drafts in every row, nothing is asked for, and until something is learnt again a
-    step costs a lookup. At first, and when drafts are tried again, a row has few of them, and more once so many were
-    accepted: what is never right has cost little by then. ``widths`` are the numbers of tokens that rows are padded to.
-    ``asking`` are the seconds of drafting a token for so many rows; with ``waits``, asking costs more than that: the
-    step in flight is waited for. Where drafting has no such price, what it has taken the host lately is that of a step;
-    and if that waits, too, what a step may bring is less by the share of drafts that are not found.
+    The rate is the expected tokens over the cost of the step. Where no number of drafts pays, none is asked for, and a
+    step costs a lookup until something is learnt again. At first, and when drafts are tried again, a row has few
+    drafts. It gets more once that many were accepted, so wrong drafts cost little.
+
+    ``widths`` are the padded tokens of a row. ``asking(rows)`` gives the seconds of drafting one token for ``rows``
+    rows. Where it is 0, the recent seconds of drafting on the host count for the step. With ``waits`` the proposer must
+    wait for the step in flight; the share of drafts that it finds then scales the expected gain.
     """
 
     def __init__(
@@ -83,24 +102,30 @@ class MeasuredLength:
     ) -> None:
         self._choices = (0, *(width - 1 for width in widths))
         self._seconds, self._asking, self._waits = seconds, asking, waits
-        self._tried = np.full(self._choices[-1], WEIGHT)  # drafts at each place, those before it accepted
+        self._tried = np.full(self._choices[-1], WEIGHT)  # drafts at each position with all earlier ones accepted
         self._accepted = PRIOR * self._tried
-        # of rows and limit, until something is learnt: the best, and the steps after which less is tried
+        # (rows, limit) -> (best number, steps until the next trial); cleared whenever something is learnt
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         self._reach = 0  # the most drafts of a row that were accepted
         self._since = 0  # steps without drafts
         self._trying = False
-        self._spent: dict[int, float] = {}  # seconds of drafting on the host, by the bits of the number of rows
+        self._spent: dict[int, float] = {}  # seconds of drafting on the host, by bit length of the number of rows
         self._found = 1.0  # the share of drafts that are found
 
     @property
     def shares(self) -> np.ndarray:
-        """The share of rows whose first 1, 2, ... drafts are all expected to be accepted, float64 [most]."""
+        """The share of rows with all first drafts accepted.
+
+        It is expected for the first 1, 2, ... drafts, float64 [most].
+        """
         each: np.ndarray = self._accepted / self._tried
         return each.cumprod()
 
     def most(self, rows: int, limit: int) -> int:
-        """What pays best if all rows have as many drafts as they may; if some have fewer, no more than that pays."""
+        """Return the number that pays best if all rows have ``limit`` drafts.
+
+        With fewer drafts no more would pay.
+        """
         if (rows, limit) not in self._known:
             asking, spent = self._asking(rows), self._spent.get(rows.bit_length(), 0.0)
             best = self._best(rows, [limit] * rows, asking, spent, self._found)
@@ -112,7 +137,10 @@ class MeasuredLength:
         return self._tried_again(min(self._choices[1], limit), trial_after)
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
-        """What a draft model has drafted costs nothing more; a lookup is only now known to have found something."""
+        """Keep all drafts of a draft model, since they are paid for.
+
+        Choose again once a lookup's result is known.
+        """
         if self._trying or self._waits or self._asking(rows):
             return max(lengths)
         return self._best(rows, lengths, 0.0)
@@ -150,25 +178,31 @@ class MeasuredLength:
         return min(best, limit)
 
     def _trial_after(self, rows: int, asking: float) -> int:
-        """Steps that pay for one with drafts that are all rejected."""
+        """Return the steps until the next trial.
+
+        A trial with rejected drafts then costs no more than the share ``TRIALS``.
+        """
         least = self._choices[1]
         more = (self._seconds(rows, least) + least * asking) / self._seconds(rows, 0) - 1
         return max(SOONEST, math.ceil(more / TRIALS))
 
     def _tried_again(self, least: int, after: int) -> int:
-        """Where nothing pays: nothing, or, ``after`` so many steps, the ``least``, as what is accepted may change."""
+        """Return 0, but ``least`` drafts after ``after`` steps.
+
+        The acceptance of drafts may have changed.
+        """
         self._since += 1
         if self._since < after:
             return 0
         if self._since >= after + PATIENCE:
             self._rest()
             return 0
-        if not self._trying:  # what was seen long ago counts no more than what is taken to be so before any was
+        if not self._trying:  # old observations count no more than the prior
             much = np.maximum(self._tried / WEIGHT, 1.0)
             self._tried, self._accepted = self._tried / much, self._accepted / much
             self._reach, self._trying = 0, True
         return least
 
     def _rest(self) -> None:
-        """A trial is over: the next one comes later."""
+        """End a trial: the next one comes later."""
         self._trying, self._since = False, 0

@@ -1,4 +1,7 @@
-"""Drafts for the decoding rows of a step, within its budget and the blocks that are left."""
+"""Drafts for the decoding rows of a step.
+
+They fit its budget and the free blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,20 @@ from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import UNSEEN, Slots
 
 Fits = Callable[[int, Callable[[int], tuple[int, int, int]]], int]
-"""``fits(wanted, size)``: the most drafts, up to ``wanted``, with which a step of ``size(drafts)`` fits the budget."""
+"""``fits(wanted, size)``: the most drafts within the budget.
+
+There are at most ``wanted``; ``size(drafts)`` is the step with so many drafts.
+"""
 
 
 @dataclass
 class Drafting:
-    """Who drafts, and how much. ``planned`` gives the most drafts of a row in a step of so many rows that all decode;
-    None: as many as the budget has room for. A row whose grammar forces tokens drafts those; other rows with a grammar
-    have drafts of a ``proposer`` without a cache, which sees no masks. With ``grammars_only`` rows without a grammar
-    never have drafts.
+    """The proposer of drafts and the choice of their number.
+
+    ``planned`` gives the most drafts of a row in a step of so many rows that all decode; None: as many as the budget
+    has room for. A row with a grammar that forces tokens drafts the forced tokens. Other rows with a grammar have
+    drafts only of a ``proposer`` without a cache; the proposer sees no masks. With ``grammars_only`` rows without a
+    grammar never have drafts.
     """
 
     proposer: Proposer
@@ -34,14 +42,17 @@ class Drafting:
     most: int = field(default=0, init=False)  # drafts that a row of the step being composed may have
 
     def begin(self, rows: int) -> None:
-        """A step with ``rows`` rows that decode is about to be composed."""
+        """Choose the most drafts for the next step, with ``rows`` decoding rows."""
         limit = self.proposer.num_speculative_tokens
         if self.planned is not None:
             limit = min(limit, self.planned(rows))
         self.most = self.length.most(rows, limit) if rows and limit > 0 else 0
 
     def visible(self, slots: Slots, decode: np.ndarray) -> np.ndarray:
-        """Those of the rows ``decode`` that may be drafted for: their last token must be known."""
+        """Return the rows of ``decode`` that may have drafts.
+
+        Their last token must be known.
+        """
         if not self.most:
             return decode
         waits = slots.tokens[decode, slots.device_len[decode] - 1] == UNSEEN
@@ -51,8 +62,9 @@ class Drafting:
         return seen
 
     def add(self, step: NextStep, running: RunningSequences, fits: Fits, max_rows: int) -> None:
-        """Give the decoding rows of ``step`` drafts, of which at most ``max_rows`` rows are longer than one token where
-        prompts are read, too.
+        """Give the decoding rows of ``step`` drafts.
+
+        Where prompts are read too, at most ``max_rows`` rows are longer than one token.
         """
         slots, rows = running.slots, step.decode
         planned = self.planned is not None and not step.prefill
@@ -84,13 +96,16 @@ class Drafting:
         self.length.asked(len(rows), self.most, sum(lengths), perf_counter() - began)
 
     def _wanted(self, step: NextStep, running: RunningSequences) -> np.ndarray:
-        """The most drafts that each decoding row can use, int64 [rows]."""
+        """Return the most drafts that each decoding row can use, int64 [rows]."""
         slots, rows = running.slots, step.decode
         most: np.ndarray = np.minimum(self.most, slots.max_len[rows] - slots.device_len[rows] - 1).astype(np.int64)
         return most
 
     def _make_room(self, most: np.ndarray, step: NextStep, running: RunningSequences, fits: Fits | None) -> None:
-        """Lower ``most`` to the drafts of a proposer with a cache, and give the rows the blocks for them."""
+        """Lower ``most`` to the drafts of a proposer with a cache.
+
+        The blocks for the drafts are allocated.
+        """
         slots, rows = running.slots, step.decode
         most[slots.has_grammar[rows]] = 0
         if fits is not None:
@@ -101,7 +116,7 @@ class Drafting:
                 running.grow(slot, int(slots.device_len[slot]) + int(most[place]))
 
     def _places(self, running: RunningSequences, slot: int) -> int:
-        """How many more tokens the sequence can have, with all blocks that are free."""
+        """Return how many more tokens the sequence can have with all free blocks."""
         slots = running.slots
         blocks = int(slots.num_blocks[slot]) + running.pool.num_free
         return int(blocks * slots.block_size - slots.device_len[slot])

@@ -1,6 +1,7 @@
-"""Forced tokens: where a grammar leaves one way to go on, the tokens of that way are drafted, whatever else drafts.
+"""Forced tokens: drafts where a grammar allows one continuation.
 
-They are drafts like any others: verified in one step, and kept if they are what the model draws through the masks.
+They are drafted whatever else drafts, and treated like any other drafts: verified in one step, and kept if they equal
+the model's draws through the masks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ NOTHING = np.empty(0, np.int32)
 
 
 def forced_drafts(slots: Slots, rows: np.ndarray, most: np.ndarray) -> dict[int, np.ndarray]:
-    """Up to ``most`` int [rows] forced tokens, int32 [k >= 1], of the slots ``rows`` that have some, by their place."""
+    """Return the forced tokens of slots in ``rows``, by row.
+
+    They are int32 [k >= 1], at most ``most`` int [rows] each.
+    """
     found: dict[int, np.ndarray] = {}
     if not slots.grammars:
         return found
@@ -27,7 +31,7 @@ def forced_drafts(slots: Slots, rows: np.ndarray, most: np.ndarray) -> dict[int,
 
 
 class GrammarProposer:
-    """The method ``grammar``: nothing is drafted but what grammars force."""
+    """The method ``grammar``: drafts nothing itself, so only tokens forced by grammars are drafted."""
 
     writes_cache = False
 
@@ -39,4 +43,4 @@ class GrammarProposer:
         return [NOTHING] * len(rows)
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""

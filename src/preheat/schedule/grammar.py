@@ -1,4 +1,7 @@
-"""What the scheduler knows of a grammar: the state that a sequence carries, and that every token moves it on."""
+"""The scheduler's view of a grammar.
+
+Each sequence has a state, advanced by every token.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,19 @@ from typing import Protocol
 
 
 class GrammarState(Protocol):
-    """The state of one sequence's grammar behind the tokens that it has generated. It stays with the sequence while
-    that waits after a preemption.
+    """The state of a sequence's grammar after its generated tokens.
+
+    It stays with the sequence while that waits after a preemption.
     """
 
     def accept(self, token: int) -> str:
-        """Move on behind ``token``. What is wrong with it, "" if nothing: the sequence must end then, because no later
-        token can be held to the grammar.
+        """Advance by ``token`` and return the error, or "" if there is none.
+
+        The sequence must end on an error, because no later token can be held to the grammar.
         """
 
     def forced(self) -> Sequence[int]:
-        """The tokens with which the text must go on, as far as that is known; none where there is a choice."""
+        """Return the tokens with which the text must go on.
+
+        They reach as far as known; there are none where there is a choice.
+        """

@@ -1,8 +1,8 @@
-"""The encoder cache: which images' embeddings the device keeps, and where.
+"""The encoder cache: the images with embeddings on the device, and their places.
 
-There are a few places. A step may need no more images than there are; those that are not kept are encoded right before
-it, in the places of what was used least recently. As steps run in order, a place may be given away while steps in
-flight still read it.
+There are few places, and a step may need no more images than places. Images that are not kept are encoded right before
+the step, into the least recently used places. As steps run in order, a place may be given away while steps in flight
+still read it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class EncoderCache:
             segment.image = self._known.setdefault(segment.image.hash, segment.image)
 
     def reach(self, needed: frozenset[bytes], request: Request, first: int, wanted: int) -> int:
-        """How many of ``wanted`` tokens, from position ``first`` on, a row may have beside rows that need the images
-        ``needed``: those before the first image that has no place.
+        """Return how many of ``wanted`` tokens from position ``first`` a row may have.
+
+        The row ends before the first image without a place, beside rows that need the images ``needed``.
         """
         hashes = set(needed)
         for segment in inside(request.segments, first, first + wanted):
@@ -44,7 +45,7 @@ class EncoderCache:
         return wanted
 
     def attach(self, schedule: Schedule, slots: Slots) -> None:
-        """Give ``schedule`` what it needs of images, and keep those that it encodes."""
+        """Give ``schedule`` its images, and keep the images that it encodes."""
         parts = list(_parts(schedule, slots))
         if not parts:
             return
@@ -57,13 +58,14 @@ class EncoderCache:
         schedule.images = StepImages(encode, spans)
 
     def forget(self) -> None:
-        """Encode whatever is needed next."""
+        """Forget all embeddings, so that the next images are encoded again."""
         self._free += self._kept.values()
         self._kept.clear()
 
     def lose(self, failed: StepImages, in_flight: Iterable[Schedule]) -> Iterator[tuple[Schedule, np.ndarray]]:
-        """A step has failed: what it should have encoded may not be there. Which rows of the later steps ``in_flight``
-        see it.
+        """Handle a failed step, which may not have encoded its images.
+
+        Yields each later step ``in_flight`` with its rows that see such an image.
         """
         lost = {place for place, _ in failed.encode}
         if lost:
@@ -75,7 +77,7 @@ class EncoderCache:
                 yield later, np.array(sorted(rows), np.int64)
 
     def _keep(self, images: dict[bytes, Image]) -> list[tuple[int, Image]]:
-        """Keep ``images``; those that have to be encoded, with their places."""
+        """Keep ``images`` and return the images to encode, with their places."""
         for key in images.keys() & self._kept.keys():
             self._kept.move_to_end(key)
         encode = []
@@ -87,12 +89,15 @@ class EncoderCache:
 
 
 def inside(segments: Iterable[Segment], first: int, last: int) -> Iterator[Segment]:
-    """The segments with a position from ``first`` up to ``last``."""
+    """Return the segments with a position from ``first`` up to ``last``."""
     return (segment for segment in segments if segment.start < last and segment.end > first)
 
 
 def _parts(schedule: Schedule, slots: Slots) -> Iterator[tuple[int, Segment, int, int]]:
-    """Row, segment, and the positions from and up to which the row's tokens are in the segment."""
+    """Yield the parts of segments in the step's rows.
+
+    A part is a row, its segment, and the first and last position of the row's tokens in the segment.
+    """
     rows: Sequence[int] = range(schedule.num_decode, schedule.rows)
     for row in rows:
         request, first, end = slots.request[schedule.slots[row]], int(schedule.first[row]), int(schedule.ends[row])

@@ -1,6 +1,7 @@
-"""What happens to the blocks of the prefix cache, for routers that send requests to where their prefix is.
+"""Events of the prefix cache's blocks, for routers.
 
-Names, fields and encoding are those of vLLM's ``KVCacheEvent``: a batch is an array, an event a map with its ``type``.
+A router sends requests to the server with their prefix. Names, fields and encoding are vLLM's ``KVCacheEvent``: a batch
+is an array, an event a map with its ``type``.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 MEDIUM = "GPU"
-"""What vLLM calls the cache on the device, whatever that is."""
+"""vLLM's name for the cache on the device, whatever the device is."""
 
 
 ExtraKeys = tuple[str | tuple[str, int], ...]
-"""What makes a block another one than its tokens and the blocks before it say: the adapter's name; the hash of each
-image, or piece of embeddings, and where it begins, counted from the block; of a prompt's first block the salt.
+"""Everything besides tokens and the parent block that identifies a block.
+
+It is the adapter's name, and the hash of each image or piece of embeddings with its start, counted from the block. The
+first block of a prompt adds the salt.
 """
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other can be found from now on. ``token_ids`` are those of all of them, 0 where there are
-    embeddings; ``parent_block_hash`` is that of the block before them; ``extra_keys`` are each block's.
+    """Consecutive blocks that can be found from now on.
+
+    ``token_ids`` are the tokens of all blocks, 0 where there are embeddings. ``parent_block_hash`` is the hash of the
+    block before them. ``extra_keys`` has an entry for each block.
     """
 
     block_hashes: list[bytes]
@@ -36,21 +41,21 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks cannot be found any more."""
+    """Blocks that cannot be found any more."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
-    """No block can be found."""
+    """The prefix cache is empty: no block can be found."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What happened since the last batch; ``ts`` is Unix time."""
+    """Events since the last batch; ``ts`` is Unix time."""
 
     ts: float
     events: list[KvEvent]
@@ -71,14 +76,14 @@ class KvEvents:
         lora_name: str,
         extra_keys: list[ExtraKeys | None],
     ) -> None:
-        """Blocks that follow each other were published."""
+        """Note that consecutive blocks were published."""
         size = len(tokens) // len(hashes)
         self._events.append(
             BlockStored(list(hashes), parent, tokens, size, None, MEDIUM, lora_name or None, extra_keys)
         )
 
     def removed(self, block_hash: bytes) -> None:
-        """A block was evicted."""
+        """Note that a block was evicted."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)
@@ -86,11 +91,11 @@ class KvEvents:
             self._events.append(BlockRemoved([block_hash], MEDIUM))
 
     def cleared(self) -> None:
-        """All blocks were forgotten."""
+        """Note that all blocks were forgotten."""
         self._events.append(AllBlocksCleared())
 
     def flush(self) -> None:
-        """Publish what was collected, if anything was."""
+        """Publish the collected events, if there are any."""
         if self._events:
             self._publish(KvEventBatch(time.time(), self._events))
             self._events = []

@@ -18,16 +18,22 @@ class NextStep:
     more_tokens: int = 0  # in chunks and drafts, beside one for each decode slot
     longest: int = 1
     started: dict[int, int] = field(default_factory=dict)
-    images: frozenset[bytes] = frozenset()  # hashes of those that prefill rows need
+    images: frozenset[bytes] = frozenset()  # hashes of the images that prefill rows need
     preempted: bool = False
 
     def with_row(self, chunk: int) -> tuple[int, int, int]:
-        """Rows, tokens and longest row of the step with one more row of ``chunk`` tokens."""
+        """Return the step's size with one more row of ``chunk`` tokens.
+
+        The size is rows, tokens and longest row.
+        """
         decode = len(self.decode)
         return decode + len(self.prefill) + 1, decode + self.more_tokens + chunk, max(self.longest, chunk)
 
     def with_drafts(self, count: int) -> tuple[int, int, int]:
-        """The same for ``count`` drafts of a decode slot."""
+        """Return the step's size with ``count`` drafts for one slot.
+
+        The size is rows, tokens and longest row.
+        """
         decode = len(self.decode)
         return decode + len(self.prefill), decode + self.more_tokens + count, max(self.longest, 1 + count)
 

@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last tokens of a sequence where they occurred before, in its own prompt and output.
+"""Prompt lookup: drafts from a sequence's own text.
 
-Source: the n-gram method of vLLM. The longest match wins, and of several that are as long the earliest, which has the
-most tokens behind it. There is no state: nothing to follow when sequences come, go or are preempted.
+They are the tokens behind an earlier occurrence of its last tokens, in prompt or output. Source: the n-gram method of
+vLLM. The longest match wins. Among several of equal length the earliest wins, as it has the most tokens behind it.
+There is no state: nothing to follow when sequences come, go or are preempted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 class NgramProposer:
-    """Matches the last ``most`` to ``least`` tokens."""
+    """Matches between ``least`` and ``most`` of the last tokens."""
 
     writes_cache = False
 
@@ -31,10 +32,13 @@ class NgramProposer:
         ]
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def _drafts(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """The ``count`` tokens, or as many as there are, behind the match of the end of ``tokens`` int32 [n]."""
+        """Return up to ``count`` tokens behind a match.
+
+        The match is of the end of ``tokens`` int32 [n].
+        """
         last = len(tokens) - 1
         found, length = (tokens[:last] == tokens[last]).nonzero()[0], 1
         while length < self.most and len(found):

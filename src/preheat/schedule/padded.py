@@ -1,4 +1,7 @@
-"""The cost of a step with padding, and the check that every sequence can run within the limits."""
+"""The cost of a step with padding.
+
+Also the check that every sequence can run within the limits.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,19 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 
 Padded = Callable[[int, int, int], int]
-"""(rows, tokens, longest row) of a step -> the tokens that it is padded to, monotonic in all three."""
+"""(rows, tokens, longest row) of a step -> its padded tokens, monotonic in all three."""
 
 
 def unpadded(rows: int, tokens: int, longest: int) -> int:
-    """The cost without padding."""
+    """Return the cost without padding."""
     return tokens
 
 
 def check_limits(limits: Limits, padded: Padded) -> None:
-    """Raise SettingsError unless every sequence can run alone and every slot can advance by a token in one step."""
+    """Raise SettingsError for limits under which a sequence cannot run.
+
+    Every sequence must run alone, and every slot must advance by a token in one step.
+    """
     if limits.num_blocks - 1 < limits.max_blocks_per_seq:
         raise SettingsError(
             f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
@@ -27,8 +33,8 @@ def check_limits(limits: Limits, padded: Padded) -> None:
     seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     if padded(seqs, seqs, 1) > budget:
         raise SettingsError(
-            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
-            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
+            f"max_num_batched_tokens {budget} is too small: one token for each of max_num_seqs {seqs} sequences takes "
+            f"{padded(seqs, seqs, 1)} with padding; raise max_num_batched_tokens or lower max_num_seqs"
         )
     if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
         raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")

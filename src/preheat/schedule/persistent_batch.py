@@ -1,4 +1,7 @@
-"""The persistent batch: while all running sequences decode, steps have the same rows until a sequence comes or goes."""
+"""The persistent batch of decoding sequences.
+
+While all running sequences decode, steps keep their rows until a sequence comes or goes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from preheat.schedule.running import RunningSequences
 
 @dataclass(slots=True)
 class PersistentBatch:
-    """What the steps have in common. ``changes`` is the running sequences' counter at the start, ``left`` the number of
-    steps until a row reaches its maximum length.
+    """The rows that consecutive steps have in common.
+
+    ``changes`` is the running sequences' counter at the start. ``left`` is the number of steps until a row reaches its
+    maximum length.
     """
 
     number: int
@@ -26,17 +31,17 @@ class PersistentBatch:
 
     @classmethod
     def of(cls, running: RunningSequences, number: int, decode: np.ndarray) -> Self:
-        """All running sequences, in the order of the slots ``decode``."""
+        """Return the batch of all running sequences, in the order of the slots ``decode``."""
         slots = running.slots
         left = int((slots.max_len[decode] - slots.device_len[decode]).min())
         return cls(number, decode, running.ids[decode], np.ones(len(decode), np.int32), running.changes, left)
 
     def goes_on(self, running: RunningSequences) -> bool:
-        """Whether the next step has the same rows."""
+        """Return whether the next step has the same rows."""
         return self.left > 0 and self.changes == running.changes
 
     def step(self, running: RunningSequences, started: dict[int, int]) -> Schedule:
-        """The next of its steps."""
+        """Return the schedule of the batch's next step."""
         self.left -= 1
         first = running.slots.cached_len.take(self.slots)
         return Schedule(self.slots, first, self.ones, self.ones, len(self.slots), self.ids, started, self.number)

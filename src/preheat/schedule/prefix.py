@@ -1,8 +1,8 @@
-"""Automatic prefix caching: full blocks of computed tokens are found again by their block hash.
+"""Automatic prefix caching.
 
-A block's hash covers its parent's hash, its own tokens, and of each image in it the hash and where it begins; the chain
-starts from everything else that decides a sequence's keys and values: a salt, the adapter's numbers. Equal hashes
-therefore mean equal cache contents.
+Full blocks of computed tokens are found again by their block hash. A block's hash covers its parent's hash, its own
+tokens, and the hash and start of each image in it. The chain starts from everything else that decides a sequence's keys
+and values: a salt, the adapter's numbers. Equal hashes therefore mean equal cache contents.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
-    """The start of the request's chain of hashes: what else makes equal tokens differ in the cache, here the salt."""
+    """Return the start of the request's chain of hashes.
+
+    It covers the salt, which keeps equal tokens apart.
+    """
     return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 def chained(parent: bytes, request: Request, tokens: np.ndarray, first: int, size: int) -> bytes:
-    """The hash of the block of ``size`` tokens from ``first`` on, behind the block with the hash ``parent``."""
+    """Return the hash of a block of ``size`` tokens.
+
+    The block begins at ``first``, behind the block with the hash ``parent``.
+    """
     content = parent + tokens[first : first + size].tobytes()
     if request.segments:
         content += _images(request, first, size)
@@ -35,28 +41,32 @@ def chained(parent: bytes, request: Request, tokens: np.ndarray, first: int, siz
 
 
 class PrefixCache:
-    """Finds and publishes blocks in ``pool``, if ``enabled``. ``contents`` tells what blocks hold from what those of
-    another engine do: the type of the cache and its scales; empty for the model's own type.
+    """Finds and publishes blocks in ``pool``, if ``enabled``.
+
+    ``contents`` names the type of the cache and its scales, so that blocks of different engines differ. It is empty for
+    the model's own type.
     """
 
     def __init__(self, pool: BlockPool, enabled: bool = True, contents: str = "") -> None:
         self.pool, self.enabled, self._contents = pool, enabled, contents.encode()
 
     def rekey(self, contents: str) -> None:
-        """Blocks hold something else from now on: none that was published before is found any more."""
+        """Set new ``contents``: none of the blocks published before is found any more."""
         self._contents = contents.encode()
         self.pool.forget_contents()
 
     def reads_for(self, sequence: Sequence) -> bool:
-        """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed, nor for
-        a request that wants none.
+        """Return whether cached blocks may be used.
+
+        Prompt logprobs need every position to be computed, and a request may refuse cached blocks.
         """
         skips = sequence.request.params.skip_reading_prefix_cache
         return self.enabled and not sequence.owes_prompt_logprobs and not skips
 
     def lookup(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix of a waiting sequence, without its last token: that must be computed
-        to sample the next one.
+        """Return the blocks of the longest cached prefix of a waiting sequence.
+
+        The last token is left out: it must be computed to sample the next one.
         """
         if not self.reads_for(sequence):
             return []
@@ -69,11 +79,14 @@ class PrefixCache:
         return blocks
 
     def restore(self, sequence: Sequence) -> None:
-        """Bring what the pool's tier has of a waiting sequence into free blocks, where :meth:`lookup` finds it."""
+        """Load blocks of a waiting sequence from the pool's tier.
+
+        They go into free blocks, for :meth:`lookup` to find.
+        """
         tier, pool = self.pool.tier, self.pool
         if tier is None or not self.reads_for(sequence):
             return
-        held: list[int] = []  # so that none of them makes room for another
+        held: list[int] = []  # references, so that none of the blocks makes room for another
         for index in range((len(sequence.tokens) - 1) // pool.block_size):
             block_hash = self._block_hash(sequence, sequence.tokens, index)
             block = pool.find(block_hash)
@@ -91,9 +104,10 @@ class PrefixCache:
         pool.release(held)
 
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
-        """Publish the logical blocks ``first`` to ``last`` - 1, whose keys and values must be in the cache.
+        """Publish the logical blocks ``first`` to ``last`` - 1.
 
-        ``tokens`` and ``table``, both int32, are the sequence's rows of the slots' arrays.
+        Their keys and values must be in the cache. ``tokens`` and ``table``, both int32, are the sequence's rows of the
+        slots' arrays.
         """
         if not self.enabled:
             return
@@ -105,7 +119,7 @@ class PrefixCache:
             self._tell(sequence, tokens, stored)
 
     def _tell(self, sequence: Sequence, tokens: np.ndarray, stored: list[int]) -> None:
-        """Report the logical blocks ``stored``, those that follow each other as one event."""
+        """Report the logical blocks ``stored``, consecutive blocks as one event."""
         if self.pool.events is None:
             return
         hashes, size = sequence.block_hashes, self.pool.block_size
@@ -122,7 +136,10 @@ class PrefixCache:
         return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
-        """The hash of logical block ``index``, kept in the sequence."""
+        """Return the hash of logical block ``index``.
+
+        Hashes are kept in the sequence.
+        """
         hashes, size = sequence.block_hashes, self.pool.block_size
         while len(hashes) <= index:
             done = len(hashes)
@@ -132,7 +149,10 @@ class PrefixCache:
 
 
 def _images(request: Request, first: int, size: int) -> bytes:
-    """Of the images in the ``size`` tokens from ``first`` on: hash, and distance from ``first``."""
+    """Return the hash and start of each image in a block.
+
+    The block has ``size`` tokens from ``first`` on; starts are counted from ``first``.
+    """
     return b"".join(
         segment.image.hash + (segment.start - first).to_bytes(4, "little", signed=True)
         for segment in _segments(request, first, size)
@@ -140,12 +160,15 @@ def _images(request: Request, first: int, size: int) -> bytes:
 
 
 def _segments(request: Request, first: int, size: int) -> Iterator[Segment]:
-    """Those in the ``size`` tokens from ``first`` on."""
+    """Return the segments in the ``size`` tokens from ``first`` on."""
     return (each for each in request.segments if each.start < first + size and each.end > first)
 
 
 def _extra_keys(request: Request, first: int, size: int) -> ExtraKeys | None:
-    """What routers are told of the block of ``size`` tokens from ``first`` on beside its tokens."""
+    """Return the extra keys of a block, for routers, or None.
+
+    The block has ``size`` tokens from ``first`` on.
+    """
     images = ((each.image.hash.hex(), each.start - first) for each in _segments(request, first, size))
     salt = request.cache_salt if first == 0 else ""
     return (*filter(None, [request.lora_name]), *images, *filter(None, [salt])) or None

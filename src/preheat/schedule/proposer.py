@@ -1,7 +1,7 @@
-"""Speculative decoding: the interface to what drafts tokens for running sequences.
+"""Speculative decoding: the interface to proposers, which draft tokens for running sequences.
 
 A row with drafts computes its last token and the drafts in one step and samples after each of them. A draft is accepted
-if it equals the token sampled at its position, so the output is that of plain decoding.
+if it equals the token sampled at its position, so the output equals plain decoding.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from preheat.schedule.slots import Slots
 
 
 class Proposer(Protocol):
-    """Drafts at most ``num_speculative_tokens`` tokens a row; with 0 it is not called. ``writes_cache``: it keeps keys
-    and values of its own in the blocks of a row, which must have them before it is asked.
+    """Drafts at most ``num_speculative_tokens`` tokens a row.
+
+    With 0 it is not called. With ``writes_cache`` it keeps keys and values of its own in a row's blocks; the row must
+    have the blocks before the proposer is asked.
     """
 
     num_speculative_tokens: int
     writes_cache: bool
 
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
-        """Up to ``most`` int64 [rows] drafts, int32 [k >= 0], for each of the slots ``rows``, which decode and whose
-        tokens are all known. The scheduler may use only the first few of them.
+        """Return up to ``most`` drafts for each of the slots ``rows``.
+
+        ``most`` is int64 [rows]; drafts are int32 [k >= 0]. The slots decode and their tokens are all known. The
+        scheduler may use only the first few drafts.
         """
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """The sequences in these slots have ended; the slots are not given back yet."""
+        """Note that the sequences in the slots ``stopped`` have ended.
+
+        The slots are not given back yet.
+        """

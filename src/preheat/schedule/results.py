@@ -1,9 +1,9 @@
 """Processing a step's result: tokens are written, full blocks are published, sequences end.
 
 Lengths moved when the step was scheduled, and the slots may be one step ahead, so everything here follows the
-:class:`~preheat.core.Schedule`. Only rows with drafts get their lengths here, once it is known how many were accepted.
-Rows whose sequence has ended meanwhile are dropped: their tokens are neither written nor counted nor reported. So are
-those whose numbers are not finite, which end with an error.
+:class:`~preheat.core.Schedule`. Only rows with drafts get their lengths here, once the number of accepted drafts is
+known. Rows of a sequence that has ended meanwhile are dropped: their tokens are neither written nor counted nor
+reported. Rows with numbers that are not finite are dropped too, and their sequences end with an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class _Tokens(NamedTuple):
-    """Sampled tokens: slot, position, request id, token, and place in the step's result of each. A token below zero was
-    drawn from logits that are not finite, see :func:`preheat.core.marked`.
+    """Sampled tokens with their places.
+
+    Each has a slot, position, request id, token, and index in the step's result. A token below zero was drawn from
+    logits that are not finite, see :func:`preheat.core.marked`.
     """
 
     slots: np.ndarray
@@ -35,7 +37,7 @@ class _Tokens(NamedTuple):
     places: np.ndarray | None = None  # None: all of the result
 
     def logprobs(self, result: StepResult) -> dict[int, TokenLogprobs]:
-        """The logprobs of these tokens, by their index in this tuple's arrays."""
+        """Return the logprobs of these tokens, by their index in this tuple's arrays."""
         if not result.logprobs or self.places is None:
             return result.logprobs
         places = enumerate(self.places.tolist())
@@ -51,11 +53,11 @@ def process_results(
     totals: Stats,
     drafting: Drafting | None = None,
 ) -> Delta:
-    """Write ``result`` into the slots and report what changed. There is no Python loop over plain rows. ``drafting``
-    hears what became of drafts, and which sequences ended.
+    """Write ``result`` into the slots and report the changes.
 
-    Call it in the order in which the steps run. Raises ValueError, changing nothing, unless the result has one token
-    for each sampled position.
+    There is no Python loop over plain rows. ``drafting`` learns how many drafts were accepted and which sequences
+    ended. Call this in the order in which the steps run. Raises ValueError, changing nothing, unless the result has one
+    token for each sampled position.
     """
     if result.tokens.shape != (schedule.total_sampled,):
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
@@ -96,8 +98,9 @@ def process_results(
 
 
 def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _Tokens) -> np.ndarray:
-    """The rows [n] that still run and whose numbers are not finite: of a kept token, of a prompt's log-probability, or
-    of a hidden state.
+    """Return the running rows [n] with numbers that are not finite.
+
+    The number is the logits of a kept token, a prompt's log-probability, or a hidden state.
     """
     if not result.prompt_logprobs and result.hidden is None and kept.tokens.min(initial=0) >= 0:
         return _NO_ROWS
@@ -112,15 +115,18 @@ def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _
 
 
 def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarray) -> dict[int, Finish]:
-    """End the sequences of these ``rows`` with an error that names their adapter, and free what they own."""
+    """End the sequences of ``rows`` and free their slots and blocks.
+
+    The error names their adapter.
+    """
     finished = {}
     for row in rows.tolist():
         slot = int(schedule.slots[row])
         request = running.sequence(slot).request
         blamed = f"the adapter {request.lora_name!r}" if request.lora_name else "the model, without an adapter,"
         error = NotFinite(
-            f"{blamed} gives numbers that are not finite for this request: what it computes with is too large for the "
-            "type of its numbers"
+            f"{blamed} gives numbers that are not finite for this request: some of its values are beyond the range of "
+            "its dtype"
         )
         finished[request.id] = Finish("error", error=WireError.of(error))
         running.stop([slot])
@@ -128,7 +134,10 @@ def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarr
 
 
 def fail(running: RunningSequences, schedule: Schedule, error: Exception, rows: np.ndarray | None = None) -> Delta:
-    """The step failed, or some ``rows`` of it: their sequences end with an error and free what they own."""
+    """End the sequences of a failed step, or of its ``rows``.
+
+    They end with an error and free their slots and blocks.
+    """
     live = _live(running, schedule)
     if rows is not None:
         live &= np.isin(np.arange(schedule.rows), rows)
@@ -138,7 +147,7 @@ def fail(running: RunningSequences, schedule: Schedule, error: Exception, rows: 
 
 
 def lose_cache(running: RunningSequences, error: Exception) -> Delta:
-    """All running sequences end with an error, and the prefix cache is emptied."""
+    """End all running sequences with an error, and empty the prefix cache."""
     ids = running.ids[running.order].tolist()
     running.stop(running.order.tolist())
     running.pool.forget_contents()
@@ -146,14 +155,19 @@ def lose_cache(running: RunningSequences, error: Exception) -> Delta:
 
 
 def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
-    """bool [rows]: whose sequence still runs. A slot that was freed or reused has another id."""
+    """Return whether each row's sequence still runs, bool [rows].
+
+    A freed or reused slot has another id.
+    """
     live: np.ndarray = running.ids.take(schedule.slots) == schedule.ids
     return live
 
 
 def _kept_tokens(slots: Slots, schedule: Schedule, result: StepResult, live: np.ndarray) -> tuple[_Tokens, np.ndarray]:
-    """The tokens that become part of their sequences; and where each row ends now, int [rows]: behind the tokens whose
-    keys and values in the cache are valid.
+    """Return the kept tokens, and the end of each row.
+
+    Kept tokens become part of their sequences. Ends are int [rows]. A row's end lies behind its tokens with valid keys
+    and values in the cache.
     """
     if schedule.num_decode == schedule.rows and live.all():
         return _Tokens(schedule.slots, schedule.ends, schedule.ids, result.tokens), schedule.ends
@@ -178,21 +192,29 @@ def _take(
 
 
 def _wrong_drafts(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: where the draft differs from the sampled token. Meaningless for a row's last token, which has no draft."""
+    """Return where the draft differs from the sampled token, bool.
+
+    Meaningless at a row's last token, without draft.
+    """
     wrong: np.ndarray = slots.tokens[sampled.slots, sampled.positions] != sampled.tokens
     return wrong
 
 
 def _up_to_first(last: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """bool: the entries of each row up to and including its first that is ``last``; ``rows`` is sorted."""
-    before = last.cumsum() - last  # in this row and all those before it
+    """Return the entries of each row up to its first ``last`` one.
+
+    The result is bool and includes the first one; ``rows`` is sorted.
+    """
+    before = last.cumsum() - last  # in this row and all rows before it
     kept: np.ndarray = before == before[np.searchsorted(rows, rows)]
     return kept
 
 
 def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, ends: np.ndarray) -> None:
-    """Set the lengths of the rows with drafts to their ``ends``, behind the tokens that are kept. Rejected drafts stay
-    in the slot and the cache, beyond both lengths: they are overwritten before being read.
+    """Set the lengths of the rows with drafts to their ``ends``.
+
+    Ends lie behind the tokens that are kept. Rejected drafts stay in the slot and the cache, beyond both lengths: they
+    are overwritten before being read.
     """
     drafted = ((schedule.num_sampled > 1) & live).nonzero()[0]
     slots.cached_len[schedule.slots[drafted]] = ends[drafted]
@@ -202,7 +224,7 @@ def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, ends: np.ndar
 def _count_drafts(
     schedule: Schedule, live: np.ndarray, ends: np.ndarray, totals: Stats, drafting: Drafting | None
 ) -> None:
-    """Count what became of the drafts of rows that still run."""
+    """Count the drafts and the accepted drafts of rows that still run."""
     rows = ((schedule.num_sampled > 1) & live).nonzero()[0]
     drafted, accepted = schedule.num_sampled[rows] - 1, (ends - schedule.first)[rows] - 1
     totals.drafts += len(rows)
@@ -219,7 +241,7 @@ def _count_drafts(
 def _publish(
     running: RunningSequences, prefix: PrefixCache, schedule: Schedule, ends: np.ndarray, live: np.ndarray
 ) -> None:
-    """Publish the blocks that the step filled, whose tokens are all known."""
+    """Publish the blocks that the step filled with known tokens."""
     slots, size = running.slots, running.slots.block_size
     first, last = schedule.first // size, ends // size
     for row in ((last > first) & live).nonzero()[0].tolist():
@@ -229,7 +251,7 @@ def _publish(
 
 
 def _stops(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: tokens that are stop ids of their sequence, from ``min_tokens`` on."""
+    """Return which tokens are stop ids of their sequence, from ``min_tokens`` on, bool."""
     stop: np.ndarray = (slots.stop_ids.take(sampled.slots, axis=1) == sampled.tokens).any(0)
     if slots.many_stop_ids:
         for j in slots.has_many_stop_ids[sampled.slots].nonzero()[0].tolist():
@@ -240,13 +262,16 @@ def _stops(slots: Slots, sampled: _Tokens) -> np.ndarray:
 
 
 def _at_max_len(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: tokens with which their sequence reaches its maximum length."""
+    """Return where a token brings its sequence to its maximum length, bool."""
     at_end: np.ndarray = sampled.positions + 1 >= slots.max_len.take(sampled.slots)
     return at_end
 
 
 def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
-    """The indices in ``kept`` at which a sequence ends. A stop id takes precedence over the length."""
+    """Return the indices in ``kept`` at which a sequence ends.
+
+    A stop id takes precedence over the length.
+    """
     stop, ended = _stops(slots, kept), {}
     for j in (stop | _at_max_len(slots, kept)).nonzero()[0].tolist():
         ended[j] = Finish("stop", stop_id=int(kept.tokens[j])) if stop[j] else Finish("length")
@@ -254,8 +279,9 @@ def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
 
 
 def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Finish]) -> dict[int, Finish]:
-    """Move the grammars of the rows that are ``held`` to one on behind the tokens that are text; the indices at which
-    one refuses its token.
+    """Advance the grammars of the rows ``held`` to one by their tokens.
+
+    Returns the indices of refused tokens. A stop token is no text and does not advance its grammar.
     """
     found = {}
     for j in held.nonzero()[0].tolist():
@@ -272,7 +298,10 @@ def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Fin
 def _pooled(
     running: RunningSequences, schedule: Schedule, hidden: dict[int, list[np.ndarray]], live: np.ndarray
 ) -> dict[int, bytes]:
-    """Add the hidden states of each row to what its sequence has pooled; the results of those that end, by id."""
+    """Add each row's hidden states to its sequence's pool.
+
+    Returns the results of ended sequences, by request id.
+    """
     done = {}
     for row, states in hidden.items():
         if not live[row]:
@@ -287,7 +316,10 @@ def _pooled(
 def _prompt_logprobs(
     running: RunningSequences, schedule: Schedule, result: StepResult, live: np.ndarray
 ) -> dict[int, list[TokenLogprobs | None]]:
-    """Add each chunk's entries to its sequence; the lists of the prompts that are now computed, by request id."""
+    """Add each chunk's entries to its sequence.
+
+    Returns the lists of fully computed prompts, by request id.
+    """
     slots, done = running.slots, {}
     owed = slots.prompt_logprobs.take(schedule.slots) != NO_LOGPROBS
     for row in (owed & live).nonzero()[0].tolist():

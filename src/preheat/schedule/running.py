@@ -1,9 +1,8 @@
-"""The running sequences, the slots and blocks that they own, and the adapters whose places they hold. Every block
-reference is taken and dropped here.
+"""The running sequences with their slots, blocks and adapter slots.
 
-A freed block may be reused at once, even while a step in flight still writes a token of its former owner to it: steps
-run in order, so the new owner writes later. Such a block is not in the prefix cache: only blocks whose tokens have all
-been processed are published.
+Every block reference is taken and dropped here. A freed block may be reused at once. A step in flight may still write
+a token of the former owner to it, but steps run in order, so the new owner writes later. Such a block is not in the
+prefix cache: only blocks with all tokens processed are published.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -21,12 +20,14 @@ FREE = np.iinfo(np.int64).min
 
 
 class RunningSequences:
-    """``order`` int64 lists the running slots by rank: priority, then arrival. ``ids``
-    int64 [slots] are the request ids, FREE for a free slot. ``changes`` counts arrivals and departures.
+    """The sequences in slots, with the blocks and adapter slots that they own.
+
+    ``order`` int64 lists the running slots by rank: priority, then arrival. ``ids`` int64 [slots] are the request ids,
+    FREE for a free slot. ``changes`` counts arrivals and departures.
     """
 
-    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterPlaces | None = None) -> None:
-        self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterPlaces()
+    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterSlotTable | None = None) -> None:
+        self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterSlotTable()
         self.order = np.zeros(0, np.int64)
         self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
@@ -37,22 +38,25 @@ class RunningSequences:
         return len(self._slot_of)
 
     def slot_of(self, request_id: int) -> int | None:
-        """The slot of a running request."""
+        """Return the slot of a running request, or None."""
         return self._slot_of.get(request_id)
 
     def sequence(self, slot: int) -> Sequence:
-        """The sequence in an occupied ``slot``."""
+        """Return the sequence in an occupied ``slot``."""
         sequence = self.sequences[slot]
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
 
     @property
     def last(self) -> Sequence:
-        """The last in rank."""
+        """The sequence that is last in rank."""
         return self.sequence(int(self.order[-1]))
 
     def start(self, sequence: Sequence, cached: list[int]) -> int:
-        """Give ``sequence`` a slot whose first blocks are the ``cached`` ones, now shared."""
+        """Give ``sequence`` a slot that begins with the blocks ``cached``, now shared.
+
+        Returns the slot.
+        """
         slots = self.slots
         slot = slots.take(sequence.request, sequence.tokens)
         self.pool.share(cached)
@@ -73,14 +77,14 @@ class RunningSequences:
         return slot
 
     def _place_of(self, sequence: Sequence) -> int:
-        """Where ``sequence`` belongs in the order: nearly always at its end."""
+        """Return the position of ``sequence`` in the order, nearly always the end."""
         place = len(self.order)
         while place and self.sequence(int(self.order[place - 1])).rank > sequence.rank:
             place -= 1
         return place
 
     def blocks_lacking(self, slot: int, length: int) -> int:
-        """How many more blocks the first ``length`` tokens of the sequence need."""
+        """Return how many more blocks the first ``length`` tokens of the sequence need."""
         return max(-(-length // self.slots.block_size) - int(self.slots.num_blocks[slot]), 0)
 
     def grow(self, slot: int, length: int) -> None:
@@ -92,13 +96,16 @@ class RunningSequences:
             self.slots.num_blocks[slot] = count + lacking
 
     def grow_each(self, grown: np.ndarray) -> None:
-        """Allocate one more block for each of the slots ``grown``; enough must be free."""
+        """Allocate one more block for each of the slots ``grown``.
+
+        Enough must be free.
+        """
         slots = self.slots
         slots.set_blocks(grown, slots.num_blocks[grown], self.pool.allocate(len(grown)))
         slots.num_blocks[grown] += 1
 
     def blocks_promised(self) -> int:
-        """How many blocks the running sequences still need for their known tokens."""
+        """Return how many blocks the running sequences still need for their known tokens."""
         slots = self.slots
         wanted = -(-slots.device_len[self.order] // slots.block_size)
         return int(np.maximum(wanted - slots.num_blocks[self.order], 0).sum())
@@ -117,7 +124,10 @@ class RunningSequences:
         self.order = self.order[self.ids[self.order] != FREE]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the last in rank, whose tokens must be known; returns its former slot and the sequence."""
+        """Stop the last sequence in rank; its tokens must be known.
+
+        Returns its former slot and the sequence.
+        """
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])
@@ -125,9 +135,10 @@ class RunningSequences:
         return slot, sequence
 
     def swap(self, pairs: np.ndarray) -> None:
-        """Update pool and tables for a swap of the contents of each of the ``pairs`` of blocks [n, 2], no id twice.
+        """Update pool and tables for a swap of blocks.
 
-        Block ids are kept nowhere else: waiting sequences have none.
+        The contents of both blocks of each of the ``pairs`` [n, 2] are swapped, no id twice. Block ids are kept nowhere
+        else: waiting sequences have none.
         """
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]
@@ -146,4 +157,4 @@ class RunningSequences:
             raise RuntimeError("a slot was lost")
         running = (self.sequence(slot) for slot in self.order.tolist())
         if self.adapters.held != Counter(each.adapter_digest for each in running if each.adapter is not None):
-            raise RuntimeError("an adapter's place is held by others than those that run")
+            raise RuntimeError("an adapter slot is held by a sequence that does not run")

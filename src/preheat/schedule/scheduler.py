@@ -1,17 +1,18 @@
-"""The scheduler: which rows run in the next step.
+"""The scheduler: the rows of the next step.
 
-A step has one token of every decoding row; then, within the rest of the budget, the next chunk of prompts already
-begun; then waiting sequences in order of arrival; last the drafts of a proposer, if there is one. The budget counts
-*padded* tokens, as in the bucket that the device runs (source: the padding-aware scheduling of vLLM on Gaudi).
+A step has one token of every decoding row. Within the rest of the budget follow the next chunk of prompts already
+begun, then waiting sequences in order of rank (priority, then arrival), last the drafts of a proposer, if there is one.
+The budget counts *padded* tokens, as in the bucket that the device runs (source: the padding-aware scheduling of vLLM
+on Gaudi).
 
-If a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
-returns to the front of the queue and is recomputed later. The earliest arrival therefore always advances.
+If a row needs a block and none is free, the last sequence in rank is preempted. It gives back its blocks, keeps its
+tokens, returns to its place in the queue and is recomputed later. The first in rank therefore always advances.
 
-Lengths move when a step is scheduled: its tokens count as computed and the sampled ones as known, so that the next step
-can be scheduled while this one runs. Few decisions depend on a token's value. If it ends its sequence, the row has been
-scheduled once too often and is dropped when that step's results are processed (reaching the maximum length is known
-ahead). Preemption must keep the tokens, so it waits until nothing is in flight. The next step of a row with drafts
-depends on how many are accepted, so that row waits for its results.
+Lengths move when a step is scheduled: its tokens count as computed and the sampled ones as known. The next step can
+then be scheduled while this one runs. Few decisions depend on a token's value. If a token ends its sequence, the row
+has been scheduled once too often; it is dropped when that step's results are processed. Reaching the maximum length is
+known ahead. Preemption must keep the tokens, so it waits until nothing is in flight. The next step of a row with drafts
+depends on the number of accepted drafts, so that row waits for its results.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, 
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
-from preheat.schedule.adapters import Adapter, AdapterPlaces
+from preheat.schedule.adapters import Adapter, AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.grammar import GrammarState
@@ -42,7 +43,10 @@ from preheat.schedule.slots import UNSEEN, Slots
 from preheat.schedule.waiting import WaitingQueue
 
 WATERMARK = 0.01
-"""The share of blocks that stays free when a sequence is admitted, so that none is preempted right away."""
+"""The share of blocks that stays free at an admission.
+
+No sequence is then preempted right away.
+"""
 
 
 class _MustWait(Exception):
@@ -50,15 +54,18 @@ class _MustWait(Exception):
 
 
 class Scheduler:
-    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`process_results` or
-    :meth:`fail`. Several may be; results are processed in the order in which the steps run. Requests come and go at any
-    time; blocks are compacted, and sequences preempted, only when nothing is in flight.
+    """Continuous batching within ``limits``.
 
-    ``padded`` is the cost of a step (see :data:`Padded`), ``defrag_threshold`` that of :func:`defrag.is_due` (None:
-    never compact). A step with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without
-    ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    ``cache_contents`` is the prefix cache's, ``drafting`` gives decoding rows draft tokens, ``max_loras`` adapters
-    have a place on the device. Raises SettingsError for limits under which some sequence could never run.
+    A step is in flight from :meth:`schedule` until :meth:`process_results` or :meth:`fail`. Several may be; results are
+    processed in the order in which the steps run. Requests come and go at any time. Blocks are compacted, and sequences
+    preempted, only when nothing is in flight.
+
+    ``padded`` is the cost of a step (see :data:`Padded`). ``defrag_threshold`` is the threshold of
+    :func:`defrag.is_due` (None: never compact). A step with decoding rows has at most ``mixed_tokens`` tokens, so that
+    they do not wait for long. Without ``mixed_steps`` a step either reads prompts or decodes, prompts first (source:
+    the two phases of vLLM on Gaudi). ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft
+    tokens. There are ``max_loras`` adapter slots. Raises SettingsError for limits under which some sequence could never
+    run.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Scheduler:
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents)
-        self.adapters = AdapterPlaces(max_loras)
+        self.adapters = AdapterSlotTable(max_loras)
         self.running = RunningSequences(self.slots, self.pool, self.adapters)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()
@@ -106,8 +113,10 @@ class Scheduler:
         return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
-        """Queue a request, with the state at the beginning of its grammar and its adapter, if it has them. Raises
-        InvalidRequest for one that could never run; the frontend rejects those already.
+        """Queue a request.
+
+        It may have an adapter and the initial state of its grammar. Raises InvalidRequest for a request that could
+        never run; the frontend rejects such requests already.
         """
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
@@ -131,7 +140,10 @@ class Scheduler:
         self.waiting.arrive(Sequence(request, grammar, adapter))
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request and free its slot and blocks at once; False if it is not here (any more)."""
+        """Drop a request and free its slot and blocks at once.
+
+        Returns False if it is not here (any more).
+        """
         slot = self.running.slot_of(request_id)
         if slot is None:
             return self.waiting.pop(request_id, None) is not None
@@ -151,8 +163,9 @@ class Scheduler:
         return Delta(finished=dict.fromkeys(ids, Finish("abort")))
 
     def requeue_all(self) -> None:
-        """Preempt all running sequences: their keys and values are computed again, from their tokens. What waits
-        forgets the hashes of its blocks, which may be keyed anew.
+        """Preempt all running sequences: their keys and values are computed again, from their tokens.
+
+        Waiting sequences forget the hashes of their blocks, which may be keyed anew.
         """
         self._nothing_in_flight()
         while self.running:
@@ -163,12 +176,13 @@ class Scheduler:
 
     @property
     def scattered(self) -> bool:
-        """Whether :meth:`compact` has something to do; a step may be in flight."""
+        """Whether :meth:`compact` has blocks to move; a step may be in flight."""
         return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
 
     def compact(self) -> Swaps | None:
-        """The swaps that bring scattered blocks together, or None. Pool and tables are updated already, so the device
-        must exchange the contents before the next step.
+        """Return the swaps that bring scattered blocks together, or None.
+
+        Pool and tables are updated already, so the device must exchange the contents before the next step.
         """
         self._nothing_in_flight()
         if self._defrag_threshold is None:
@@ -179,13 +193,18 @@ class Scheduler:
         return swaps
 
     def lose_cache(self, error: Exception) -> Delta:
-        """The cache's contents are unknown: end all running requests with an error and empty the prefix cache."""
+        """End all running requests with an error.
+
+        The cache's contents are unknown, so the prefix cache is emptied.
+        """
         self._nothing_in_flight()
         return results.lose_cache(self.running, error)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is computed, and what is encoded: no later sequence finds it. Those that run keep their blocks;
-        those that they fill from now on may be found again.
+        """Forget the contents of all computed blocks and encoded images.
+
+        No later sequence finds them. Running sequences keep their blocks. Blocks that they fill from now on may be
+        found again.
         """
         self._nothing_in_flight()
         self.pool.forget_contents()
@@ -193,18 +212,19 @@ class Scheduler:
             self.images.forget()
 
     def rekey(self, contents: str) -> None:
-        """What is computed from now on is other than before: empty the prefix cache, key it by ``contents``, and
-        compute all running sequences again.
+        """Empty the prefix cache, key it by ``contents``, and compute all running sequences again.
+
+        Blocks computed from now on differ from earlier ones.
         """
         self.requeue_all()
         self.prefix.rekey(contents)
         self.reset_prefix_cache()
 
     def schedule(self) -> Schedule | None:
-        """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
+        """Return the next step, with its blocks allocated and its lengths moved.
 
-        None when nothing can run now: with nothing in flight that means :attr:`idle`, otherwise the oldest results must
-        be processed first.
+        Pack it before scheduling another. Returns None when nothing can run now: with nothing in flight that means
+        :attr:`idle`, otherwise the oldest results must be processed first.
         """
         try:
             step = self._compose()
@@ -215,7 +235,7 @@ class Scheduler:
         schedule = self._book(step)
         schedule.loads = self.adapters.take_loads()
         if self.pool.tier is not None:
-            schedule.transfers = self.pool.tier.taken()
+            schedule.transfers = self.pool.tier.take_transfers()
         self._in_flight.append(schedule)
         self._totals.steps += 1
         return schedule
@@ -229,10 +249,11 @@ class Scheduler:
         return delta
 
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
-        """The step failed: end its requests with an error and free what they own; the others go on.
+        """End the requests of a failed step with an error.
 
-        Their rows in later steps are dropped when those steps' results are processed. Requests that see images in a
-        later step which this one should have encoded end too.
+        Their slots and blocks are freed; the other requests go on. Rows of ended requests in later steps are dropped
+        when the results of these steps are processed. A request also ends if a later step of it sees an image that the
+        failed step should have encoded.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
@@ -244,8 +265,10 @@ class Scheduler:
         return delta
 
     def stats(self) -> Stats:
-        """A copy of the counters and gauges. Prefix queries and hits are tokens of sequences as they start; prompt
-        tokens count with the first generated token.
+        """Return a copy of the counters and gauges.
+
+        Prefix queries and hits are tokens of sequences as they start; prompt tokens count with the first generated
+        token.
         """
         totals = self._totals
         totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
@@ -254,16 +277,19 @@ class Scheduler:
         return replace(totals, accepted_per_pos=totals.accepted_per_pos.copy())
 
     def serves(self, lora_name: str) -> bool:
-        """Whether a request with the adapter of this name waits or runs."""
+        """Return whether a request with the adapter ``lora_name`` waits or runs."""
         running = map(self.running.sequence, self.running.order.tolist())
         return any(each.request.lora_name == lora_name for each in (*self.waiting.values(), *running))
 
     def check(self) -> None:
-        """Raise RuntimeError unless the blocks and slots in use are exactly those of the running sequences."""
+        """Raise RuntimeError unless blocks, slots and sequences agree.
+
+        Exactly the running sequences must own the used blocks and slots.
+        """
         self.running.check()
 
     def _compose(self) -> NextStep:
-        """Choose the rows of the next step and allocate their blocks."""
+        """Return the next step: choose its rows and allocate their blocks."""
         if self.waiting and self.running and self.running.last.yields:
             self._make_way()
         if self.drafting is not None:
@@ -278,10 +304,10 @@ class Scheduler:
         return step if self.mixed_steps or step.prefill else self._decoding()
 
     def _book(self, step: NextStep) -> Schedule:
-        """Move the lengths of the rows of ``step`` as if it had run.
+        """Move the lengths of the rows of ``step``.
 
-        A row with drafts counts them as known and has nothing left to compute, so that it is in no other step until its
-        results are processed.
+        They move as if the step had run. Returns its schedule. A row with drafts counts them as known and has nothing
+        left to compute, so that it is in no other step until its results are processed.
         """
         slots, schedule = self.slots, self._schedule_of(step)
         if step.images and self.images is not None:
@@ -300,7 +326,7 @@ class Scheduler:
         return schedule
 
     def _schedule_of(self, step: NextStep) -> Schedule:
-        """``step`` in the form that the packer takes."""
+        """Return ``step`` in the packer's form."""
         slots, running = self.slots, self.running
         if not step.prefill and not step.drafts and len(step.decode) == len(running):
             batch = self._last_batch()
@@ -322,13 +348,18 @@ class Scheduler:
         return Schedule(rows, first, extend, num_sampled, len(decode), ids, step.started, num_drafted=len(drafted))
 
     def _last_batch(self) -> PersistentBatch | None:
-        """The persistent batch of the last step, if the next step has the same rows."""
+        """Return the persistent batch of the last step, or None.
+
+        The next step must have the same rows.
+        """
         last = self._persistent_batch
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
-        """How many tokens each running sequence has to compute, int32, by arrival: none at its maximum length. One more
-        before the end of its last image: rows that decode have no image.
+        """Return how many tokens each running sequence has to compute.
+
+        The result is int32, in order of rank. It is 0 at the maximum length. It is one more before the end of the last
+        image, as decoding rows have no image.
         """
         slots = self.slots
         due = slots.device_len - slots.cached_len  # of all slots: cheaper than selecting first
@@ -339,7 +370,7 @@ class Scheduler:
         return running
 
     def _make_way(self) -> None:
-        """Preempt rows that yield, as many as the first that waits and does not yield needs to start."""
+        """Preempt yielding rows until the first waiting sequence that does not yield can start."""
         first = self.waiting.first()
         while first is not None and not first.yields and self.running and self.running.last.yields:
             if self.slots.num_free and self._blocks_last(first, self.prefix.lookup(first)):
@@ -350,7 +381,10 @@ class Scheduler:
             self._totals.preemptions += 1
 
     def _decoding(self) -> NextStep:
-        """Begin a step with the rows that have one token to compute; preempts if blocks are lacking."""
+        """Begin a step with the rows that have one token to compute.
+
+        Preempt if blocks are lacking.
+        """
         slots, batch = self.slots, self._last_batch()
         step = NextStep(self._decode_slots() if batch is None or self._drafts else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
@@ -360,17 +394,20 @@ class Scheduler:
         return step
 
     def _decode_slots(self) -> np.ndarray:
-        """The slots with one token to compute; where tokens are drafted, only those that are known."""
+        """Return the slots with one token to compute.
+
+        With drafting, only slots with known tokens.
+        """
         decode: np.ndarray = self.running.order[self._due() == 1]
         return self._drafts.visible(self.slots, decode) if self._drafts else decode
 
     @property
     def _drafts(self) -> Drafting | None:
-        """What drafts in the step being composed, if anything does."""
+        """The drafting of the step being composed, or None if nothing drafts."""
         return self.drafting if self.drafting is not None and self.drafting.most else None
 
     def _continue_prefills(self, step: NextStep) -> None:
-        """Add the next chunk of the prompts already begun, earliest first."""
+        """Add the next chunk of the prompts already begun, in order of rank."""
         slots = self.slots
         if len(step.decode) == len(self.running):
             return
@@ -388,8 +425,9 @@ class Scheduler:
             self._add_prefill(step, slot, chunk)
 
     def _admit(self, step: NextStep) -> None:
-        """Start waiting sequences, in order, as far as slots, budget and blocks go. One whose adapter has no place is
-        passed over, see :mod:`preheat.schedule.adapters`.
+        """Start waiting sequences, in order, as far as slots, budget and blocks go.
+
+        A sequence without an adapter slot is passed over, see :mod:`preheat.schedule.adapters`.
         """
         passed_over = set[str]()
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
@@ -413,8 +451,10 @@ class Scheduler:
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
 
     def _cached(self, step: NextStep, sequence: Sequence) -> tuple[list[int], int]:
-        """The blocks that ``sequence`` may begin with, and how many of them come from the host: they are brought back
-        once it can start.
+        """Return the blocks that ``sequence`` may begin with.
+
+        Also return how many of them come from the host. Blocks are brought back from the host once the sequence can
+        start.
         """
         cached = self.prefix.lookup(sequence)
         if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, cached):
@@ -424,7 +464,10 @@ class Scheduler:
         return found, len(found) - len(cached)
 
     def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
-        """How many of ``wanted`` tokens a row may have for which all images have a place."""
+        """Return how many of ``wanted`` tokens a row may have.
+
+        Each image of them must have a place.
+        """
         if self.images is None:
             return wanted
         return self.images.reach(step.images, request, first, wanted)
@@ -449,11 +492,17 @@ class Scheduler:
                 self._totals.external_hits += restored_tokens
 
     def _chunk(self, step: NextStep, wanted: int) -> int:
-        """The most tokens, up to ``wanted``, that one more row may have within the budget."""
+        """Return the most tokens that one more row may have.
+
+        They are at most ``wanted`` and within the budget.
+        """
         return self._most(wanted, self._budget(len(step.decode)), step.with_row)
 
     def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
-        """The most tokens, up to ``wanted``, for which the padded ``size`` of the step is within ``budget``."""
+        """Return the most tokens within ``budget``, up to ``wanted``.
+
+        ``size(tokens)`` is the step's size, counted with padding.
+        """
         if not wanted or self.padded(*size(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
@@ -466,17 +515,20 @@ class Scheduler:
         return fits
 
     def _budget(self, decoding: int) -> int:
-        """The most tokens of a step with ``decoding`` rows; always enough for one more row."""
+        """Return the most tokens of a step with ``decoding`` rows.
+
+        Always enough for one more row.
+        """
         most = self.limits.max_num_batched_tokens
         if self._mixed_tokens is None or not decoding or not self.chunked:
             return most
         return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 
     def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Whether there are blocks for all known tokens of ``sequence``, besides those the running ones still need.
+        """Return whether there are enough free blocks for ``sequence``.
 
-        If only the first chunk had to fit, a long prompt could be started, preempted and started again. A sequence
-        alone always fits.
+        Its known tokens and the running sequences' need blocks. If only the first chunk had to fit, a long
+        prompt could be started, preempted and started again. A sequence alone always fits.
         """
         if not self.running:
             return True
@@ -484,7 +536,10 @@ class Scheduler:
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
-        """Make sure that each of ``slots`` can get a block, preempting the last in rank; returns the others."""
+        """Make room for a block for each of ``slots``.
+
+        The last in rank are preempted. Returns the remaining slots.
+        """
         while len(slots) > self.pool.num_free:
             if self._in_flight:
                 raise _MustWait

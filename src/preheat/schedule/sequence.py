@@ -1,4 +1,7 @@
-"""A sequence: one request in progress, and the state that it keeps while it has no slot."""
+"""A sequence: one request in progress.
+
+It keeps its state while it has no slot.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,34 @@ from preheat.schedule.grammar import GrammarState
 
 @dataclass(slots=True)
 class Pooled:
-    """The fp32 sum [hidden] of the hidden states of ``count`` tokens, added one after the other, so that it does not
-    depend on how a prompt is cut into chunks.
+    """The fp32 sum [hidden] of the hidden states of ``count`` tokens.
+
+    Tokens are added one after the other, so that the sum does not depend on how a prompt is cut into chunks.
     """
 
     total: np.ndarray
     count: int = 0
 
     def add(self, states: list[np.ndarray]) -> None:
-        """Add those of the next tokens."""
+        """Add the hidden states of the next tokens."""
         for state in states:
             self.total += state
         self.count += len(states)
 
     def mean(self) -> bytes:
-        """fp32 [hidden]; of a single token its own state."""
+        """Return the mean as bytes, fp32 [hidden].
+
+        For a single token its own state.
+        """
         return (self.total / np.float32(self.count)).tobytes()
 
 
 class Sequence:
-    """Waits in the queue or runs in a slot.
+    """A request that waits in the queue or runs in a slot.
 
-    ``tokens`` int32 are those known when it was last queued: the prompt and, after a preemption, the output. While it
-    runs, the slots' arrays are ahead. ``block_hashes`` are those of its leading full blocks. ``grammar`` is behind the
-    tokens that were processed. ``adapter`` stays the same, whatever its name comes to mean.
+    ``tokens`` int32 are the tokens known when it was last queued: the prompt and, after a preemption, the output. While
+    it runs, the slots' arrays are ahead. ``block_hashes`` are the hashes of its leading full blocks. ``grammar`` is the
+    state after the processed tokens. ``adapter`` stays the same, even if its name is given to another adapter.
     """
 
     def __init__(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
@@ -56,13 +63,19 @@ class Sequence:
         return np.array(self.request.prompt, np.int32)
 
     def preempted(self, tokens: np.ndarray) -> None:
-        """Keep a copy of all known ``tokens``; the prompt logprobs are computed again."""
+        """Keep a copy of all known ``tokens``.
+
+        The prompt logprobs are computed again.
+        """
         self.tokens = tokens.copy()
         self.prompt_logprobs = [None]
         self.pooled = None
 
     def pool(self, states: list[np.ndarray]) -> Pooled:
-        """Add the hidden states, fp32 [hidden] each, of its next tokens to what is pooled."""
+        """Add the hidden states of the next tokens to the pool.
+
+        States are fp32 [hidden] each. Returns the pool.
+        """
         self.pooled = self.pooled or Pooled(np.zeros_like(states[0]))
         self.pooled.add(states)
         return self.pooled

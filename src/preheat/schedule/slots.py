@@ -1,12 +1,12 @@
-"""Slots: everything a step needs to know about a running sequence, in arrays indexed by its slot.
+"""Slots: the arrays of the running sequences.
 
-A step is a list of slots, so packing a batch is a few numpy gathers, whose cost hardly grows with the rows. Lengths
-have mini-sglang's names: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens are
-known, ``extend_len = device_len - cached_len`` are to be computed and ``remain_len = max_len - device_len`` may be
-generated.
+They hold everything that a step needs to know about a sequence, indexed by its slot. A step is a list of slots, so
+packing a batch is a few numpy gathers; their cost hardly grows with the rows.
 
-Lengths are ahead by the steps in flight: a token that the device is about to sample counts as known, and is ``UNSEEN``
-until the step's results are processed.
+Lengths have mini-sglang's names. ``cached_len`` tokens have their keys and values in the cache, and ``device_len``
+tokens are known. ``extend_len = device_len - cached_len`` tokens are to be computed.
+``remain_len = max_len - device_len`` tokens may be generated. Lengths are ahead by the steps in flight: a token that
+the device is about to sample counts as known. It is ``UNSEEN`` until the step's results are processed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 class SamplingFields:
-    """What the sampler needs of each slot's request: one array [slots] of the given type for each field.
+    """The sampling parameters of each slot's request.
 
-    ``needs_*`` let a step find the rows with special sampling in one reduction. Free slots have default values, or
-    those of their last request.
+    Each field is one array [slots] of the given type. ``needs_*`` let a step find the rows with special sampling in one
+    reduction. Free slots have default values, or the values of their last request.
     """
 
     temperature = _param(np.float32, lambda params: params.temperature)
@@ -75,7 +75,10 @@ class SamplingFields:
             setattr(self, name, np.full(num_slots, of(nothing), dtype))
 
     def describe(self, slots: Index, request: Request) -> None:
-        """Fill in the fields of one slot, or of several with requests that differ in nothing here."""
+        """Fill in the fields of one slot, or of several.
+
+        The requests of several slots differ in nothing here.
+        """
         for name, field in FIELDS.items():
             getattr(self, name)[slots] = field.of(request)
 
@@ -107,14 +110,14 @@ class Slots(SamplingFields):
         self.device_len = np.zeros(n, np.int32)
         self.prompt_len = np.zeros(n, np.int32)
         self.max_len = np.zeros(n, np.int32)  # prompt_len + max_tokens
-        self.image_end = np.zeros(n, np.int32)  # where the prompt's last image ends
-        self.adapter = np.full(n, NO_ADAPTER, np.int32)  # the adapter's place on the device
+        self.image_end = np.zeros(n, np.int32)  # the end of the prompt's last image
+        self.adapter = np.full(n, NO_ADAPTER, np.int32)  # the adapter slot
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
         self.seed = np.zeros(n, np.uint64)
         self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
         self.has_many_stop_ids = np.zeros(n, bool)  # they do not fit stop_ids: see many_stop_ids
         self.many_stop_ids: dict[int, frozenset[int]] = {}
-        self.grammars: dict[int, GrammarState] = {}  # by slot, of those that have one
+        self.grammars: dict[int, GrammarState] = {}  # by slot; slots without a grammar are left out
         self.request: list[Request | None] = [None] * n
         self.tenure = np.zeros(n, np.int64)  # how often the slot was taken
         self._free = list(range(n))
@@ -124,7 +127,10 @@ class Slots(SamplingFields):
         return len(self._free)
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
-        """Give ``request`` the lowest free slot; ``tokens`` is its prompt plus what it generated so far."""
+        """Give ``request`` the lowest free slot.
+
+        ``tokens`` is its prompt plus its output so far.
+        """
         slot = self._take(request, tokens)
         self.prompt_len[slot] = len(request.prompt)
         self.device_len[slot] = len(tokens)
@@ -133,7 +139,10 @@ class Slots(SamplingFields):
         return slot
 
     def take_alike(self, requests: Sequence[Request], tokens: Sequence[np.ndarray]) -> np.ndarray:
-        """As :meth:`take`, for ``requests`` that differ only in id, prompt and seed: their slots, int64."""
+        """Take slots for ``requests`` as :meth:`take`, and return them.
+
+        The requests differ only in id, prompt and seed. Slots are int64.
+        """
         pairs = zip(requests, tokens, strict=True)
         slots = np.array([self._take(request, known) for request, known in pairs], np.int64)
         if len(slots):

@@ -1,10 +1,11 @@
-"""Suffix decoding: what followed the last tokens of a sequence most often, in its own text and in past answers.
+"""Suffix decoding: drafts from a sequence's own text and past answers.
 
-Source: SuffixDecoding (Oliaro et al., 2024), the suffix method of vLLM. A tree holds every stretch of up to ``depth``
-tokens of the texts that it was told, with how often each occurred. The longest end of a sequence that the tree has is
-followed along its most frequent continuations, for as long as each keeps a share ``likely`` of those that matched.
+They are the most frequent tokens behind its last tokens. Source: SuffixDecoding (Oliaro et al., 2024), the suffix
+method of vLLM. A tree holds every stretch of up to ``depth`` tokens of its texts and how often each occurred. A draft
+starts from the longest end of a sequence that the tree has. It follows the most frequent continuations, as long as the
+product of their shares is at least ``likely``.
 
-Both trees are bounded: one is built of a running sequence and dropped with it; the other holds at most ``requests``
+Both trees are bounded. One is built of a running sequence and dropped with it. The other holds at most ``requests``
 past answers and at most :data:`MOST_NODES` stretches, and forgets the oldest answers first.
 """
 
@@ -21,28 +22,37 @@ from preheat.schedule.slots import Slots
 NOTHING = np.empty(0, np.int32)
 
 MOST_NODES = 500_000
-"""Stretches that a server's tree may hold, of about 300 bytes each."""
+"""The most stretches in a server's tree, of about 300 bytes each."""
 
 MOST_TOKENS = 1024
-"""The last tokens of a sequence that its own tree holds, and the first of an answer that are kept."""
+"""The most tokens of a text in the trees.
+
+They are the last ones of a running sequence, and the first ones of a past answer.
+"""
 
 
 @dataclass(slots=True)
 class _Node:
-    """A stretch that occurred ``count`` times, and what followed it, by token."""
+    """A stretch that occurred ``count`` times, and its continuations by token."""
 
     count: int = 0
     then: dict[int, _Node] = field(default_factory=dict)
 
 
 class SuffixTree:
-    """All stretches of up to ``depth`` tokens of the texts added to it; ``nodes`` is how many there are."""
+    """All stretches of up to ``depth`` tokens of its texts.
+
+    ``nodes`` is their number.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth, self.nodes, self._root = depth, 0, _Node()
 
     def add(self, tokens: Sequence[int], fresh: int | None = None, times: int = 1) -> None:
-        """Add a text, or with ``fresh`` only what is new by its last ``fresh`` tokens. ``times`` -1 takes it out."""
+        """Add a text; ``times`` -1 removes it.
+
+        With ``fresh`` only the stretches new by its last ``fresh`` tokens are added.
+        """
         begin = max(len(tokens) - (len(tokens) if fresh is None else fresh), 0)
         for start in range(max(begin - self.depth + 1, 0), len(tokens)):
             self._add_from(tokens, start, max(begin, start), times)
@@ -65,8 +75,10 @@ class SuffixTree:
             node = child
 
     def follow(self, tokens: Sequence[int], most: int, factor: float, likely: float) -> tuple[list[int], float]:
-        """The drafts behind the longest end of ``tokens`` that has a continuation here, at most ``most`` and ``factor``
-        for each matched token, and the sum of their shares.
+        """Return the drafts behind the end of ``tokens``.
+
+        They follow the longest end with a continuation here. Also return the sum of their shares. There are at most
+        ``most`` drafts, and at most ``factor`` for each matched token.
         """
         for length in range(min(self.depth - 1, len(tokens)), 0, -1):
             node = self._find(tokens[len(tokens) - length :])
@@ -82,7 +94,7 @@ class SuffixTree:
 
 
 def _size(node: _Node) -> int:
-    """How many stretches begin with that of ``node``."""
+    """Return the number of stretches that begin with the stretch of ``node``, itself included."""
     return 1 + sum(_size(child) for child in node.then.values())
 
 
@@ -101,8 +113,8 @@ def _most_frequent(node: _Node, most: int, likely: float) -> tuple[list[int], fl
 
 
 @dataclass(slots=True)
-class _Own:
-    """The tree of a running sequence, which holds ``length`` of its tokens."""
+class _SequenceTree:
+    """The tree of a running sequence, with ``length`` of its tokens."""
 
     request: int
     tree: SuffixTree
@@ -110,7 +122,10 @@ class _Own:
 
 
 class SuffixProposer:
-    """The options are those of :class:`preheat.utils.speculation.Speculation`; ``requests`` 0: no past answers."""
+    """The method ``suffix``, with the options of :class:`preheat.utils.speculation.Speculation`.
+
+    With ``requests`` 0 there are no past answers.
+    """
 
     writes_cache = False
 
@@ -119,7 +134,7 @@ class SuffixProposer:
         self.requests, self.factor, self.likely = requests, factor, likely
         self.past = SuffixTree(depth)
         self._answers: OrderedDict[int, list[int]] = OrderedDict()  # oldest first
-        self._own: dict[int, _Own] = {}
+        self._trees: dict[int, _SequenceTree] = {}
 
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
         """See :class:`preheat.schedule.proposer.Proposer`."""
@@ -136,12 +151,12 @@ class SuffixProposer:
         return np.array(drafts, np.int32)
 
     def _follow(self, slots: Slots, slot: int) -> SuffixTree:
-        """The tree of the sequence in ``slot``, brought up to its tokens."""
+        """Return the tree of the sequence in ``slot``, brought up to its tokens."""
         request, known = slots.request[slot], int(slots.device_len[slot])
         assert request is not None
-        own = self._own.get(slot)
+        own = self._trees.get(slot)
         if own is None or own.request != request.id or own.length > known:
-            own = self._own[slot] = _Own(request.id, SuffixTree(self.depth))
+            own = self._trees[slot] = _SequenceTree(request.id, SuffixTree(self.depth))
             own.tree.add(slots.tokens[slot, max(known - MOST_TOKENS, 0) : known].tolist())
         else:
             fresh = known - own.length
@@ -150,9 +165,12 @@ class SuffixProposer:
         return own.tree
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Keep the answers of these sequences for later ones, and forget the oldest that are too many."""
+        """Keep the answers of the ended sequences for later ones.
+
+        The oldest answers beyond the bounds are forgotten.
+        """
         for slot in stopped:
-            self._own.pop(slot, None)
+            self._trees.pop(slot, None)
             request = slots.request[slot]
             if request is None or not self.requests or request.cache_salt or request.id < 0:
                 continue

@@ -12,15 +12,18 @@ _Entry = tuple[tuple[int, int], int]
 
 
 class WaitingQueue(dict[int, Sequence]):
-    """Waiting sequences by request id. One that waits again after a preemption keeps its place."""
+    """Waiting sequences by request id.
+
+    A sequence that waits again after a preemption keeps its rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._heaps: dict[str, list[_Entry]] = {}  # by adapter; entries of those that left are dropped late
+        self._heaps: dict[str, list[_Entry]] = {}  # by adapter; entries of sequences that left are dropped late
         self._arrivals = 0
 
     def arrive(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind those of its priority."""
+        """Queue a new sequence behind the others of its priority."""
         self._arrivals += 1
         sequence.rank = sequence.request.priority, self._arrivals
         self.wait(sequence)
@@ -33,7 +36,10 @@ class WaitingQueue(dict[int, Sequence]):
         heapq.heappush(self._heaps.setdefault(sequence.adapter_digest, []), (sequence.rank, sequence.request.id))
 
     def first(self, passed_over: Collection[str] = ()) -> Sequence | None:
-        """The sequence whose turn is next, those with the adapters ``passed_over`` left out; None: no other waits."""
+        """Return the next sequence in rank without an adapter of ``passed_over``.
+
+        Returns None if there is none.
+        """
         found = (self._head(adapter) for adapter in [*self._heaps] if adapter not in passed_over)
         return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
 

@@ -1,4 +1,4 @@
-"""Counts the answers of the server for ``/metrics``, and logs them (``--access-log``)."""
+"""Count the answers of the server for ``/metrics``, and log them (``--access-log``)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from preheat.utils.log import line_handler
 logger = logging.getLogger(__name__)
 
 NO_HANDLER = "none"
-"""The handler of a request that no route took, as in the instrumentation of vLLM's server."""
+"""The handler label of a request that no route took, as in vLLM's server."""
 
 
 class AccessLog:
-    """Counts each answer in ``counts`` by handler (the path of a route, from ``paths`` by endpoint), method and status,
-    and logs it when its last byte is sent: in ``form`` "text", in "json" as one object a line, or not at all ("off").
+    """Middleware that counts answers in ``counts`` by handler, method and status, and logs them.
+
+    The handler is the path of a route, found in ``paths`` by endpoint. An answer is logged after its last byte: as text
+    (``form`` "text"), as one JSON object a line ("json"), or not at all ("off").
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noting)
-        finally:  # a status of 0: the client left, or the server stopped, before there was an answer
+        finally:  # status 0: the client left, or the server stopped, before any answer
             handler = self._paths.get(scope.get("endpoint", self), NO_HANDLER)
             self._counts[handler, scope["method"], str(status)] += 1
             if self._form != "off":

@@ -1,4 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which exist with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
+
+The endpoints exist with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from preheat.utils.adapters import LoraModule, path_below
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Serve another adapter."""
+    """Load a LoRA adapter."""
     frontend, body = await read_request(request, LoadLoraAdapterRequest)
     service: Service = request.app.state.service
     path = await asyncio.to_thread(path_below, service.settings.lora_root, body.lora_path)
@@ -27,14 +30,14 @@ async def load_lora_adapter(request: Request) -> Response:
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Serve an adapter no longer."""
+    """Unload a LoRA adapter."""
     frontend, body = await read_request(request, UnloadLoraAdapterRequest)
     await _done(lambda on_done: frontend.adapters.unload(body.lora_name, on_done))
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
 async def _done(ask: Callable[[OnDone], None]) -> None:
-    """Wait until the engine has done what is asked of it. A client that leaves changes nothing about that."""
+    """Ask the engine and wait for its result, even if the client leaves. Raises the engine's error."""
     future: asyncio.Future[PreheatError | None] = asyncio.get_running_loop().create_future()
     ask(lambda error: None if future.done() else future.set_result(error))
     if error := await future:

@@ -1,6 +1,6 @@
-"""The bodies that we send: OpenAI's shapes, and vLLM's for what only vLLM has.
+"""The bodies of answers: OpenAI's shapes, and vLLM's for vLLM's own endpoints.
 
-Keys that are null in their answers are null here too, because clients read them without asking whether they are there.
+Keys that are null in their answers are null here too, because clients read them without checking for them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ encode = msgspec.json.Encoder().encode
 
 
 def encoded(value: object) -> Any:
-    """``value`` as JSON that goes into an answer as it is: Python's lock is held while a whole answer is encoded, so
-    what may be much is encoded part by part before.
+    """Encode ``value`` to raw JSON for a field of an answer.
+
+    The encoder holds Python's lock for a whole answer, so large parts are encoded one by one beforehand.
     """
     return msgspec.Raw(encode(value))
 
@@ -32,7 +33,7 @@ class CompletionTokensDetails(Struct):
 
 
 class Usage(Struct):
-    """``prompt_tokens`` counts each prompt once, however many choices it has."""
+    """The usage of an answer. ``prompt_tokens`` counts each prompt once, whatever the number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,7 +43,7 @@ class Usage(Struct):
 
 
 def usage_of_all(usages: Sequence[Usage]) -> Usage:
-    """The usage of several answers together."""
+    """Return the sum of several answers' usages."""
     prompt, completion = (
         sum(getattr(each, name) for each in usages) for name in ("prompt_tokens", "completion_tokens")
     )
@@ -72,12 +73,12 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
     def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
-        """Those of a text, and of what follows it."""
+        """Concatenate the logprobs of a text and its continuation."""
         return CompletionLogprobs(*(getattr(self, name) + getattr(more, name) for name in self.__struct_fields__))
 
 
 class CompletionChunkChoice(Struct):
-    """What an event of a stream says of a choice."""
+    """A choice in an event of a stream."""
 
     index: int
     text: str
@@ -94,7 +95,7 @@ class CompletionChoice(CompletionChunkChoice):
 
 
 class Whole(Struct, kw_only=True):
-    """What whole answers have in common."""
+    """Fields common to whole answers."""
 
     id: str
     created: int
@@ -142,7 +143,10 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """``reasoning`` and ``reasoning_content`` are the same; clients look for either."""
+    """A message of an answer.
+
+    ``reasoning`` and ``reasoning_content`` are equal; clients look for either.
+    """
 
     content: str | None
     role: str = "assistant"
@@ -179,7 +183,7 @@ class FunctionDelta(Struct):
 
 
 class ToolCallDelta(Struct):
-    """Id, type and name come once, with the first of a call."""
+    """New text of a call. The first delta of a call has its id, type and name."""
 
     index: int
     function: FunctionDelta
@@ -205,7 +209,7 @@ class ChatChunkChoice(Struct):
 
 
 class Rendered(Struct):
-    """The prompt of a conversation, which was not run."""
+    """The prompt of a conversation that was rendered but not run."""
 
     request_id: str
     token_ids: list[int]
@@ -213,8 +217,10 @@ class Rendered(Struct):
 
 
 class ModelCard(Struct):
-    """``max_model_len`` is null until the engine is ready. ``root`` is where it was loaded from, ``parent`` the model
-    that an adapter is for.
+    """A model or adapter.
+
+    ``max_model_len`` is null until the engine is ready. ``root`` is its source, a folder or a Hub id. ``parent`` is
+    the model of an adapter.
     """
 
     id: str
@@ -249,7 +255,10 @@ class Status(Struct):
 
 
 class Starting(Struct):
-    """Progress of the warm-up: ``done`` of ``total`` items; ``eta_s`` is null while it cannot be estimated."""
+    """Progress of the warm-up: ``done`` of ``total`` items.
+
+    ``eta_s`` is null while it cannot be estimated.
+    """
 
     done: int
     total: int
@@ -258,21 +267,23 @@ class Starting(Struct):
 
 
 class WarmingUp(Struct):
-    """Takes the record's place until the engine is ready."""
+    """The answer of /warmup until the engine is ready; then the record replaces it."""
 
     progress: Starting
     state: Literal["starting"] = "starting"
 
 
 class Records(Struct):
-    """The record of each engine, where there are several and the query asks for none of them."""
+    """The records of all engines, if there are several and the query names none."""
 
     engines: list[Record]
 
 
 class ReadyStatus(Struct):
-    """The record in short: warm-up items by outcome, digest of the check's logits, cold events and plan misses.
-    ``simulated`` is there, and true, on a fake device.
+    """The warm-up record in short.
+
+    It has the warm-up items by outcome, the digest of the check's logits, cold events and plan misses. ``simulated`` is
+    present, and true, on a fake device.
     """
 
     items: dict[str, int]
@@ -296,7 +307,7 @@ class Sleeping(Struct):
 
 
 class Asleep(Struct):
-    """The engine has given back memory; ``level`` is that of its sleep."""
+    """The engine sleeps at ``level`` and has released memory."""
 
     level: int
     state: Literal["asleep"] = "asleep"
@@ -307,20 +318,20 @@ class WorldSize(Struct):
 
 
 class WeightInfo(Struct):
-    """``digest``: of the logits of the check at boot, with these weights."""
+    """The version of the weights. ``digest`` covers the logits of the boot check with these weights."""
 
     weight_version: str
     digest: str
 
 
 class ServerLoad(Struct):
-    """``server_load``: requests for completions that are being answered."""
+    """The load. ``server_load`` counts the requests for completions that are being answered."""
 
     server_load: int
 
 
 class TokenizerInfo(Struct):
-    """What tokenizer_config.json holds; ``chat_template`` is the one in use."""
+    """The contents of tokenizer_config.json; ``chat_template`` is the template in use."""
 
     tokenizer_class: str
     chat_template: str | UnsetType = UNSET

@@ -1,8 +1,8 @@
 """The server: routes, middleware, and the process that runs them.
 
-The port opens at once, for /live, /health, /ready, /warmup and /metrics; others get a 503 until the engine is ready.
-SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If an engine dies, running requests end with
-an error and the server exits with status 1.
+The port opens at once, for /live, /health, /ready, /warmup and /metrics. Other routes answer 503 until the engine is
+ready. SIGTERM and SIGINT stop the server as described in :mod:`preheat.server.shutdown`. If an engine dies, running
+requests end with an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from preheat.server.shutdown import Server, Shutdown
 from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
-from preheat.utils.gc import settle
+from preheat.utils.gc import collect_and_freeze
 from preheat.utils.log import exit_after, leave, set_up_logging
 from preheat.utils.memory import give_back_large_blocks
 
 logger = logging.getLogger(__name__)
 
-_GOODBYE_SECONDS = 0.5  # for streams to send the error of a dead engine, and for /health to report it
-_THREADS_SECONDS = 2.0  # for threads that still work for clients who have gone
+_GOODBYE_SECONDS = 0.5  # for streams to send a dead engine's error, and for /health to report it
+_THREADS_SECONDS = 2.0  # for threads that still work for clients who left
 _STOP_SECONDS = 7.0  # the same, and for the engine to stop
-_LAST_SECONDS = 4.5  # after the engine's death; then the process exits, whatever hangs
+_LAST_SECONDS = 4.5  # after the engine's death; then the process exits even if something hangs
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as a shell reports it."""
+"""The exit status after Ctrl-C, as shells report it."""
 
 
 def run_server(
@@ -70,18 +70,21 @@ def run_server(
     on_blocked: Callable[[str], None] | None = None,
     stopped: int = 0,
 ) -> int:
-    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs. ``stopped`` is the
-    status where the process must leave at once: before it is ready, or while something hangs.
+    """Serve until stopped, and return the exit status.
 
-    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened, and
-    ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
+    ``entry`` is the entry of the engine's process. ``stopped`` is the exit status if a signal stops the process
+    before it is ready, or while something hangs.
+
+    ``on_ready`` is called once requests are accepted, with the settings, including the opened port. ``on_blocked`` is
+    called with the reason if requests never will be accepted. Raises the error that kept the server from becoming
+    ready.
     """
     operations.check_settings(settings)
-    each_model(settings)  # what is wrong with them is said before the port opens
+    each_model(settings)  # report their errors before the port opens
     check_certificates(settings)
     set_up_logging(settings)
     openapi.prepare()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prompts are encoded in the calling thread; see turns.py
     _bound_pauses()
     listener = listen(settings)
     if settings.uds is None:
@@ -91,7 +94,7 @@ def run_server(
     def on_message(message: FromEngine) -> None:
         bar.show(message)
         if isinstance(message, Ready):
-            settle()
+            collect_and_freeze()
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
             if message.blocked_reason and on_blocked is not None:
@@ -105,16 +108,17 @@ def run_server(
 
 
 def _bound_pauses() -> None:
-    """Bound how long the event loop waits for Python's lock, and what the process keeps of memory that it used."""
+    """Bound the event loop's waits for Python's lock, and the memory that stays unused."""
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)  # the time is quadratic in the digits
     give_back_large_blocks()
 
 
 def build_app(service: Service, *others: Service, batches: BatchRunner | None = None) -> ASGIApp:
-    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency.
+    """Build the application: the routes, wrapped in middleware.
 
-    ``others`` serve further models. ``batches`` will run through the routes.
+    The middleware adds CORS headers, request ids, the access log, API keys and a limit on concurrency. ``others`` serve
+    further models. ``batches`` will run through the routes.
     """
     app, paths = _routed(service, batches)
     if others:
@@ -139,7 +143,7 @@ def build_app(service: Service, *others: Service, batches: BatchRunner | None = 
 
 
 def _routed(service: Service, batches: BatchRunner | None) -> tuple[Starlette, dict[Any, str]]:
-    """The routes of one model, and the paths of their endpoints."""
+    """Build the routes of one model, and return their paths by endpoint too."""
     operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     if not service.settings.disable_fastapi_docs:
@@ -166,7 +170,7 @@ async def _openapi(request: Request) -> Response:
 
 
 def tls(settings: Settings) -> dict[str, Any]:
-    """What uvicorn should ask of TLS beyond its defaults."""
+    """Return uvicorn's TLS arguments that differ from its defaults."""
     asked = settings.ssl_cert_reqs
     wanted: dict[str, Any] = {"ssl_cert_reqs": (2 if settings.ssl_ca_certs else 0) if asked is None else asked}
     return wanted if settings.ssl_ciphers is None else {**wanted, "ssl_ciphers": settings.ssl_ciphers}

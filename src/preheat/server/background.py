@@ -1,4 +1,4 @@
-"""Answers that are made while their clients do not wait for them (``background``)."""
+"""Answers that are made while their clients do not wait (``background``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class _Running(NamedTuple):
 
 
 class Background:
-    """Runs requests, by the ids of their answers. How many there are is bounded as for clients that wait."""
+    """Requests that run in the background, by the ids of their answers.
+
+    Their number is bounded as for clients that wait.
+    """
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -36,7 +39,10 @@ class Background:
         begun: Callable[[], None],
         ended: Callable[[PreheatError | None], Awaitable[None]],
     ) -> None:
-        """Run ``state``. Returns once it has ``begun``, or raises why it could not; ``ended`` is called at its end."""
+        """Run ``state``, and return once it has ``begun``. Raises the request's error if it cannot begin.
+
+        ``ended`` is called at its end.
+        """
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def run() -> None:
@@ -59,14 +65,14 @@ class Background:
         await started
 
     async def cancel(self, id: str) -> None:
-        """End the request of this id, if it still runs, and wait until its end was told."""
+        """End the request of this id, if it runs, and wait for its end."""
         if (running := self._running.get(id)) is not None:
             running.frontend.abort(running.state)
             await asyncio.wait([running.task])
 
 
 async def _connected() -> NoReturn:
-    """Take the place of a connection that is never lost."""
+    """Wait forever, in place of a connection that is never lost."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     await future
     raise AssertionError

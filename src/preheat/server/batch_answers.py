@@ -1,4 +1,7 @@
-"""The answers of one batch while it runs: two files that grow by whole lines, and that a later server goes on with."""
+"""The answers of a running batch: two files that grow by whole lines.
+
+A later server continues the files.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,35 @@ from preheat.utils.files import grown_file, open_file
 
 
 class _Answered(Struct):
-    """What is read of an answer."""
+    """The fields that are read from an answer."""
 
     custom_id: str
 
 
 class BatchAnswers:
-    """Writes answers to ``path`` and refusals to ``failed``, one line each, and counts them in ``counts``.
+    """The answers and refusals of a batch, one line each.
 
-    ``done`` are the custom_ids of those that are written, by an earlier server too. What that did not write to the end
-    of its line is cut off, and asked for again. Raises OSError.
+    Answers are written to ``path``, refusals to ``failed``.
+
+    ``counts`` counts both. ``done`` holds the custom_ids of written lines, including lines of an earlier server. A line
+    that an earlier server did not finish is cut off, and its request runs again. Raises OSError if a file fails.
     """
 
     def __init__(self, path: Path, failed: Path, counts: RequestCounts) -> None:
         self._counts = counts
-        self._thread = ThreadPoolExecutor(1, "batch")  # one, so that no line is torn by another
+        self._thread = ThreadPoolExecutor(1, "batch")  # one thread, so that lines never mix
         self._files: list[BinaryIO] = [grown_file(each) for each in (path, failed)]
         answered, refused = (_take_over(file, each) for file, each in zip(self._files, (path, failed), strict=True))
         self.done = answered | refused
         counts.completed, counts.failed = len(answered), len(refused)
 
     async def write(self, answer: dict[str, Any], *, refused: bool) -> None:
-        """Write one line; it is counted when it is there. It goes on if the caller is cancelled. Raises OSError."""
+        """Write one line, then count it. The write goes on if the caller is cancelled. Raises OSError if it fails."""
         self.done.add(answer["custom_id"])
         await asyncio.wrap_future(self._thread.submit(self._write, msgspec.json.encode(answer) + b"\n", refused))
 
     async def close(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all written lines are on the disk."""
         await asyncio.wrap_future(self._thread.submit(self._close))
         self._thread.shutdown(wait=False)
 
@@ -62,7 +67,10 @@ class BatchAnswers:
 
 
 def _take_over(file: BinaryIO, path: Path) -> set[str]:
-    """The custom_ids of the whole lines of ``file``, which is cut off behind the last of them."""
+    """Return the custom_ids of the whole lines of ``file``.
+
+    A torn last line is cut off.
+    """
     found, end = set[str](), 0
     with open_file(path) as lines:
         for line in lines:

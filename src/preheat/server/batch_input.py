@@ -1,4 +1,7 @@
-"""The input of a batch: checked once as a whole, and then read in slices, so that no file is in memory."""
+"""The input of a batch.
+
+It is checked once as a whole, then read in slices to bound memory.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from preheat.server.batch_lines import BadLine, BatchLine, read_line
 from preheat.server.batch_schema import BatchError
 
 MOST_LINES = 50_000
-"""Requests in a batch, as in OpenAI's."""
+"""Most requests of a batch, as at OpenAI."""
 
 MOST_ERRORS = 100
-"""Errors that are told of a batch."""
+"""Most errors that are reported for a batch."""
 
 SLICE = 64
-"""Lines that are read at once."""
+"""Lines read at once."""
 
 
 def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list[BatchError]]:
-    """How many requests a file has, and what is wrong with lines; one has ``most_bytes`` at most."""
+    """Return the number of requests in a file, and the errors in its lines.
+
+    A line has at most ``most_bytes`` bytes.
+    """
     seen, errors, number = set[str](), list[BatchError](), 0
     for number, text in _numbered(file, most_bytes):
         try:
@@ -43,7 +49,7 @@ def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, li
 async def missing_lines(
     file: BinaryIO, endpoint: str, most_bytes: int, done: Collection[str]
 ) -> AsyncIterator[BatchLine]:
-    """The requests of a checked file that are not ``done``."""
+    """Yield the requests of a checked file that are not ``done``."""
     lines = _numbered(file, most_bytes)
 
     def more() -> list[BatchLine]:
@@ -56,7 +62,10 @@ async def missing_lines(
 
 
 def _numbered(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, without their ends and without the mark (BOM) at the beginning."""
+    """Yield the nonempty lines with their numbers.
+
+    Line ends and the byte-order mark (BOM) are removed.
+    """
     number = 0
     while text := file.readline(most_bytes + 2):
         number += 1

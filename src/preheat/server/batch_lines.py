@@ -13,11 +13,11 @@ ENDPOINTS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
     "/v1/rerank", "/score", "/rerank", "/v2/rerank",
 )  # fmt: skip
-"""Where a line may call."""
+"""The endpoints that a line may call."""
 
 
 class BatchLine(msgspec.Struct):
-    """One request. ``custom_id`` is how its answer is found."""
+    """One request. ``custom_id`` identifies its answer."""
 
     custom_id: str
     url: str
@@ -26,7 +26,7 @@ class BatchLine(msgspec.Struct):
 
 
 class BadLine(Exception):
-    """A line is no request: ``code`` in OpenAI's words, and the field ``param`` that is wrong."""
+    """An error for an invalid line: OpenAI's ``code``, and the wrong field ``param``."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class BadLine(Exception):
 
 
 def read_line(text: str | bytes, seen: Collection[str], endpoints: Collection[str] = ENDPOINTS) -> BatchLine:
-    """The request in a line. Raises BadLine for one that calls none of ``endpoints``, or has a custom_id ``seen``."""
+    """Parse a line. Raises BadLine if it calls none of ``endpoints``, or its custom_id is in ``seen``."""
     try:
         line = msgspec.json.decode(text, type=BatchLine)
     except msgspec.ValidationError as error:
@@ -52,7 +52,7 @@ def read_line(text: str | bytes, seen: Collection[str], endpoints: Collection[st
 
 
 def read_lines(lines: Iterable[str], name: str) -> list[BatchLine]:
-    """The requests in ``lines`` of the file ``name``. Raises SettingsError, naming the line, for one that is none."""
+    """Parse the ``lines`` of the file ``name``. Raises SettingsError, naming the line, for an invalid one."""
     found: dict[str, BatchLine] = {}
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -68,7 +68,7 @@ def read_lines(lines: Iterable[str], name: str) -> list[BatchLine]:
 
 
 def answer_of(line: BatchLine, status: int, id: str | None, body: Any) -> dict[str, Any]:
-    """The line that answers ``line``: what the server said to the request ``id``."""
+    """Return the answer line for ``line``: the server's response to the request ``id``."""
     return {
         "id": f"batch_req_{id}",
         "custom_id": line.custom_id,
@@ -78,16 +78,19 @@ def answer_of(line: BatchLine, status: int, id: str | None, body: Any) -> dict[s
 
 
 def is_full(status: int, body: Any) -> bool:
-    """Whether the server says that others wait already."""
+    """Return whether the server refused because its queue is full."""
     return status == TooManyRequests.status and _error(body).get("code") == TooManyRequests.code
 
 
 def is_no_answer(status: int, body: Any) -> bool:
-    """Whether a server says that it starts, stops or dies: the request must be asked again."""
+    """Return whether a server is starting, stopping or dying.
+
+    The request must then be sent again.
+    """
     return status == NotReady.status or _error(body).get("type") == EngineDead.kind
 
 
 def _error(body: Any) -> dict[str, Any]:
-    """The error that an answer is; empty if it is none."""
+    """Return the error object of an answer, or an empty dict."""
     error = body.get("error") if isinstance(body, dict) else None
     return error if isinstance(error, dict) else {}

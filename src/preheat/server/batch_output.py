@@ -1,8 +1,8 @@
-"""Where the answers of a batch go.
+"""The destination of a batch's answers.
 
-They are written to a file beside the one that was asked for, each as it comes, and it takes that file's name when all
-are there: what has the name is whole. A run that ends before leaves them there, and the next one can go on
-(``--resume``). Standard output, a pipe or a device is written to at once.
+Answers are written, each as it comes, to a file beside the requested one. That file takes the requested name once all
+answers are there, so a file of that name is always whole. A run that ends early leaves its answers in the partial file,
+and the next run can go on (``--resume``). Standard output, a pipe or a device is written directly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ PARTIAL = ".partial"
 
 
 class Answers:
-    """The answers to ``asked`` requests, which are written to the descriptor ``file``. ``kept`` are the custom_ids of
-    those that an earlier run has answered. ``place`` is a file that will have another name when all are there.
+    """The answers to ``asked`` requests, written to the descriptor ``file``.
+
+    ``kept`` holds the custom_ids that an earlier run has answered. ``place`` is the path of a partial file, which is
+    renamed once all answers are there.
     """
 
     def __init__(self, file: int, asked: int, kept: Collection[str] = (), place: Path | None = None) -> None:
@@ -32,13 +34,13 @@ class Answers:
         self.answered, self.refused = len(kept), 0
 
     def write(self, answer: bytes, *, refused: bool) -> None:
-        """Write one line, which counts when all of it is written. Raises PreheatError if it cannot be."""
+        """Write one line, then count it. Raises PreheatError if the write fails."""
         left = memoryview(answer + b"\n")
         try:
             while left:
                 left = left[os.write(self._file, left) :]
         except BrokenPipeError:
-            raise  # whoever read them wants no more
+            raise  # the reader wants no more
         except OSError as error:
             raise PreheatError(f"the answers cannot be written: {why_unread(error)}") from None
         if refused:
@@ -53,7 +55,7 @@ class Answers:
 
     @property
     def report(self) -> str:
-        """How many requests were answered, and where their answers are if others have none."""
+        """The number of answered requests, and the place of a partial file."""
         text = f"{self.answered} of {self._asked} requests were answered"
         if self.whole or self._place is None or not self.answered + self.refused:
             return text
@@ -62,11 +64,12 @@ class Answers:
 
 @contextmanager
 def answers_to(path: str | None, asked: Collection[str], *, resume: bool = False) -> Iterator[Answers]:
-    """Where the answers to the requests with the custom_ids ``asked`` are written: ``path``, or standard output.
-    ``resume``: keep what an earlier run has answered. Raises SettingsError before anything is changed.
+    """Open the destination of the answers to ``asked`` (custom_ids): ``path``, or standard output.
+
+    ``resume`` keeps the answers of an earlier run. Raises SettingsError before anything is changed.
     """
     if path is not None and "\0" in path:
-        raise SettingsError("--output-file has a NUL byte, which no path may have", param="output_file")
+        raise SettingsError("--output-file has a NUL byte, and a path cannot have one", param="output_file")
     target = None if path is None else Path(os.path.realpath(path))
     if target is None or _is_stream(target):
         if resume:
@@ -91,17 +94,17 @@ def answers_to(path: str | None, asked: Collection[str], *, resume: bool = False
 
 
 def _is_stream(target: Path) -> bool:
-    """Whether there is something that cannot be replaced: a pipe or a device."""
+    """Return whether the target cannot be replaced: a pipe or a device."""
     return target.exists() and not target.is_file() and not target.is_dir()
 
 
 def _check_place(target: Path, partial: Path, resume: bool) -> None:
-    """Raise SettingsError where no file can be written."""
+    """Raise SettingsError if no file can be written there."""
     why = ""
     if target.is_dir():
         why = "it is a folder"
     elif not target.parent.is_dir():
-        why = "there is no such folder"
+        why = "its folder does not exist; create it, or name another file"
     elif not os.access(target.parent, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
         why = "it cannot be written"
     elif not resume and partial.exists() and partial.stat().st_size:
@@ -115,14 +118,17 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What is read of an answer."""
+    """The fields that are read from an answer."""
 
     custom_id: str
     response: _Response
 
 
 def _take_over(source: Path, partial: Path, asked: Collection[str]) -> set[str]:
-    """Let ``partial`` be the answers in ``source`` with status 200: others are asked for again. Their custom_ids."""
+    """Copy the answers of ``source`` with status 200 to ``partial``, and return their custom_ids.
+
+    Requests with another status run again.
+    """
     kept = set[str]()
     if not source.exists():
         return kept
@@ -142,13 +148,16 @@ def _take_over(source: Path, partial: Path, asked: Collection[str]) -> set[str]:
 
 
 def _read(line: bytes, where: str, asked: Collection[str]) -> _Answer | None:
-    """An answer of an earlier run; None for one that was not written to its end."""
+    """Parse an answer of an earlier run; return None for an unfinished line.
+
+    Raises SettingsError for a line that is no answer to ``asked``.
+    """
     if not line.endswith(b"\n"):
         return None
     try:
         answer = msgspec.json.decode(line, type=_Answer)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{where} is no answer of a batch: {why_unread(error)}", param="resume") from None
+        raise SettingsError(f"{where} is not an answer of a batch: {why_unread(error)}", param="resume") from None
     if answer.custom_id not in asked:
         raise SettingsError(f"{where}: {answer.custom_id!r} answers no request of this batch", param="resume")
     return answer

@@ -1,4 +1,7 @@
-"""Runs batches: each line is a request through the server's own application, which yields to those of clients."""
+"""The running of batches through the server's own application.
+
+Each line of a batch is a request; it yields to the requests of clients.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,27 @@ from preheat.utils.files import why_unread
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 256
-"""Requests of all batches that are on their way at once, at most."""
+"""Most requests of all batches in flight at once."""
 
 MOST_TRIES = 3
-"""How often servers may end before the first answer until a batch is given up: a line of it may end them."""
+"""Servers that may end before a batch's first answer; then the batch fails.
+
+A line of the batch may be the reason why they end.
+"""
 
 RETRY_SECONDS = 0.5
 
 FULL_SECONDS = 30.0
-"""How long a batch waits for room on a full disk."""
+"""Seconds that a batch waits for room on a full disk."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LATE = {"code": "batch_expired", "message": "The completion window ended before this request was answered"}
 
 
 class BatchRunner:
-    """Runs the batches of ``store`` through ``app``, which is set before :meth:`start`, while ``ready`` says that
-    requests are taken.
+    """Runner of the batches of ``store`` through ``app``, while ``ready`` returns true.
+
+    ``app`` is set before :meth:`start`.
     """
 
     app: ASGIApp
@@ -52,10 +59,10 @@ class BatchRunner:
         self._settings, self._ready = settings, ready
         self._slots = asyncio.Semaphore(max(1, min(AT_ONCE, settings.max_queued_requests // 2)))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.max_file_bytes, self.uploads = settings.max_batch_file_bytes, 0  # files that arrive now
+        self.max_file_bytes, self.uploads = settings.max_batch_file_bytes, 0  # the uploads in progress
 
     def start(self) -> None:
-        """Go on with the batches that have not ended."""
+        """Continue the batches that have not ended."""
         for stored in self.store.unended:
             self.begin(stored)
 
@@ -64,7 +71,7 @@ class BatchRunner:
         self._tasks[stored.batch.id] = asyncio.create_task(self._run(stored))
 
     async def stop(self) -> None:
-        """Stop all; another server goes on with what is left."""
+        """Stop all batches; another server continues the rest."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -74,7 +81,7 @@ class BatchRunner:
         self.store.close()
 
     def cancel(self, stored: StoredBatch) -> None:
-        """Stop a batch for good. Raises InvalidRequest for one that has ended."""
+        """Stop a batch for good. Raises InvalidRequest if it has ended."""
         batch = stored.batch
         if batch.status == "cancelling":
             return
@@ -111,7 +118,7 @@ class BatchRunner:
         if stored.batch.status == "cancelling":
             await self._finish(stored, "cancelled")
         elif stored.tries >= MOST_TRIES:
-            text = f"{MOST_TRIES} servers ended before the first answer: a request may be what ends them"
+            text = f"{MOST_TRIES} servers ended before the first answer: a request of the batch may crash them"
             await self._fail(stored, BatchError("server_ended", text))
         else:
             try:
@@ -121,7 +128,7 @@ class BatchRunner:
             await self._finish(stored, status)
 
     async def _checked(self, stored: StoredBatch) -> bool:
-        """Whether the input is right; else the batch has failed."""
+        """Check the input, and return whether it is valid; otherwise the batch fails."""
         batch = stored.batch
         with closing(await asyncio.to_thread(self.store.files.contents, batch.input_file_id)) as file:
             total, errors = await asyncio.to_thread(check_input, file, batch.endpoint, self._settings.max_body_bytes)
@@ -138,7 +145,7 @@ class BatchRunner:
         await self._finish(stored, "failed")
 
     async def _answer_all(self, stored: StoredBatch) -> Ended:
-        """Answer what has no answer yet; how the batch ends."""
+        """Answer the requests that have no answer yet, and return the batch's final status."""
         batch, files = stored.batch, self.store.files
         paths = files.path(stored.answers), files.path(stored.failures)
         answers = await asyncio.to_thread(BatchAnswers, *paths, batch.request_counts)
@@ -157,7 +164,7 @@ class BatchRunner:
         return "completed"
 
     async def _ask_all(self, stored: StoredBatch, answers: BatchAnswers, group: asyncio.TaskGroup) -> None:
-        """Ask for what has no answer, a few requests at once."""
+        """Send the unanswered requests, a few at once."""
         begun = False
         async with aclosing(self._missing(stored, answers)) as lines:
             async for line in lines:
@@ -168,17 +175,17 @@ class BatchRunner:
                     begun = True
                 task = group.create_task(self._answer(stored, line, answers))
                 task.add_done_callback(lambda _: self._slots.release())
-                await asyncio.sleep(0)  # a client's request may come in between
+                await asyncio.sleep(0)  # let a client's request come in between
 
     async def _missing(self, stored: StoredBatch, answers: BatchAnswers) -> AsyncGenerator[BatchLine]:
-        """The lines that have no answer."""
+        """Yield the lines that have no answer."""
         batch = stored.batch
         with closing(await asyncio.to_thread(self.store.files.contents, batch.input_file_id)) as file:
             async for line in missing_lines(file, batch.endpoint, self._settings.max_body_bytes, answers.done):
                 yield line
 
     async def _answer(self, stored: StoredBatch, line: BatchLine, answers: BatchAnswers) -> None:
-        """Ask for one line until there is an answer, and write it."""
+        """Send one line until there is an answer, and write it."""
         body = msgspec.json.encode(line.body)
         while True:
             await self._until_ready()
@@ -196,13 +203,13 @@ class BatchRunner:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _tried(self, stored: StoredBatch, tries: int) -> None:
-        """Note on the disk how often servers have begun with the batch, if that is new."""
+        """Store the number of servers that have begun the batch, if new."""
         if stored.tries != tries:
             stored.tries = tries
             await asyncio.to_thread(self.store.save, stored)
 
     async def _finish(self, stored: StoredBatch, status: Ended) -> None:
-        """Describe the files, and end the batch with ``status``. It is safe to do that again."""
+        """Register the files of answers, and end the batch with ``status``. Safe to repeat."""
         batch = stored.batch
         if batch.status == "in_progress":
             batch.status, batch.finalizing_at = "finalizing", int(time.time())
@@ -212,7 +219,7 @@ class BatchRunner:
         await asyncio.to_thread(self.store.end, stored, status)
 
     def _described(self, stored: StoredBatch, id: str, what: str) -> str | None:
-        """The id of a file with answers; None if it is empty."""
+        """Register a file of answers and return its id; None if it is empty."""
         files, now = self.store.files, int(time.time())
         path = files.path(id)
         size = path.stat().st_size if path.exists() else 0

@@ -10,7 +10,7 @@ from preheat.server.file_store import StoredFile
 from preheat.server.schema import ForModel, Name
 
 FIRST_EXPIRY, LAST_EXPIRY = 3600, 2_592_000
-"""After how many seconds a file may expire."""
+"""The shortest and longest time until a file expires, in seconds."""
 
 _Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
@@ -41,7 +41,7 @@ class FileDeleted(Struct):
 
 
 class ExpiresAfter(Struct, forbid_unknown_fields=True):
-    """For how long a file is kept."""
+    """The time that a file is kept."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=FIRST_EXPIRY, le=LAST_EXPIRY)]
@@ -58,7 +58,7 @@ class BatchRequest(ForModel, kw_only=True):
 
 
 class BatchError(Struct):
-    """What is wrong with a line of the input; ``line`` counts from 1."""
+    """An error in a line of the input; ``line`` counts from 1."""
 
     code: str
     message: str
@@ -67,14 +67,14 @@ class BatchError(Struct):
 
 
 class BatchErrors(Struct):
-    """Why a batch failed."""
+    """The errors of a failed batch."""
 
     data: list[BatchError]
     object: str = "list"
 
 
 class RequestCounts(Struct):
-    """How many requests a batch has, were answered, and were refused."""
+    """The numbers of a batch's requests: all, answered, and refused."""
 
     total: int = 0
     completed: int = 0

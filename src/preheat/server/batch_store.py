@@ -1,4 +1,4 @@
-"""The batches of ``/v1/batches``, on disk in the folder of ``--batch-dir``, beside their files."""
+"""The batches of ``/v1/batches``, on disk in ``--batch-dir`` beside their files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ _HOURS = {"h": 1, "d": 24}
 
 
 class StoredBatch(Struct):
-    """A batch with the ids that its two files will have, and for how many seconds these will be kept. ``tries``: how
-    often a server began with it and ended before any answer.
+    """A batch with the ids of its two output files.
+
+    ``kept_seconds`` is the lifetime of these files.
+
+    ``tries`` counts the servers that began the batch and ended before any answer.
     """
 
     batch: BatchObject
@@ -42,9 +45,9 @@ class StoredBatch(Struct):
 
 
 class BatchStore:
-    """The batches in ``--batch-dir``, which no other server may use now. It may be called in threads.
+    """The batches in ``--batch-dir``; the folder is locked against other servers.
 
-    Raises SettingsError for a folder that cannot be used.
+    Methods may be called in threads. Raises SettingsError for a folder that cannot be used.
     """
 
     def __init__(self, folder: str, settings: Settings) -> None:
@@ -69,7 +72,7 @@ class BatchStore:
             self.files.used[stored.batch.input_file_id] += 1
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Unlock the folder for other servers."""
         self._locked.close()
 
     @property
@@ -79,11 +82,11 @@ class BatchStore:
             return [stored for stored in self._batches.values() if not stored.ended]
 
     def create(self, asked: BatchRequest) -> StoredBatch:
-        """A new batch. Raises InvalidRequest, NotFound, or TooManyRequests where there is no room."""
+        """Create a batch. Raises InvalidRequest, NotFound, or TooManyRequests if there is no room."""
         if asked.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint {asked.endpoint} is not one of {', '.join(ENDPOINTS)}", param="endpoint")
         if self.files.get(asked.input_file_id).purpose != UPLOADED:
-            raise InvalidRequest("input_file_id is no file of the purpose batch", param="input_file_id")
+            raise InvalidRequest("input_file_id does not name a file with purpose batch", param="input_file_id")
         now, window = int(time.time()), asked.completion_window
         batch = BatchObject(
             id=new_id("batch_"), endpoint=asked.endpoint, input_file_id=asked.input_file_id, metadata=asked.metadata,
@@ -99,12 +102,12 @@ class BatchStore:
         return stored
 
     def save(self, stored: StoredBatch) -> None:
-        """Write what is known of a batch."""
+        """Write the state of a batch to the disk."""
         with self._lock:
             write_whole(self._folder / f"{stored.batch.id}.json", msgspec.json.encode(stored))
 
     def end(self, stored: StoredBatch, status: Ended) -> None:
-        """A batch ends with ``status``."""
+        """End a batch with ``status``."""
         with self._lock:
             stored.batch.status = status
             setattr(stored.batch, f"{status}_at", int(time.time()))
@@ -112,19 +115,19 @@ class BatchStore:
             self.files.used[stored.batch.input_file_id] -= 1
 
     def get(self, id: str) -> StoredBatch:
-        """The batch of this id. Raises NotFound."""
+        """Return the batch of this id. Raises NotFound."""
         with self._lock:
             if id not in self._batches:
                 raise NotFound(f"There is no batch {id!r}", param="batch_id")
             return self._batches[id]
 
     def listed(self) -> dict[str, BatchObject]:
-        """All batches by id, newest first."""
+        """Return all batches by id, newest first."""
         with self._lock:
             return {id: self._batches[id].batch for id in sorted(self._batches, reverse=True)}
 
     def _make_room(self) -> None:
-        """Forget the oldest batch that has ended, if there are too many. Raises TooManyRequests."""
+        """Forget the oldest batch that has ended, if there are too many. Raises TooManyRequests if no more may run."""
         unended, settings = len(self.unended), self._settings
         if unended >= settings.max_batches:
             raise TooManyRequests(
@@ -139,10 +142,10 @@ class BatchStore:
 
 def _read(path: Path) -> StoredBatch:
     if not _ID.fullmatch(path.stem):
-        raise ValueError(f"{path.name} is no batch")
+        raise ValueError(f"{path.name} is not a batch")
     return msgspec.json.decode(read_file(path, path.parent, most=CONFIG_BYTES), type=StoredBatch)
 
 
 def open_store(settings: Settings) -> BatchStore | None:
-    """The batches of a server; None without ``--batch-dir``. Raises SettingsError."""
+    """Open the batches of a server; return None without ``--batch-dir``. Raises SettingsError."""
     return None if settings.batch_dir is None else BatchStore(settings.batch_dir, settings)

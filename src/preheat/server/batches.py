@@ -1,4 +1,4 @@
-"""/v1/batches: OpenAI's batches. They are there with ``--batch-dir`` only."""
+"""/v1/batches: OpenAI's batches. The endpoints exist only with ``--batch-dir``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTED, MOST_LISTED = 20, 100
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin a batch: the requests in a file."""
+    """Begin a batch of the requests in a file."""
     runner = batches_of(request)
     body = await read_json(request, BatchRequest)
     ignore(request, [name for name in ("model", "request_id") if getattr(body, name) is not None])
@@ -27,19 +27,19 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """The batches, newest first."""
+    """List the batches, newest first."""
     found = await asyncio.to_thread(batches_of(request).store.listed)
     data, more = page(found, request.query_params.get("after"), limit_asked(request, LISTED, MOST_LISTED))
     return answer(BatchList(data, more, data[0].id if data else None, data[-1].id if data else None))
 
 
 async def get_batch(request: Request) -> Response:
-    """How far a batch is."""
+    """Return the state of a batch."""
     return answer(batches_of(request).store.get(request.path_params["id"]).batch)
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Stop a batch; the answers that are there stay."""
+    """Stop a batch, and keep the answers so far."""
     runner = batches_of(request)
     stored = runner.store.get(request.path_params["id"])
     runner.cancel(stored)

@@ -1,4 +1,4 @@
-"""Beam search over HTTP: vLLM's fields ``use_beam_search`` and ``length_penalty``, with ``n`` for the width."""
+"""Beam search over HTTP: vLLM's ``use_beam_search`` and ``length_penalty``; ``n`` is the beam width."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ _USUAL = {field.name: field.default for field in msgspec.structs.fields(Sampling
 
 
 def search_params(body: Sampling, given: Mapping[str, object]) -> SamplingParams:
-    """The parameters of a search, from those that the client has ``given``; the checkpoint's recommendations are about
-    sampling. Raises InvalidRequest, by name, for what a search does not look at.
+    """Return the parameters of a search, from the fields that the client has ``given``.
+
+    The checkpoint's recommendations are ignored, as they concern sampling. Raises InvalidRequest, naming the field, for
+    fields that a search does not use.
     """
     if body.stream:
-        raise InvalidRequest("beam search cannot be streamed: the best are known at the end", param="stream")
+        raise InvalidRequest(
+            "beam search cannot be streamed, because the best sequences are known only at the end: set stream to false",
+            param="stream",
+        )
     if isinstance(body, CompletionRequest) and body.best_of not in {None, body.n or 1}:
         raise InvalidRequest("beam search returns its n best sequences: leave best_of out", param="best_of")
     stated = {name: value for name, value in given.items() if value is not None}
@@ -36,7 +41,7 @@ def search_params(body: Sampling, given: Mapping[str, object]) -> SamplingParams
 
 
 def as_searches(frontend: Frontend, body: Sampling, states: Sequence[RequestState]) -> None:
-    """Make ``states`` searches if ``body`` asks for one."""
+    """Turn ``states`` into searches if ``body`` asks for beam search."""
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     if body.use_beam_search:
         for state in states:

@@ -1,4 +1,7 @@
-"""Answers that are lists of blocks (reasoning, text, calls): of /v1/responses, /v1/messages and Ollama's API."""
+"""Answers that are lists of blocks (reasoning, text, calls).
+
+/v1/responses, /v1/messages and Ollama's API use them.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ from preheat.server.stream import Writer
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:
-    """One server-sent event with a name, which is its ``type`` too."""
+    """Encode one server-sent event; ``name`` becomes its name and its ``type``."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Those that a limit has cut off are left out, where they must be an object."""
+    """Parse the arguments of a call.
+
+    Arguments that a limit cut off become an empty dict.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -32,9 +38,10 @@ def call_arguments(text: str) -> dict[str, Any]:
 
 
 class BlocksWriter(Writer):
-    """Runs one request with one choice. In a stream each block is begun, extended and ended before the next begins.
+    """Writer of one request with one choice, as a list of blocks.
 
-    ``always_text``: an answer without any block gets an empty one.
+    In a stream each block is begun, extended and ended before the next one begins. With ``always_text`` an answer
+    without any block gets an empty text block.
     """
 
     always_text = False
@@ -44,23 +51,23 @@ class BlocksWriter(Writer):
         self.state, self.form = state, form
         self.answer = ParsedAnswer()
         self.parser = form.parser()
-        self.taken = 0  # tokens that have been read
+        self.tokens_read = 0  # tokens that were read
 
     @abstractmethod
     def begin(self, block: Block) -> bytes:
-        """The events that begin ``block``, the last one of the answer."""
+        """Return the events that begin ``block``, the last one of the answer."""
 
     @abstractmethod
     def extend(self, block: Block, text: str) -> bytes:
-        """The event that adds ``text`` to ``block``."""
+        """Return the event that adds ``text`` to ``block``."""
 
     @abstractmethod
     def end(self, block: Block) -> bytes:
-        """The events that end ``block``."""
+        """Return the events that end ``block``."""
 
     @abstractmethod
     def last(self, error: PreheatError | None) -> bytes:
-        """The events behind the last block."""
+        """Return the events after the last block."""
 
     @property
     def choice(self) -> Choice:
@@ -71,9 +78,9 @@ class BlocksWriter(Writer):
         return len(self.choice.token_ids)
 
     def read(self) -> list[Part]:
-        """What is new of the answer."""
+        """Return the new parts of the answer."""
         delta = self.choice.take_delta()
-        self.taken += len(delta.token_ids)
+        self.tokens_read += len(delta.token_ids)
         parts = self.parser.push(delta.text)
         if not self.choice.sent_end:
             return parts

@@ -1,4 +1,4 @@
-"""Reads a request's body, with limits on size and time."""
+"""The reading of a request's body, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Body = TypeVar("Body", bound=ForModel)
 Result = TypeVar("Result")
 
 BODY_SECONDS = 30.0
-"""How long a client may take to send its body."""
+"""Seconds that a client has to send its body."""
 
 _KEPT = "preheat.body"
 
 DISCARD_SECONDS = 0.5
-"""How long we keep reading a body that is too large."""
+"""Seconds that the server keeps reading a body that is too large."""
 
 
 async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
-    """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
+    """Return the frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
     service: Service = request.app.state.service
     body = await read_json(request, kind)
     if body.request_id is not None:
@@ -42,7 +42,7 @@ async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Bo
 
 
 async def read_json(request: Request, kind: type[Body], default: bytes = b"") -> Body:
-    """The decoded body; that of ``default`` if it is empty."""
+    """Decode the body; an empty one counts as ``default``."""
     data = await read_body(request) or default
     request.state.body_size = len(data)
     ignored = names_for(request)
@@ -52,22 +52,22 @@ async def read_json(request: Request, kind: type[Body], default: bytes = b"") ->
 
 
 async def interpreted(request: Request, work: Callable[[], Result]) -> Result:
-    """The result of ``work``, which takes time for each value in the body that was read."""
+    """Return the result of ``work``. Its time grows with the values in the body."""
     return await in_turn(request, request.state.body_size, work)
 
 
 def body_size(request: Request) -> int:
-    """Bytes in the body that was read."""
+    """Return the size of the body, in bytes."""
     return int(request.state.body_size)
 
 
 def keep_body(request: Request, data: bytes) -> None:
-    """Let the body ``data``, which was read, be read once more."""
+    """Keep the body ``data``, so that it can be read once more."""
     request.scope[_KEPT] = data
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of ``request``. Raises TooLarge or SlowRequest as soon as that is known."""
+    """Read the body. Raises TooLarge or SlowRequest as early as possible."""
     if (kept := request.scope.get(_KEPT)) is not None:
         return bytes(kept)
     service: Service = request.app.state.service
@@ -91,7 +91,10 @@ async def read_body(request: Request) -> bytes:
 
 
 async def discard(chunks: AsyncIterator[bytes], most: int) -> None:
-    """Read and drop up to ``most`` bytes: a client that is still sending would not see our answer."""
+    """Read and drop up to ``most`` bytes.
+
+    A client that still sends would not see the answer.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
             async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/chat/completions/batch: checks the body, writes the answer."""
+"""POST /v1/chat/completions and /v1/chat/completions/batch: check the body, write the answer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def chat(request: Request) -> ASGIApp:
 
 
 async def render(request: Request) -> Response:
-    """The token ids of a conversation's prompt."""
+    """Return the token ids of a conversation's prompt."""
     body, state, _ = await _asked(request)
     name = body.model or request.app.state.service.names[0]
     told = await interpreted(request, partial(encode, Rendered(request_id(request), state.prompt_ids, name)))
@@ -78,7 +78,7 @@ async def batch(request: Request) -> ASGIApp:
 
 @contextmanager
 def _naming_conversation(place: int) -> Iterator[None]:
-    """An error about the messages of one conversation says which it is."""
+    """Prefix errors about ``messages`` with the conversation's index."""
     try:
         yield
     except InvalidRequest as error:
@@ -89,14 +89,14 @@ def _naming_conversation(place: int) -> Iterator[None]:
 
 
 async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFormat]:
-    """The body, and the checked request for it."""
+    """Return the body, and its checked request."""
     frontend, body = await read_request(request, ChatRequest)
     frontend.check_generates("Chat Completions API")
     return body, *await _prepared(request, frontend, body)
 
 
 async def _prepared(request: Request, frontend: Frontend, body: ChatRequest) -> tuple[RequestState, AnswerFormat]:
-    """The checked request for one conversation, and how its answers are read."""
+    """Return the checked request for one conversation, and the format of its answers."""
     if body.chat_template is not None and not request.app.state.service.settings.trust_request_chat_template:
         raise InvalidRequest(
             "chat_template needs a server that was started with --trust-request-chat-template: leave it out, or give "
@@ -139,9 +139,10 @@ def _talk(body: ChatRequest) -> Conversation:
 
 
 def _speaker(body: ChatRequest, response_role: str) -> tuple[str, str]:
-    """The role of the answer, and what is put before it (``echo``): the last message, if it is of that role.
+    """Return the role of the answer, and the text to put before it (``echo``).
 
-    The role is ``response_role`` unless the answer continues the last message.
+    The role is ``response_role`` unless the answer continues the last message. The text is the last message's if that
+    message has the role.
     """
     last = body.messages[-1]
     role = last.role if body.add_generation_prompt is False else response_role
@@ -184,7 +185,12 @@ class _ChatWriter(CompletionsWriter):
         return answer
 
     def event(self, _: int, choice: Choice) -> bytes:
-        """An event with the role goes before the first one with content. One that would say nothing is not sent."""
+        """Return the event of a choice.
+
+        An event with the role precedes the first content.
+
+        An empty event is not sent.
+        """
         delta = choice.take_delta()
         content = ChatDelta(content=delta.text or UNSET) if self._plain else self._delta(choice, delta)
         answer = ChatChunkChoice(choice.index, content, *self._details(choice, delta))
@@ -211,7 +217,7 @@ class _ChatWriter(CompletionsWriter):
         return ChatChoice(choice.index, message, *self._details(choice, delta))
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
-        """What is new of ``choice``, read."""
+        """Return the parsed parts of the new text of ``choice``."""
         parser = self._parser_of(choice)
         parts = parser.push(delta.text) + (parser.finish() if choice.sent_end else [])
         if any(isinstance(part, CallStart) for part in parts):
@@ -238,7 +244,10 @@ class _ChatWriter(CompletionsWriter):
         return message
 
     def _delta(self, choice: Choice, delta: OutputDelta) -> ChatDelta:
-        """One delta for all that is new: what one step adds to a call is one item of its list."""
+        """Return one delta for all new parts.
+
+        A step's additions to one call become one item of the list.
+        """
         content = reasoning = ""
         calls: dict[int, ToolCallDelta] = {}
         for part in self._parts(choice, delta):
@@ -256,19 +265,22 @@ class _ChatWriter(CompletionsWriter):
         return ChatDelta(UNSET, content or UNSET, calls_or_none, thought, thought)
 
     def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
-        """Logprobs, finish reason, stop reason, token ids."""
+        """Return logprobs, finish reason, stop reason and token ids."""
         logprobs = None if delta.logprobs is None else chat_logprobs(self.names, delta.logprobs)
         ids = delta.token_ids if self._return_token_ids else None
         return logprobs, self._finish_reason(choice), choice.stop_reason, ids
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        """As OpenAI has it: "tool_calls" where the model chose to stop for them, "stop" where the client named one."""
+        """Return OpenAI's finish reason.
+
+        It is "tool_calls" if the model chose to call, and "stop" if the client named the function.
+        """
         called = choice.finish_reason == "stop" and choice.id in self._calling
         return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
 
 
 class _BatchWriter(WholeWriter):
-    """One answer, whose choices are those of ``writers`` in order."""
+    """One answer with the first choices of ``writers``, in order."""
 
     def __init__(self, request: Request, writers: Sequence[_ChatWriter]) -> None:
         super().__init__(request, [state for writer in writers for state in writer.states])

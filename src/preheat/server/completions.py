@@ -57,7 +57,7 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
             prompt_logprobs = body.logprobs
         if body.logprobs not in {None, prompt_logprobs}:
             raise InvalidRequest("prompt_logprobs must equal logprobs when echo is set", param="prompt_logprobs")
-        max_tokens = max_tokens or 1  # to score a prompt: one token is drawn and not shown
+        max_tokens = max_tokens or 1  # scoring a prompt: one token is sampled and not shown
     params = sampling(frontend, body, max_tokens, body.logprobs, prompt_logprobs)
     if body.best_of is None or body.best_of == params.n:
         return params
@@ -68,16 +68,20 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
 def _check_best_of(body: CompletionRequest) -> None:
     n, best_of = body.n or 1, body.best_of or 0
     if best_of < n:
-        raise InvalidRequest(f"best_of is {best_of}, but must be at least n, which is {n}", param="best_of")
+        raise InvalidRequest(f"best_of is {best_of}, but must be at least n ({n})", param="best_of")
     if best_of > n and body.stream:
-        raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
+        raise InvalidRequest(
+            "best_of cannot be streamed, because the best texts are known only at the end: set stream to false",
+            param="best_of",
+        )
 
 
 async def _prompts(
     request: Request, frontend: Frontend, body: CompletionRequest, params: SamplingParams
 ) -> list[str | list[int] | Embedded]:
-    """The prompts of ``body``: first those that are embeddings. An empty text beside them is none: clients must send
-    one.
+    """Return the prompts of ``body``, embeddings first.
+
+    Beside embeddings an empty text counts as no prompt, since clients must send one.
     """
     if body.prompt_embeds is None:
         if body.prompt is None:
@@ -101,7 +105,10 @@ async def _prompts(
 def listed(
     frontend: Frontend, prompt: str | list[str | int | list[int]], params: SamplingParams
 ) -> list[str | list[int]]:
-    """One prompt or several, as a list. Its length is checked first: it may have millions of items."""
+    """Return one prompt or several as a list.
+
+    The length is checked first, since a prompt may have millions of items.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
@@ -117,7 +124,10 @@ def listed(
 
 
 def _best(state: RequestState, n: int) -> list[Choice]:
-    """The ``n`` choices whose tokens are the most likely on average, best first; all in order, if there are no more."""
+    """Return the ``n`` choices with the best mean logprob, best first.
+
+    If there are just ``n``, return all in order.
+    """
     if n == len(state.choices):
         return state.choices
 
@@ -128,8 +138,9 @@ def _best(state: RequestState, n: int) -> list[Choice]:
 
 
 class _Prompt(NamedTuple):
-    """A prompt as its choices show it: its text and the log-probabilities of its tokens, one form for ``echo`` and one
-    for ``prompt_logprobs``.
+    """A prompt as its choices show it: text and logprobs.
+
+    ``logprobs`` has the form for ``echo``, ``alternatives`` the form for ``prompt_logprobs``.
     """
 
     text: str
@@ -146,7 +157,7 @@ class _CompletionWriter(CompletionsWriter):
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._n = None if body.best_of is None else body.n or 1
         self._hides_logprobs = self._n is not None and body.logprobs is None
-        self._offsets: dict[int, int] = {}  # choice -> characters that its logprobs have covered
+        self._offsets: dict[int, int] = {}  # choice -> characters covered by its logprobs
         self._prompts: dict[int, _Prompt] = {}  # by the id of their state
 
     def whole(self) -> Completion:
@@ -202,7 +213,7 @@ class _CompletionWriter(CompletionsWriter):
         return logprobs if before is None else before + logprobs
 
     def _prompt(self, state: RequestState) -> _Prompt:
-        """What is shown of the prompt, made once for all of its choices."""
+        """Return the shown parts of the prompt, made once for all of its choices."""
         key = id(state)
         if key not in self._prompts:
             shows = self._echo and state.prompt_logprobs

@@ -1,4 +1,4 @@
-"""What the endpoints for conversations share: the prompt, the tools, and how the answer is read."""
+"""Shared parts of the endpoints for conversations: prompts, tools, and the reading of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
-from preheat.frontend.messages import told
+from preheat.frontend.messages import chat_messages
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
@@ -31,9 +31,10 @@ _UNSEEN = "the chat template of this model does not look at {}: leave it out"
 
 @dataclass
 class Conversation:
-    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats. ``hints``
-    are fields of the request that a template may leave alone, and the variables that they set. ``template`` takes the
-    place of the model's.
+    """The input of a chat template; see :meth:`ChatTemplate.render`.
+
+    ``tools`` are in OpenAI's form for chats. ``hints`` maps fields of the request that a template may ignore to the
+    template variables that they set. ``template`` replaces the template of the model.
     """
 
     messages: list[dict[str, Any]]
@@ -48,8 +49,10 @@ class Conversation:
 
 
 async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
-    """The prompt for a conversation, and the URLs of its images. Raises InvalidRequest for what its template does not
-    look at, other than hints, and for images if the model sees none.
+    """Return the prompt of a conversation, and the URLs of its images.
+
+    Raises InvalidRequest for documents that the template does not use, for images if the model sees none, and with
+    strict request fields for unused hints.
     """
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
@@ -95,7 +98,7 @@ async def prepared_talk(
     priority: int = 0,
     cap_length: bool = True,
 ) -> tuple[RequestState, AnswerFormat]:
-    """The checked request for a conversation, and how its answers are read."""
+    """Return the checked request for a conversation, and the format of its answers."""
     if choice.mode == "none" and request.app.state.service.settings.exclude_tools_when_tool_choice_none:
         talk = replace(talk, tools=None)
     prompt, sources = await rendered(request, frontend, talk)
@@ -114,7 +117,7 @@ async def prepared_talk(
 def _formed(
     frontend: Frontend, choice: ToolChoice, prompt: str, talk: Conversation, params: SamplingParams
 ) -> tuple[AnswerFormat, SamplingParams]:
-    """How the answers to ``prompt`` are read, and ``params`` with what that asks of them."""
+    """Return the format of the answers to ``prompt``, and ``params`` with the format's constraint."""
     form = frontend.formats.form(
         choice, prompt, params.structured_outputs, skip_special_tokens=params.skip_special_tokens,
         continued=_last_said(talk.messages), template=_template(frontend, talk).text(talk.tools),
@@ -125,14 +128,14 @@ def _formed(
 
 
 def _last_said(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The last message, if it is text of the model itself; else ""."""
+    """Return the text of the last message if the model wrote it, else ""."""
     said = messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
     return said if isinstance(said, str) else ""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """``messages`` as chat templates expect them."""
-    return told(to_builtins(messages))
+    """Return ``messages`` in the form of chat templates."""
+    return chat_messages(to_builtins(messages))
 
 
 class _Function(msgspec.Struct):
@@ -147,11 +150,11 @@ class _ToolDefinition(msgspec.Struct):
 
 
 def check_tool_kind(kind: str, param: str) -> None:
-    """Raise InvalidRequest, with what to do, for a tool that is no function."""
+    """Raise InvalidRequest, with advice, for a tool that is no function."""
     if kind == "custom":
         raise InvalidRequest(
-            f"{param} is a custom tool, whose input is any text or that of a grammar. Models write calls as JSON: make "
-            "it a function with one string parameter, or hold the whole answer to the grammar (structured_outputs)",
+            f"{param} is a custom tool, with free text as its input. Models write calls as JSON: make it a function "
+            "with one string parameter, or hold the whole answer to the grammar (structured_outputs).",
             param=f"{param}.type",
         )
     if kind != "function":
@@ -164,13 +167,15 @@ def check_tool_kind(kind: str, param: str) -> None:
 def allowed_tools(
     tools: list[dict[str, Any]] | None, asked: str | NamedToolChoice | None
 ) -> list[dict[str, Any]] | None:
-    """Those of ``tools`` that the choice allows: the model is shown no others. Raises InvalidRequest."""
+    """Return the tools that the choice allows; the model sees no others. Raises InvalidRequest for unknown names."""
     if not isinstance(asked, NamedToolChoice) or asked.allowed_tools is None:
         return tools
     names = [tool.function.name for tool in asked.allowed_tools.tools]
     by_name = {_tool(tool, place).name: tool for place, tool in enumerate(tools or ())}
     if missing := [name for name in names if name not in by_name]:
-        raise InvalidRequest(f"tool_choice names {missing[0]}, which is no tool", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice names {missing[0]}, and tools has no function of that name", param="tool_choice"
+        )
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
@@ -179,7 +184,10 @@ def tool_choice(
     asked: str | NamedToolChoice | None,
     parallel: bool | None,
 ) -> ToolChoice:
-    """The choice that a body asks for: by default "auto" if there are tools. Raises InvalidRequest."""
+    """Return the body's choice of tools, by default "auto" if there are tools.
+
+    Raises InvalidRequest if the choice is invalid.
+    """
     known = tuple(_tool(tool, place) for place, tool in enumerate(tools or ()))
     if isinstance(asked, NamedToolChoice) and asked.allowed_tools is not None:
         asked = asked.allowed_tools.mode
@@ -188,7 +196,9 @@ def tool_choice(
             raise InvalidRequest(f"tool_choice.{asked.type} is missing", param="tool_choice")
         named = tuple(tool for tool in known if tool.name == asked.function.name)[:1]
         if not named:
-            raise InvalidRequest(f"tool_choice names {asked.function.name}, which is no tool", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names {asked.function.name}, and tools has no function of that name", param="tool_choice"
+            )
         return ToolChoice(named, "named", parallel=False)
     if asked == "required" and not known:
         raise InvalidRequest('tool_choice "required" needs tools', param="tool_choice")

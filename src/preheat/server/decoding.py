@@ -1,7 +1,7 @@
-"""From the JSON of a body to its struct.
+"""Decoding of JSON bodies into their structs.
 
-A field that no struct has is ignored and named, or refused by a caller that does not take the names. A field that is
-null is one that was not given, whether it is known or not: clients send the fields of others with null in them.
+A field that the struct lacks is ignored and reported, or refused if the caller takes no names. A null field counts as
+absent, known or not, since clients send fields of other servers with null.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from preheat.utils.json_size import check_size
 Body = TypeVar("Body", bound=ForModel)
 Kind = TypeVar("Kind")
 Names = dict[str, None]
-"""Names of ignored fields, each once, in order; the places in lists are left out, as in ``messages[].name``."""
+"""Names of ignored fields, each once, in order. Indices of lists are left out, as in ``messages[].name``."""
 
 _PATH = re.compile(r"`\$([^`]*)`")
 _UNKNOWN = "unknown field `"
@@ -35,9 +35,9 @@ _FIELD_PROBLEMS = {
 
 
 def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
-    """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported.
+    """Decode the body of a request. Raises InvalidRequest, naming the field, for anything unsupported.
 
-    The names of fields that ``kind`` does not have are added to ``ignored``; with None they are refused.
+    The names of fields that ``kind`` lacks are added to ``ignored``; if it is None, such fields are refused.
     """
     check_size(data, "The body", kind.most_values)
     try:
@@ -53,7 +53,7 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
 
 
 def prepare(kind: type[Struct]) -> None:
-    """Make what :func:`decode` needs for bodies of ``kind``."""
+    """Build the decoder and the tables that :func:`decode` uses for ``kind``."""
     _decoder(kind)
     pending, seen = [_described(kind)], set[type]()
     while pending:
@@ -73,8 +73,9 @@ def prepare(kind: type[Struct]) -> None:
 
 
 def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, param: str) -> Kind:
-    """A part of a body that was decoded as any JSON, as :func:`decode` does it. ``at``: its name in ``ignored``;
-    ``param``: its name in errors.
+    """Convert a part of a body, decoded as plain JSON, as :func:`decode` would.
+
+    ``at`` is its name in ``ignored``, ``param`` its name in errors. Raises InvalidRequest.
     """
     try:
         known = _known(value, _described(kind), ignored, at)  # type: ignore[arg-type]  # a class is hashable
@@ -100,8 +101,9 @@ _ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
 
 
 def _known(value: Any, kind: inspect.Type, ignored: Names | None, at: str) -> Any:
-    """``value``, decoded JSON, without what the structs in ``kind`` do not have: fields that are null, and those whose
-    names may be added to ``ignored``.
+    """Return ``value`` (decoded JSON) without the fields that the structs in ``kind`` lack.
+
+    Null fields are dropped; other unknown fields are dropped if ``ignored`` can take their names.
     """
     match kind:
         case inspect.StructType() if isinstance(value, dict) and _is_of(value, kind):
@@ -140,7 +142,7 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """msgspec's message in OpenAI's words, with its ``param``."""
+    """Put msgspec's message in OpenAI's words, with its ``param``."""
     problem = message.partition(" - at `")[0]
     path = next(iter(_PATH.findall(message)), "").lstrip(".")
     for start, said in _FIELD_PROBLEMS.items():
@@ -152,8 +154,9 @@ def _invalid(message: str) -> InvalidRequest:
 
 @functools.cache
 def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object], bool]]:
-    """The fields of ``kind`` that do nothing but at certain values: their names, these values, and whether they are
-    ignored at others.
+    """Return the fields of ``kind`` that work only at some values.
+
+    Each has its name, these values, and whether it is ignored at others.
     """
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
@@ -166,7 +169,7 @@ def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object], bool]]:
 
 
 def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None:
-    """Reject what is not supported, in ``body`` and in the structs in it; name what is ``ignored``."""
+    """Reject unsupported values in ``body`` and its nested structs; add ignored fields to ``ignored``."""
     for name, values, is_hint in _only_fields(type(body)):
         value = getattr(body, name)
         if value is None or any(value == known and type(value) is type(known) for known in values):
@@ -184,7 +187,7 @@ def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None
 
 
 def _check_items(items: list[Any], path: str, at: str, ignored: Names | None) -> None:
-    """As :func:`_check_only`, for the structs in a list, or in lists in it."""
+    """Apply :func:`_check_only` to the structs in a list and its nested lists."""
     for position, item in enumerate(items):
         if isinstance(item, Struct):
             _check_only(item, f"{path}[{position}].", f"{at}[].", ignored)
@@ -194,12 +197,18 @@ def _check_items(items: list[Any], path: str, at: str, ignored: Names | None) ->
 
 @functools.cache
 def _may_hold_structs(kind: type[Struct], name: str) -> bool:
-    """Whether the field ``name`` may be a list with structs in it; lists of ids may have millions of items."""
+    """Return whether the field ``name`` may be a list of structs.
+
+    Other lists are skipped: a list of ids may have millions of items.
+    """
     return _has_structs(next(field.type for field in _fields(kind) if field.name == name), listed=False)
 
 
 def _has_structs(kind: inspect.Type, *, listed: bool = True) -> bool:
-    """Whether a struct is among the items of ``kind``, or, where it is an item itself (``listed``), is ``kind``."""
+    """Return whether a struct is among the items of ``kind``.
+
+    With ``listed``, ``kind`` is an item itself and may be the struct.
+    """
     if isinstance(kind, inspect.UnionType):
         return any(_has_structs(each, listed=listed) for each in kind.types)
     if isinstance(kind, inspect.ListType):

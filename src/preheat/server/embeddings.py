@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /score and /rerank: embeddings of texts, and how alike texts are by them."""
+"""POST /v1/embeddings, /pooling, /score and /rerank: embeddings of texts, and similarities by them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ async def pooling(request: Request) -> ASGIApp:
 
 
 def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | list[str | int | list[int]]:
-    """The input behind what the model puts before texts of the kind that ``body`` names. Raises InvalidRequest."""
+    """Return the input with the model's prompt for ``input_type`` before each text.
+
+    Without such a prompt ``input_type`` is ignored. Raises InvalidRequest for token ids.
+    """
     if body.input_type is None:
         return body.input
     before = prompt_of(own, body.input_type)
@@ -77,7 +80,7 @@ def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | li
 
 
 async def score(request: Request) -> ASGIApp:
-    """Say how alike texts are."""
+    """Score the similarity of texts."""
     frontend, body = await read_request(request, ScoreRequest)
     frontend.embedding_of("Score API")
     name, first, second = body.sides()
@@ -86,7 +89,7 @@ async def score(request: Request) -> ASGIApp:
 
 
 async def rerank(request: Request) -> ASGIApp:
-    """Order documents by how alike they are to a query."""
+    """Order documents by their similarity to a query."""
     frontend, body = await read_request(request, RerankRequest)
     frontend.embedding_of("Rerank API")
     if not body.documents:
@@ -106,7 +109,7 @@ async def rerank(request: Request) -> ASGIApp:
 async def embedded_states(
     request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
 ) -> list[RequestState]:
-    """The checked requests for the embeddings of what is ``given``."""
+    """Return the checked requests for the embeddings of the ``given`` texts."""
     own = frontend.embedding_of("Embeddings API")
     check_dimensions(own, body.dimensions)
     params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side)
@@ -122,7 +125,7 @@ async def embedded_states(
 
 @contextmanager
 def _as_input() -> Iterator[None]:
-    """What errors call prompt is the field input here."""
+    """Rename ``prompt`` to ``input`` in errors, after the field of these bodies."""
     try:
         yield
     except InvalidRequest as error:
@@ -133,7 +136,7 @@ def _as_input() -> Iterator[None]:
 
 
 class PooledWriter(WholeWriter):
-    """What the endpoints have in common; ``prefix`` begins the answer's id."""
+    """Common base of the endpoints; ``prefix`` begins the answer's id."""
 
     prefix: str
 
@@ -150,24 +153,24 @@ class PooledWriter(WholeWriter):
     def whole(self) -> Struct: ...
 
     def vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
-        """The embeddings, in order. Raises InvalidRequest for more dimensions than there are."""
+        """Return the embeddings, in order. Raises InvalidRequest for more dimensions than the model has."""
         return [embedding(state, self._pooling, self._body.dimensions, normalize) for state in self._states]
 
     def usage(self) -> Usage:
-        """Tokens of all texts."""
+        """Return the usage: tokens of all texts."""
         tokens = sum(len(state.prompt_ids) for state in self._states)
         return Usage(tokens, 0, tokens, PromptTokensDetails(sum(state.cached_tokens for state in self._states)))
 
 
 class _VectorWriter(PooledWriter):
-    """Of the endpoints that answer with vectors."""
+    """Base of the endpoints that answer with vectors."""
 
     def __init__(self, request: Request, body: EmbeddingRequest, states: Sequence[RequestState]) -> None:
         super().__init__(request, body, states)
         self._normalize, self._base64 = body.normalizes, body.encoding_format == "base64"
 
     def shown(self) -> list[Any]:
-        """The embeddings as the client asked for them: numbers, or base64 of fp32 in little-endian order; as JSON."""
+        """Encode the embeddings to JSON: numbers, or base64 of little-endian fp32."""
         vectors = self.vectors(self._normalize)
         if self._base64:
             return [encoded(base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode()) for vector in vectors]

@@ -1,4 +1,4 @@
-"""The bodies of the endpoints for embeddings: OpenAI's, and vLLM's for what only vLLM has."""
+"""The bodies of the endpoints for embeddings, in OpenAI's and vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preheat.utils.json_size import MOST_IDS
 @accepted("user")
 @rejected("messages embed_dtype endianness mm_processor_kwargs")
 class Texts(ForModel, kw_only=True):
-    """What the endpoints for embeddings have in common."""
+    """Fields common to the endpoints for embeddings."""
 
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -26,8 +26,10 @@ class Texts(ForModel, kw_only=True):
 
 
 class EmbeddingRequest(Texts, kw_only=True):
-    """POST /v1/embeddings. ``normalize``, or ``use_activation``: whether an embedding has length 1. ``input_type``: the
-    kind of the texts, such as "query" or "document", before which the model may have a prompt.
+    """POST /v1/embeddings.
+
+    ``normalize``, or ``use_activation``, says whether an embedding has length 1. ``input_type`` is the kind of the
+    texts, such as "query" or "document"; the model may have a prompt for it.
     """
 
     most_values: ClassVar[int] = MOST_IDS
@@ -50,7 +52,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
 
 class TextItem(Struct, forbid_unknown_fields=True):
-    """A text as an object, which some clients send."""
+    """A text as an object; some clients send texts so."""
 
     text: str
 
@@ -58,11 +60,14 @@ class TextItem(Struct, forbid_unknown_fields=True):
 SomeTexts = str | TextItem | list[str | TextItem]
 
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""What the two sides of a score are called."""
+"""The pairs of names for the two sides of a score."""
 
 
 class ScoreRequest(Texts, kw_only=True):
-    """POST /v1/score: one text and others, or as many of both, by one of four pairs of names."""
+    """POST /v1/score: one text against several, or equally many on both sides.
+
+    The two sides are named by one of four pairs.
+    """
 
     text_1: SomeTexts | None = None
     text_2: SomeTexts | None = None
@@ -73,7 +78,7 @@ class ScoreRequest(Texts, kw_only=True):
     data_2: SomeTexts | None = None
 
     def sides(self) -> tuple[str, list[str], list[str]]:
-        """The name of the first side, and the texts of both. Raises InvalidRequest unless it is one pair."""
+        """Return the name of the first side, and the texts of both. Raises InvalidRequest unless one pair is given."""
         names = dict.fromkeys(name for pair in NAMES for name in pair)
         given = tuple(name for name in names if getattr(self, name) is not None)
         if given not in NAMES:
@@ -85,7 +90,10 @@ class ScoreRequest(Texts, kw_only=True):
 
 
 class RerankRequest(Texts, kw_only=True):
-    """POST /v1/rerank. ``top_n`` 0: all. Of a longer document the first ``max_tokens_per_doc`` tokens count."""
+    """POST /v1/rerank.
+
+    With ``top_n`` 0 all documents are returned. Only the first ``max_tokens_per_doc`` tokens of a document count.
+    """
 
     query: str | TextItem
     documents: list[str | TextItem]
@@ -95,13 +103,13 @@ class RerankRequest(Texts, kw_only=True):
 
 
 def texts_of(given: SomeTexts) -> list[str]:
-    """The texts of one side."""
+    """Return the texts of one side."""
     items = given if isinstance(given, list) else [given]
     return [item if isinstance(item, str) else item.text for item in items]
 
 
 class Embedding(Struct):
-    """``embedding`` is text if base64 was asked for: fp32 in little-endian order."""
+    """One embedding. It is text (base64 of little-endian fp32) if the request asked for base64."""
 
     index: int
     embedding: list[float] | str
@@ -153,7 +161,7 @@ class Document(Struct):
 
 
 class Ranked(Struct):
-    """``index`` is the document's place in the request."""
+    """A ranked document. ``index`` is its place in the request."""
 
     index: int
     document: Document | UnsetType
@@ -161,7 +169,7 @@ class Ranked(Struct):
 
 
 class Reranking(Struct):
-    """``results`` are the most alike first."""
+    """The ranking. ``results`` begin with the most similar document."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""What one engine owes the server, and since when: heartbeats, results of steps, and receipts of requests."""
+"""Outstanding work of one engine, with times: heartbeats, results of steps, receipts of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from preheat.server.replicas import Replicas
 
 
 class EngineWatch:
-    """Looks after the replica with this number. ``stalled`` is the reason why it cannot be given requests, if any."""
+    """Watch over one replica, given by its number.
+
+    ``stalled`` is the reason why it gets no requests, if any.
+    """
 
     def __init__(self, replicas: Replicas, replica: int) -> None:
         self._replicas, self._replica = replicas, replica
@@ -19,7 +22,7 @@ class EngineWatch:
         self.stalled: str | None = None
 
     def receive(self) -> list[FromEngine]:
-        """The engine's messages. Any of them shows that it goes on."""
+        """Return the engine's messages; any message proves that the engine runs."""
         untaken = len(self._transport.untaken)
         messages = self._replicas.receive(self._replica)
         if messages or len(self._transport.untaken) != untaken:
@@ -27,17 +30,19 @@ class EngineWatch:
         return messages
 
     def is_silent(self, limit: float) -> bool:
-        """Whether the last heartbeat is older than ``limit`` seconds."""
+        """Return whether the last heartbeat is older than ``limit`` seconds."""
         beat_at = self._transport.beat_at
         return beat_at is not None and time.monotonic() - beat_at > limit
 
     def rest(self) -> None:
-        """The engine owes nothing now."""
+        """Note that the engine has no outstanding work now."""
         self._heard_at, self._offered_at = time.monotonic(), None
 
     def overdue(self, step: float, hand_over: float) -> tuple[bool, bool]:
-        """Whether a step takes longer than ``step`` seconds; and whether the engine is idle and has not taken a request
-        within ``hand_over`` seconds.
+        """Return whether a step is overdue, and whether a hand-over of requests is.
+
+        A step is overdue after ``step`` seconds. A hand-over is overdue if the engine is idle and took no request for
+        ``hand_over`` seconds.
         """
         now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
         if not unfinished:
@@ -50,6 +55,6 @@ class EngineWatch:
         return now - self._heard_at > step, self._offered_at is not None and now - self._offered_at > hand_over
 
     def late(self, hand_over: float) -> list[int]:
-        """The requests that the engine has not taken within ``hand_over`` seconds."""
+        """Return the requests that the engine has not taken within ``hand_over`` seconds."""
         now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
         return [id for id, at in self._transport.untaken if id in unfinished and now - at > hand_over]

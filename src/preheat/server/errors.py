@@ -11,13 +11,16 @@ from preheat.server.answers import encode
 from preheat.server.schema import ErrorBody, ErrorResponse
 
 RETRY = {"retry-after": "1"}
-"""Tells clients after how many seconds to try again."""
+"""Header with the seconds until clients should try again."""
 
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}, 429: RETRY, 503: RETRY}
 
 
 MOST_CHARS = 4_000
-"""Characters of an error's message, and of the name of the field in it: clients may choose parts of both."""
+"""Most characters of an error's message, and of its field name.
+
+Clients may choose parts of both.
+"""
 
 
 def _short(text: str) -> str:
@@ -25,12 +28,15 @@ def _short(text: str) -> str:
 
 
 def error_body(error: PreheatError) -> ErrorResponse:
-    """The body, which is also the last event of a stream that fails."""
+    """Return the body of an error.
+
+    It is also the last event of a failed stream.
+    """
     return ErrorResponse(ErrorBody(_short(error.message), error.kind, error.param and _short(error.param), error.code))
 
 
 ANTHROPIC = "/v1/messages"
-"""Where Anthropic's clients call: errors have another shape there."""
+"""Prefix of the paths for Anthropic's clients, where errors have another shape."""
 
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -39,21 +45,21 @@ _KINDS = {
 
 
 def anthropic_error(error: PreheatError) -> dict[str, str]:
-    """Anthropic's error object, which names no field."""
+    """Return Anthropic's error object; it names no field."""
     return {"type": _KINDS.get(error.status, "api_error"), "message": _short(error.message)}
 
 
 OLLAMA = "/api/"
-"""Where Ollama's clients call: errors are a text there."""
+"""Prefix of the paths for Ollama's clients, where an error is a text."""
 
 
 def ollama_error(error: PreheatError) -> dict[str, str]:
-    """Ollama's error object, which is also the last line of a stream that fails."""
+    """Return Ollama's error object, also used as the last line of a failed stream."""
     return {"error": _short(error.message)}
 
 
 def error_response(error: PreheatError, path: str = "") -> Response:
-    """The HTTP answer, in the shape that clients of ``path`` expect."""
+    """Return the HTTP answer, in the error shape of clients of ``path``."""
     if path.startswith(ANTHROPIC):
         body = encode({"type": "error", "error": anthropic_error(error)})
     elif path.startswith(OLLAMA):
@@ -77,11 +83,11 @@ _NOT_SERVED = {
         "adapters can be changed with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     ),
 }
-"""Endpoints of the APIs that we speak which are not here, by the beginning of their path, and why."""
+"""Missing endpoints of the supported APIs: prefixes of their paths, and reasons."""
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    """An unknown path, or a wrong method."""
+    """Answer an unknown path or a wrong method."""
     path = request.url.path
     known = next((why for begin, why in _NOT_SERVED.items() if path.startswith(begin)), "")
     rejection = InvalidRequest(f"{error.detail}: {request.method} {path}{known and f': {known}'}")
@@ -92,11 +98,11 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=400)  # the client has disconnected
+    return Response(status_code=400)  # the client has left
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A bug of ours: the details are only in the server's log."""
+    """Answer after a bug of the server; only its log has the details."""
     return error_response(PreheatError("The server failed to handle this request; its log says more"), request.url.path)
 
 

@@ -1,4 +1,4 @@
-"""Something that clients share: where they wait for it, they have turns, however much one of them asks for."""
+"""A shared resource: waiting clients take turns, however much one of them asks for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 Client = tuple[str, str]
-"""Whose requests wait for each other: an address, and the key that was sent."""
+"""Identity of a client: its address, and the key that it sent. Its requests wait for each other."""
 
 
 def client_of(request: Request) -> Client:
-    """Who sent ``request``, as far as it says."""
+    """Return the identity of the client that sent ``request``, as far as known."""
     return request.client.host if request.client else "", request.headers.get("authorization", "")
 
 
 class FairShare:
-    """Shares ``total`` among clients, who take parts of it in turns."""
+    """A ``total`` that clients share, taking parts of it in turns."""
 
     def __init__(self, total: int) -> None:
         self._left = total
@@ -27,7 +27,7 @@ class FairShare:
 
     @asynccontextmanager
     async def of(self, client: Client, part: int) -> AsyncIterator[None]:
-        """A context with ``part`` of the total; waits for it."""
+        """Hold ``part`` of the total inside the context; wait until it is free."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((part, turn))
         self._admit()
@@ -40,7 +40,7 @@ class FairShare:
             self._admit()
 
     def _admit(self) -> None:
-        """Begin the turns of those who come next, client after client, as long as there is enough left."""
+        """Begin the next turns, client after client, while enough is left."""
         while self._waiting:
             client, queue = next(iter(self._waiting.items()))
             part, turn = queue[0]

@@ -1,7 +1,7 @@
-"""The files of ``/v1/files``, on disk: the contents of each, and beside it what is known of it.
+"""The files of ``/v1/files``, on disk: contents, each with a description.
 
-A file is there once it is described: an upload that ended early, or the answers of a batch that has not ended, are
-contents alone. Everything but the contents is read when the server starts, and kept in memory.
+A file exists once it is described. Contents without a description come from an upload that ended early, or from a batch
+that has not ended. The descriptions are read when the server starts, and kept in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from preheat.errors import InvalidRequest, NotFound, TooManyRequests
 from preheat.utils.files import CONFIG_BYTES, new_file, open_file, read_file, write_whole
 
 UPLOADED, ANSWERS = "batch", "batch_output"
-"""The purposes of files."""
+"""The purposes of files: uploaded inputs, and answers."""
 
 _ID = re.compile(r"file-[0-9a-f]{24}")
 _DESCRIBED = ".json"
@@ -46,12 +46,15 @@ Item = TypeVar("Item")
 
 
 def new_id(prefix: str) -> str:
-    """An id that sorts behind all earlier ones."""
+    """Return an id that sorts after all earlier ones."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def page(items: dict[str, Item], after: str | None, limit: int) -> tuple[list[Item], bool]:
-    """The ``limit`` items behind the one with the id ``after``, and whether there are more."""
+    """Return the page of ``items`` after the id ``after``.
+
+    A page has up to ``limit`` items. The second result says whether there are more.
+    """
     ids = list(items)
     if after is not None and after not in items:
         raise InvalidRequest(f"after: there is no {after!r} in this list", param="after")
@@ -60,8 +63,10 @@ def page(items: dict[str, Item], after: str | None, limit: int) -> tuple[list[It
 
 
 class FileStore:
-    """At most ``most`` files below ``folder``. ``kept`` are ids of contents that will be described later. ``used`` are
-    those of files that stay whatever happens. It may be called in threads.
+    """At most ``most`` files below ``folder``.
+
+    ``kept`` are ids of contents that will be described later. ``used`` counts the uses of files by id: a used file is
+    never removed. Methods may be called in threads.
     """
 
     def __init__(self, folder: Path, most: int, kept: Collection[str] = ()) -> None:
@@ -78,7 +83,7 @@ class FileStore:
                 path.unlink()
 
     def check_room(self, more: int) -> None:
-        """Raise TooManyRequests unless so many ``more`` files may be there."""
+        """Raise TooManyRequests unless there is room for ``more`` files."""
         if len(self._known()) + more > self._most:
             raise TooManyRequests(
                 f"there are {len(self._files)} files, and {more} more would be over the {self._most} of "
@@ -86,7 +91,7 @@ class FileStore:
             )
 
     def receive(self, id: str) -> BinaryIO:
-        """The contents of a new file, to be written."""
+        """Create the contents of a new file, for writing."""
         return new_file(self.path(id))
 
     def discard(self, id: str) -> None:
@@ -94,28 +99,28 @@ class FileStore:
         self.path(id).unlink(missing_ok=True)
 
     def add(self, file: StoredFile) -> None:
-        """Describe contents that are whole. It is safe to do that again."""
+        """Describe contents that are whole. Safe to repeat."""
         with self._lock:
             write_whole(self._folder / f"{file.id}{_DESCRIBED}", msgspec.json.encode(file))
             self._files[file.id] = file
 
     def get(self, id: str) -> StoredFile:
-        """The file of this id. Raises NotFound."""
+        """Return the file of this id. Raises NotFound."""
         if (found := self._known().get(id)) is None:
             raise NotFound(f"There is no file {id!r}", param="file_id")
         return found
 
     def listed(self, purpose: str | None = None, *, newest_first: bool = True) -> dict[str, StoredFile]:
-        """The files by id, in the order in which they came."""
+        """Return the files by id, in order of arrival."""
         known = self._known()
         return {id: known[id] for id in sorted(known, reverse=newest_first) if purpose in (None, known[id].purpose)}
 
     def contents(self, id: str) -> BinaryIO:
-        """The contents of a file. Raises NotFound."""
+        """Open the contents of a file. Raises NotFound."""
         return open_file(self.path(self.get(id).id), self._folder)
 
     def delete(self, id: str) -> None:
-        """Remove a file. Raises NotFound, and InvalidRequest for one that is used."""
+        """Remove a file. Raises NotFound, and InvalidRequest if it is used."""
         with self._lock:
             self.get(id)
             if self.used[id]:
@@ -125,13 +130,13 @@ class FileStore:
             self._remove(id)
 
     def path(self, id: str) -> Path:
-        """Where the contents of the file with this id, one of ours, are."""
+        """Return the path of the contents of a file. Raises NotFound for a malformed id."""
         if not _ID.fullmatch(id):
             raise NotFound(f"There is no file {id!r}", param="file_id")
         return self._folder / id
 
     def _known(self) -> dict[str, StoredFile]:
-        """The files that have not expired."""
+        """Return the files that have not expired, and remove expired ones."""
         now = time.time()
         with self._lock:
             for id, file in list(self._files.items()):
@@ -140,7 +145,7 @@ class FileStore:
             return dict(self._files)
 
     def _remove(self, id: str) -> None:
-        """Remove what describes the contents, then those."""
+        """Remove the description, then the contents."""
         del self._files[id]
         (self._folder / f"{id}{_DESCRIBED}").unlink(missing_ok=True)
         self.discard(id)

@@ -1,4 +1,4 @@
-"""/v1/files: the inputs and the answers of batches. They are there with ``--batch-dir`` only."""
+"""/v1/files: the inputs and the answers of batches. The endpoints exist only with ``--batch-dir``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from preheat.server.ignored import ignore, strict
 from preheat.server.upload import Form, receive
 
 UPLOADS = 4
-"""Files that may arrive at once."""
+"""Most uploads at once."""
 
 CHUNK = 256 * 1024
 """Bytes of a file that are sent at once."""
@@ -32,7 +32,7 @@ _EXPIRES = {"expires_after[anchor]": "anchor", "expires_after[seconds]": "second
 
 
 def batches_of(request: Request) -> BatchRunner:
-    """What runs batches. Raises NotFound where the server has none."""
+    """Return the runner of batches. Raises NotFound if the server has none."""
     runner: BatchRunner | None = request.app.state.batches
     if runner is None:
         raise NotFound("This server keeps no files and no batches: start it with --batch-dir FOLDER")
@@ -40,12 +40,12 @@ def batches_of(request: Request) -> BatchRunner:
 
 
 def answer(body: Struct) -> Response:
-    """``body`` as JSON."""
+    """Return ``body`` as a JSON response."""
     return Response(encode(body), media_type="application/json")
 
 
 def limit_asked(request: Request, default: int, most: int) -> int:
-    """The ``limit`` of the query. Raises InvalidRequest."""
+    """Return the ``limit`` of the query. Raises InvalidRequest."""
     asked = request.query_params.get("limit", str(default))
     if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= most):
         raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
@@ -53,7 +53,7 @@ def limit_asked(request: Request, default: int, most: int) -> int:
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep a file, for a batch."""
+    """Upload a file for a batch."""
     runner = batches_of(request)
     files = runner.store.files
     if runner.uploads >= UPLOADS:
@@ -76,7 +76,7 @@ async def upload_file(request: Request) -> Response:
 
 
 def _described(request: Request, id: str, form: Form) -> StoredFile:
-    """The file as the form says. Raises InvalidRequest."""
+    """Describe the file by its form. Raises InvalidRequest."""
     given = form.fields
     if (purpose := given.get("purpose")) != UPLOADED:
         said = "is missing" if purpose is None else f"{purpose!r} is not served"
@@ -102,7 +102,7 @@ def _kept_seconds(given: Mapping[str, str]) -> int | None:
 
 
 async def list_files(request: Request) -> Response:
-    """The files that are kept."""
+    """List the files."""
     files, asked = batches_of(request).store.files, request.query_params
     order = asked.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -114,7 +114,7 @@ async def list_files(request: Request) -> Response:
 
 
 async def get_file(request: Request) -> Response:
-    """What is known of a file."""
+    """Return the description of a file."""
     return answer(await asyncio.to_thread(batches_of(request).store.files.get, request.path_params["id"]))
 
 
@@ -126,7 +126,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def file_content(request: Request) -> Response:
-    """The contents of a file."""
+    """Return the contents of a file."""
     files, id = batches_of(request).store.files, request.path_params["id"]
     file = await asyncio.to_thread(files.get, id)
     opened = await asyncio.to_thread(files.contents, id)

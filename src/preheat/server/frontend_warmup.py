@@ -1,4 +1,7 @@
-"""The server's part of the frontend warm-up: dummy requests through the HTTP application to an echo."""
+"""The server's part of the frontend warm-up.
+
+It sends dummy requests through the HTTP application to an echo.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend
 def warm_up_server(
     settings: Settings, build_app: Callable[[Service], ASGIApp], loop: asyncio.AbstractEventLoop, frontend: Frontend
 ) -> None:
-    """Warm up the code that will serve ``frontend`` in ``loop``; call it in a thread.
+    """Warm up the code that will serve ``frontend``; call it in a thread.
 
     The dummy requests run in ``loop``: after a warm-up in a separate event loop, the first request was 3 ms slower.
     """

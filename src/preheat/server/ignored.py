@@ -1,4 +1,7 @@
-"""Fields of requests that are not looked at: named in a header of the answer, once in the log, and in a metric."""
+"""Reports about the ignored fields of requests.
+
+The names go to a header of the answer, once to the log, and to a metric.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Ignored-Fields"
 OTHERS = "others"
-"""What the metric calls the fields that came after the first ones."""
+"""The metric's label for fields beyond the first ``MOST_COUNTED``."""
 
 MOST_SHOWN = 32
-"""Names in a header."""
+"""Most names in a header."""
 
 MOST_CHARS = 64
-"""Characters of a name: clients choose them."""
+"""Most characters of a name, since clients choose the names."""
 
 MOST_COUNTED = 256
-"""Different names that the log and the metric tell apart."""
+"""Most different names that the log and the metric tell apart."""
 
 _SCOPE = "preheat.ignored"
 
 
 def strict(request: Request) -> bool:
-    """Whether unknown fields are refused (``--request-fields``)."""
+    """Return whether unknown fields are refused (``--request-fields``)."""
     return bool(request.app.state.service.settings.request_fields == "strict")
 
 
 def names_for(request: Request) -> Names | None:
-    """Where the names of unknown fields are put while a request is decoded; None: they are refused."""
+    """Return a dict for unknown fields, or None if they are refused."""
     return None if strict(request) else {}
 
 
@@ -51,7 +54,7 @@ def ignore(request: Request, names: Iterable[str]) -> None:
 
 
 def _count(counts: Counter[str], name: str) -> None:
-    """Count ``name``, and log it if it is new. The number of different names is bounded: clients choose them."""
+    """Count ``name``, and log it if it is new. The number of names is bounded, since clients choose them."""
     if name not in counts:
         if len(counts) >= MOST_COUNTED:
             name = OTHERS
@@ -61,7 +64,7 @@ def _count(counts: Counter[str], name: str) -> None:
 
 
 def ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The header of an answer that names what was ignored; nothing, if nothing was."""
+    """Return the header that names the ignored fields, if any."""
     names = list(scope.get(_SCOPE, ()))
     if not names:
         return []
@@ -70,6 +73,6 @@ def ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 def _shown(name: str) -> str:
-    """``name`` in letters that a header and a line of a log may have."""
+    """Return ``name`` in characters that a header and a log line may have."""
     short = name if len(name) <= MOST_CHARS else f"{name[:MOST_CHARS]}..."
     return quote(short, safe="[].$@+~", errors="replace")

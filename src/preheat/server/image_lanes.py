@@ -1,7 +1,7 @@
-"""The images of requests, read and decoded so that one client's never hold up another's.
+"""Reading and decoding of images, without one client delaying another.
 
-Small images are decoded apart from large ones, of which only so many pixels are worked on at once. Where clients wait,
-each gets its turn after the other, however many images one has sent. When a client leaves, so does its work.
+Small images are decoded apart from large ones. The pixels of all large images in work are bounded. Waiting clients take
+turns, however many images each has sent. When a client leaves, its work is given up.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from preheat.server.fair_share import FairShare, client_of
 from preheat.utils.helper import Helper, Helpers
 
 READ_AT_ONCE = 16
-"""Images that are fetched, which mostly means to wait for another server."""
+"""Most images fetched at once; a fetch mostly waits for another server."""
 
 _LOCAL = "data:"
-_THREADS = 2 * AT_ONCE + 2  # one for each process, and for what is within URLs
+_THREADS = 2 * AT_ONCE + 2  # one for each process, and some to decode data URLs
 
 
 class ImageLanes:
-    """Reads and decodes ``images`` for one server."""
+    """Lanes for reading and decoding ``images`` of one server."""
 
     def __init__(self, images: Images) -> None:
         self._reader, self._processes = images.reader, images.processes
         self._reading, self._small = FairShare(READ_AT_ONCE), FairShare(AT_ONCE)
         self._large = FairShare(self._processes.max_pixels)
-        self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start when they are first needed
+        self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start on first use
         self._decoders = ThreadPoolExecutor(_THREADS, "pixels")
 
     async def load(self, request: Request, urls: Sequence[str]) -> list[Image]:
-        """The images behind ``urls``, one after the other. Raises InvalidRequest and ClientDisconnect."""
+        """Return the images behind ``urls``, one after the other. Raises InvalidRequest and ClientDisconnect."""
         return [await self._decoded(request, await self._read(request, url)) for url in urls]
 
     async def _read(self, request: Request, url: str) -> bytes:
-        """The file behind ``url``. One within the URL itself waits for no other server."""
+        """Return the file behind ``url``. A data URL does not wait for the slots of fetches."""
         read, loop = partial(self._reader.read, url), asyncio.get_running_loop()
         if url[: len(_LOCAL)].lower() == _LOCAL:
             return await loop.run_in_executor(self._decoders, read)
@@ -56,14 +56,17 @@ class ImageLanes:
             async with self._small.of(client, 1):
                 return await self._in(self._processes.small, request, data)
         except TooManyPixels as large:
-            part = max(large.pixels, self._processes.max_pixels // AT_ONCE)  # there are no more processes
+            part = max(large.pixels, self._processes.max_pixels // AT_ONCE)  # no more processes exist
             async with self._large.of(client, part):
                 return await self._in(self._processes.large, request, data)
 
     async def _in(self, helpers: Helpers, request: Request, data: bytes) -> Image:
-        """The image in ``data``, by one of ``helpers``, which is given up if the client leaves."""
+        """Decode the image in ``data``, unless the client leaves.
+
+        One of ``helpers`` does it.
+        """
         gone = asyncio.ensure_future(_disconnected(request))
-        with helpers.taken() as helper:  # never waits: there are as many as may be used at once
+        with helpers.lend() as helper:  # never waits: there are as many helpers as shares
             work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data)
             try:
                 either: set[asyncio.Future[Any]] = {work, gone}
@@ -77,11 +80,11 @@ class ImageLanes:
 
 
 async def _end(helper: Helper, work: asyncio.Future[Image]) -> None:
-    """Wait until ``work`` is done: given up, it is at once. A thread that still uses the helper must not be left."""
+    """Wait until ``work`` is done; giving up ends it at once. No thread may go on using the helper."""
     while not work.done():
         helper.give_up()
         await asyncio.wait({work}, timeout=0.05)
-    work.exception()  # nobody may ask for it
+    work.exception()  # mark the exception as retrieved
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""POST /invocations: SageMaker's door to the endpoint that the body fits."""
+"""POST /invocations: SageMaker's entry to the endpoint that fits the body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class InvocationRequest(Struct):
-    """The fields by which a body is told: the first one that is there counts."""
+    """The fields that identify a kind of body; the first present one counts."""
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -40,7 +40,7 @@ _ENDPOINTS: dict[str, Endpoint] = {
 
 
 async def invocations(request: Request) -> ASGIApp:
-    """Answer as the endpoint that the body fits."""
+    """Answer as the endpoint that fits the body."""
     data = await read_body(request)
     try:
         asked = msgspec.json.decode(data, type=InvocationRequest)
@@ -48,6 +48,6 @@ async def invocations(request: Request) -> ASGIApp:
         raise InvalidRequest(f"The body is not a JSON object: {error}") from error
     name = next((name for name in _ENDPOINTS if getattr(asked, name) is not UNSET), None)
     if name is None:
-        raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}: it fits no endpoint")
+        raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}, so it fits no endpoint: add one of them")
     keep_body(request, data)
     return await _ENDPOINTS[name](request)

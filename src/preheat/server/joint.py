@@ -1,7 +1,7 @@
-"""Several models behind one port: which of them a request goes to, and what is answered for all of them.
+"""Several models behind one port: the routing of requests, and answers for all models.
 
-Each model has an application of its own, as a server of one model has it. A request goes to the one that its body
-names as ``model``, or its path or its query; without a name, to the first one.
+Each model has an application of its own, as if it were served alone. A request goes to the model named in its body
+(``model``), its path or its query. Without a name it goes to the first model.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from preheat.server.service import Service
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 INLINE_BYTES = 1 << 16
-"""Smaller bodies are looked at in the event loop."""
+"""Bodies below this size are decoded in the event loop."""
 
 _MODEL = "/v1/models/"
-_FIRST = ("/v1/files", "/v1/batches")  # they are not about a model
+_FIRST = ("/v1/files", "/v1/batches")  # not about a model
 
 
 class _Named(Struct):
-    """What a body calls its model, in OpenAI's and in Ollama's words."""
+    """The model that a body names, in OpenAI's (``model``) or Ollama's field (``name``)."""
 
     model: str | None = None
     name: str | None = None
 
 
 class JointMetrics(Collector):
-    """The metrics of all ``models`` on one page: a family once, with the samples of each."""
+    """The metrics of all ``models`` on one page.
+
+    Each family comes once, with the samples of each model.
+    """
 
     def __init__(self, models: Sequence[Metrics]) -> None:
         self._models = models
@@ -57,14 +60,14 @@ class JointMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """The page, in Prometheus' text format."""
+        """Return the page, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for model in self._models:
             for family in model.collect():
-                if family.name != "http_requests":  # of the server as a whole
+                if family.name != "http_requests":  # a metric of the server as a whole
                     own = {"model_name": model.model_name}
                     family.samples = [each._replace(labels=own | each.labels) for each in family.samples]
                 families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -73,7 +76,7 @@ class JointMetrics(Collector):
 
 
 class JointModels:
-    """The application of all models: ``apps`` are those of each, in the order of ``services``."""
+    """The application of all models: one of ``apps`` for each of ``services``, in order."""
 
     def __init__(self, services: Sequence[Service], apps: Sequence[Starlette]) -> None:
         self._services, self._apps = services, apps
@@ -83,10 +86,10 @@ class JointModels:
             self.warmup: "/warmup", self.metrics: "/metrics", self.models: "/v1/models", self.tags: "/api/tags",
             self.ps: "/api/ps", self.reset_prefix_cache: "/reset_prefix_cache",
         }  # fmt: skip
-        """The endpoints about all models, and their paths."""
+        """The endpoints about all models, with their paths."""
 
     def app(self) -> Starlette:
-        """The application."""
+        """Build the application."""
         posted: dict[Endpoint, list[str]] = {self.ping: ["GET", "POST"], self.reset_prefix_cache: ["POST"]}
         ollama = self._services[0].settings.api == "ollama"
         routes = [
@@ -102,7 +105,7 @@ class JointModels:
         await self._apps[self._place(await self._name(request), request)](scope, receive, send)
 
     async def _name(self, request: Request) -> str | None:
-        """The model that a request is for; None: it names none."""
+        """Return the name of the requested model, or None."""
         path = request.url.path
         if path.startswith(_FIRST):
             return None
@@ -114,7 +117,7 @@ class JointModels:
         return named.model if named.model is not None or not path.startswith(OLLAMA) else named.name
 
     def _place(self, name: str | None, request: Request) -> int:
-        """The place of the model or adapter ``name``. Raises ModelNotFound."""
+        """Return the index of the model or adapter ``name``. Raises ModelNotFound."""
         names = [{*service.names, *(each.name for each in service.adapters)} for service in self._services]
         if name is None:
             return 0
@@ -127,7 +130,7 @@ class JointModels:
         raise ModelNotFound(f"The model {name!r} is not served here, but {served} are", param="model")
 
     async def _each(self, request: Request, endpoint: Endpoint) -> list[Response]:
-        """What the endpoint answers for each model. Raises the first error."""
+        """Call the endpoint of each model, and return the answers. Raises the first error."""
         return [await endpoint(Request({**request.scope, "app": app}, request.receive)) for app in self._apps]
 
     async def _first_not_well(self, request: Request, endpoint: Endpoint) -> Response:
@@ -135,21 +138,21 @@ class JointModels:
         return next((each for each in found if each.status_code != 200), found[0])
 
     async def health(self, request: Request) -> Response:
-        """Whether requests may be sent here, for all models."""
+        """Return whether requests may be sent here, for all models."""
         return await self._first_not_well(request, status.health)
 
     async def ping(self, request: Request) -> Response:
-        """The same as /health, where SageMaker asks for it."""
+        """Answer as /health does, for SageMaker."""
         return await self._first_not_well(request, status.health)
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests are taken for all models."""
+        """Return whether requests are taken for all models."""
         found = await self._each(request, status.ready)
         bad = next((each for each in found if each.status_code != 200), None)
         return bad or self._by_name(found, status="ready")
 
     async def warmup(self, request: Request) -> Response:
-        """The outcome of each warm-up, or of the model that the query names."""
+        """Return the outcome of each warm-up, or of the model that the query names."""
         name = request.query_params.get("model")
         if name is not None or status.wants_page(request):
             app = self._apps[self._place(name, request)]
@@ -157,24 +160,24 @@ class JointModels:
         return self._by_name(await self._each(request, status.warmup))
 
     async def load(self, _: Request) -> Response:
-        """How many requests for completions are being answered."""
+        """Return the number of requests for completions that are being answered."""
         return _json({"server_load": sum(service.load for service in self._services)})
 
     async def metrics(self, _: Request) -> Response:
-        """Counters and times of all models, for Prometheus."""
+        """Return counters and times of all models, for Prometheus."""
         await asyncio.gather(*(service.refresh(status.PATIENCE) for service in self._services))
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self, request: Request) -> Response:
-        """The names of all models, and their adapters."""
+        """List all models, and their adapters."""
         return await self._together(request, status.models, "data")
 
     async def tags(self, request: Request) -> Response:
-        """The models that are served, as Ollama lists them."""
+        """List the served models, in Ollama's form."""
         return await self._together(request, ollama_models.tags, "models")
 
     async def ps(self, request: Request) -> Response:
-        """The models that are loaded: all."""
+        """List the loaded models: all."""
         return await self._together(request, ollama_models.ps, "models")
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -182,7 +185,7 @@ class JointModels:
         return (await self._each(request, status.reset_prefix_cache))[0]
 
     async def _together(self, request: Request, endpoint: Endpoint, key: str) -> Response:
-        """The answer for the first model, with what the others have in the list ``key`` behind it."""
+        """Return the first model's answer, with the lists ``key`` of all models joined."""
         answers = [msgspec.json.decode(each.body) for each in await self._each(request, endpoint)]
         return _json(answers[0] | {key: [item for answer in answers for item in answer[key]]})
 
@@ -194,7 +197,10 @@ class JointModels:
 
 
 def _named(data: bytes) -> _Named:
-    """What a body names; nothing, if it is none: the first model's application says so."""
+    """Return the model that a body names.
+
+    An invalid body names none; the first model's application refuses it.
+    """
     try:
         return msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The socket that the server listens on: a TCP port, or with ``--uds`` a path."""
+"""The listening socket: a TCP port, or a path with ``--uds``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BACKLOG = 2048
 
 
 def check_certificates(settings: Settings) -> None:
-    """Raise SettingsError unless the files of TLS can be opened: its library would wait for a pipe."""
+    """Raise SettingsError unless the TLS files are regular and readable.
+
+    The TLS library would wait for a pipe.
+    """
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         if (path := getattr(settings, name)) is not None:
             try:
@@ -25,7 +28,7 @@ def check_certificates(settings: Settings) -> None:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The open socket. Raises SettingsError if it cannot be opened."""
+    """Return the listening socket. Raises SettingsError if it cannot be opened."""
     if settings.uds is not None:
         return _listen_at(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -38,13 +41,13 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def unlisten(settings: Settings) -> None:
-    """Remove what :func:`listen` left in the file system."""
+    """Remove the Unix socket of :func:`listen` from the file system."""
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
 
 
 def _listen_at(path: str) -> socket.socket:
-    """A Unix socket at ``path``, in place of one that nobody listens to any more."""
+    """Listen on a Unix socket at ``path``, and replace an abandoned one. Raises SettingsError."""
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_abandoned(path):
@@ -58,7 +61,7 @@ def _listen_at(path: str) -> socket.socket:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether ``path`` is a socket whose server has gone."""
+    """Return whether ``path`` is a socket without a server."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(Path(path).stat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

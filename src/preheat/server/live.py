@@ -1,4 +1,4 @@
-"""The current warm-up records: the engines have them, and the server asks for them when a client does."""
+"""The current warm-up records. The engines hold them; the server asks for them on demand."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from preheat.warmup.record import Record
 
 
 class LiveRecords:
-    """The last record of each of ``engines``, by its number. ``send`` hands a message to all of them."""
+    """The last record of each engine, by its number. ``send`` sends a message to all engines."""
 
     def __init__(self, send: Callable[[ToEngine], None], engines: int = 1) -> None:
         self.json = [b""] * engines
         self._send = send
         self._booked_at = [time.monotonic()] * engines
         self._decoded: list[Record | None] = [None] * engines
-        self._answer: asyncio.Future[None] | None = None  # of the Ask that is under way
-        self._asked = set[int]()  # who has not answered it
+        self._answer: asyncio.Future[None] | None = None  # of the pending Ask
+        self._asked = set[int]()  # the engines that have not answered it
 
     def record(self, engine: int) -> Record:
         if (record := self._decoded[engine]) is None:
@@ -33,7 +33,7 @@ class LiveRecords:
         return [self.record(engine) for engine in range(len(self.json))]
 
     def summary(self) -> dict[str, Any]:
-        """What /ready shows: that of one engine, with the counts of all."""
+        """Return the summary for /ready: the first engine's, with the counts of all engines."""
         records = self.records
         return records[0].summary() | {
             "items": dict(sum((record.states for record in records), Counter[str]())),
@@ -50,7 +50,7 @@ class LiveRecords:
         return time.monotonic() - min(self._booked_at)
 
     def book(self, json: bytes, engine: int = 0) -> None:
-        """An engine has sent its record."""
+        """Store the record that an engine sent."""
         self.json[engine], self._decoded[engine], self._booked_at[engine] = json, None, time.monotonic()
         self._asked.discard(engine)
         if self._answer is not None and not self._asked:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message
 
 BACKGROUND = "preheat.background"
-"""A scope has this key, and it is true, if its request yields to those of clients."""
+"""Key of a scope, true if its request yields to the requests of clients."""
 
 
 class LocalAnswer(NamedTuple):
@@ -23,7 +23,7 @@ class LocalAnswer(NamedTuple):
 async def post(
     app: ASGIApp, path: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), *, background: bool = False
 ) -> LocalAnswer:
-    """The answer of ``app`` to a POST, as the server would pass it on. ``background``: it yields to others."""
+    """Return the answer of ``app`` to a POST. With ``background`` the request yields to others."""
     length = str(len(body)).encode()
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
@@ -51,6 +51,6 @@ async def post(
     try:
         await app(scope, receive, send)
     except Exception:
-        if not status:  # else it has answered that it failed, and raises the reason for its log
+        if not status:  # else the failure is already answered, and raised for the log
             raise
     return LocalAnswer(status, id, bytes(answer))

@@ -43,7 +43,7 @@ from preheat.server.structured import converted as constraint
 from preheat.server.turns import in_turn
 
 THINKING = ("enable_thinking", "thinking")
-"""What chat templates call the variable that switches thinking."""
+"""Names of the variable that switches thinking in chat templates."""
 
 
 async def messages(request: Request) -> ASGIApp:
@@ -59,13 +59,13 @@ async def messages(request: Request) -> ASGIApp:
         return _talk(body), _choice(body), params
 
     talk, choice, params = await interpreted(request, asked)
-    # Anthropic's API requires max_tokens, so clients fill in a number that knows nothing about this model.
+    # Anthropic's API requires max_tokens, so clients send a number that ignores this model's limit.
     state, form = await prepared_talk(request, frontend, talk, choice, params, cap_length=True)
     return _MessagesWriter(request, body, state, form)
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has."""
+    """Count the tokens of a conversation."""
     frontend, body = await read_request(request, CountRequest)
     prompt, _ = await rendered(request, frontend, await interpreted(request, partial(_talk, body)))
     ids = await in_turn(request, len(prompt), partial(frontend.input.encode_to_count, prompt, add_special_tokens=False))
@@ -89,13 +89,16 @@ def _talk(body: CountRequest) -> Conversation:
 
 
 def _structured(body: CountRequest) -> StructuredOutputsParams | None:
-    """What the text must be, by the newer of two fields. Raises InvalidRequest for a schema that cannot be kept to."""
+    """Return the constraint on the text; the newer of two fields has precedence.
+
+    Raises InvalidRequest for an unsupported schema.
+    """
     asked = (body.output_config and body.output_config.format) or body.output_format
     return constraint({"json": asked.schema}, "output_config.format.schema") if asked else None
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]]:
-    """The tools in the form of chats, which chat templates expect."""
+    """Return the tools in the form of chats, for chat templates."""
     return [
         {
             "type": "function",
@@ -122,7 +125,10 @@ def _choice(body: CountRequest) -> ToolChoice:
 
 
 def _plain(message: InputMessage) -> list[dict[str, Any]]:
-    """A message as chat templates expect it: results of tools are messages of their own, before the user's text."""
+    """Return a message in the form of chat templates.
+
+    Tool results come first, as messages of their own.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     told, texts, thought = [], [], ""
@@ -195,7 +201,7 @@ class _MessagesWriter(BlocksWriter):
         return MessagesUsage(len(self.state.prompt_ids) - cached, output, cached)
 
     def _stop(self) -> tuple[str, str | None]:
-        """Why the answer ended, and the stop sequence that ended it."""
+        """Return the reason why the answer ended, and the stop sequence that ended it."""
         if self.choice.finish_reason == "length":
             full = self.completion_tokens < self._max_tokens
             return "model_context_window_exceeded" if full else "max_tokens", None

@@ -1,4 +1,7 @@
-"""The bodies of /v1/messages: Anthropic's shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+"""The bodies of /v1/messages: Anthropic's shapes, as far as supported.
+
+See :mod:`preheat.server.schema`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"
 
 @accepted("cache_control citations")
 class TextOnly(Struct, forbid_unknown_fields=True):
-    """A text where only texts may be."""
+    """A text, in places that allow only texts."""
 
     type: Literal["text"]
     text: str
@@ -61,7 +64,10 @@ class MessagesTool(Struct, forbid_unknown_fields=True):
 
 
 class MessagesToolChoice(Struct, forbid_unknown_fields=True):
-    """Type "any" must call some tool, "tool" the one of this name."""
+    """A choice of tools.
+
+    Type "any" forces a call of some tool, "tool" a call of the named one.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -69,7 +75,10 @@ class MessagesToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Enabled and adaptive switch the thinking of a template on, where it can be switched, and disabled off."""
+    """The switch for thinking, for templates that have one.
+
+    "enabled" and "adaptive" turn it on, "disabled" off.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Any, hint()] = None
@@ -77,7 +86,7 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True):
-    """The text of the answer is JSON of this schema."""
+    """A format of the answer's text: JSON of this schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -85,7 +94,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """``effort`` is the ``reasoning_effort`` of chat templates."""
+    """Options of the answer. ``effort`` is the ``reasoning_effort`` of chat templates."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -108,7 +117,7 @@ class CountRequest(ForModel, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """POST /v1/messages. Whether the model thinks is a matter of its template: see ``chat_template_kwargs``."""
+    """POST /v1/messages. Templates decide whether the model thinks: see ``chat_template_kwargs``."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -120,7 +129,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class OutputText(Struct, tag_field="type", tag="text"):
-    """Without ``citations``: a text that cites nothing has none, and clients refuse null."""
+    """A text without ``citations``, since nothing is cited and clients refuse null."""
 
     text: str
 
@@ -140,7 +149,7 @@ OutputBlock = OutputText | OutputToolUse | OutputThinking
 
 
 class MessagesUsage(Struct):
-    """``input_tokens`` are those that were computed; the others were in the prefix cache."""
+    """Counts of tokens. ``input_tokens`` were computed; cached prompt tokens are counted separately."""
 
     input_tokens: int
     output_tokens: int

@@ -1,4 +1,4 @@
-"""What requests pass before their route: an id, a key, and a limit on how many are served at once."""
+"""Middleware in front of the routes: request ids, API keys, concurrency limit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ OPEN_PATHS = frozenset(
 
 
 def request_id(request: Request) -> str:
-    """The request's id: its X-Request-Id, or a random one."""
+    """Return the request's id.
+
+    It is X-Request-Id, the id in the body, or a random one.
+    """
     return str(request.scope["request_id"])
 
 
 def name_request(request: Request, id: str) -> None:
-    """The id that the body gives. An X-Request-Id goes before it, as in vLLM. Raises InvalidRequest for a bad one."""
-    if not re.fullmatch(REQUEST_ID, id):  # the body's own check lets a newline pass at the end
+    """Set the request's id from the body. Raises InvalidRequest for a bad id.
+
+    An X-Request-Id has precedence, as in vLLM.
+    """
+    if not re.fullmatch(REQUEST_ID, id):  # the body's own check accepts a newline at the end
         raise InvalidRequest("request_id must not end with a newline", param="request_id")
     if _given_id(request.scope) is None:
         request.scope["request_id"] = id
@@ -41,13 +47,16 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _given_id(scope: Scope) -> str | None:
-    """The X-Request-Id, if it is a good one."""
+    """Return the X-Request-Id if it is valid."""
     given = _header(scope, b"x-request-id").decode("latin-1")
     return given if re.fullmatch(REQUEST_ID, given) else None
 
 
 class UnderPath:
-    """Takes ``root`` (``--root-path``) off the path of requests, for a proxy that leaves it on."""
+    """Middleware that strips ``root`` (``--root-path``) from paths.
+
+    It is for a proxy that leaves the root on.
+    """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root.rstrip("/")
@@ -59,7 +68,10 @@ class UnderPath:
 
 
 class EndQuietly:
-    """Ends a request that is cancelled, because the server stops, without an error: its connection is closed."""
+    """Middleware that ends cancelled requests without an error, by closing the connection.
+
+    A stopping server cancels requests.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -70,7 +82,10 @@ class EndQuietly:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id and returns it as X-Request-Id, with the names of ignored fields."""
+    """Middleware that gives each request an id, and adds headers to its answer.
+
+    The headers are X-Request-Id and the names of ignored fields.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -88,7 +103,10 @@ class RequestIdMiddleware:
 
 
 class AuthMiddleware:
-    """Rejects requests without one of ``keys``, except to :data:`OPEN_PATHS`. Without keys it rejects none."""
+    """Middleware that rejects requests without one of ``keys``.
+
+    Requests to :data:`OPEN_PATHS` need no key. Without keys it rejects no request.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -101,15 +119,19 @@ class AuthMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        """Whether the request has a key, as OpenAI's clients send it or as Anthropic's do."""
+        """Return whether the request has a key, in OpenAI's or Anthropic's header."""
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key").strip()
-        known = [hmac.compare_digest(given, own) for own in self._keys]  # all: time reveals nothing
+        # Compare with every key, so that the time reveals nothing.
+        known = [hmac.compare_digest(given, own) for own in self._keys]
         return any(known)
 
 
 class ConcurrencyLimit:
-    """Rejects requests while ``most`` are being served; :data:`OPEN_PATHS` do not count."""
+    """Middleware that rejects requests while ``most`` are being served.
+
+    Requests to :data:`OPEN_PATHS` do not count.
+    """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most, self._served = app, most, 0

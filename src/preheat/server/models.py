@@ -1,4 +1,4 @@
-"""The models behind one port (``--model NAME=PATH``, repeated): the settings of each, and their engines."""
+"""The models behind one port (``--model NAME=PATH``, repeated): their settings and engines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _OF_THE_SERVER = ("Server", "General")
 
 
 def each_model(settings: Settings) -> list[Settings]:
-    """The settings of each model's engine; without ``models`` those that there are.
+    """Return the settings of each model's engine; without ``models``, the given settings alone.
 
-    Each has its share of ``gpu_memory_utilization``: engines start one after the other, so that of n models the first
-    may use one nth of what is free, the next one an (n - 1)th of what that left. Raises SettingsError.
+    Each engine gets a share of ``gpu_memory_utilization``. Engines start one after the other and measure free memory.
+    So the first of n models may use 1/n of it, the next 1/(n - 1) of the rest, and so on. Raises SettingsError if names
+    or options conflict.
     """
     if not settings.models:
         return [settings]
@@ -38,7 +39,7 @@ def each_model(settings: Settings) -> list[Settings]:
         )
     named = dict(map(_named, settings.models))
     if len(named) < len(settings.models):
-        raise SettingsError("models: two have the same name", param="models")
+        raise SettingsError("models: two models have the same name; rename one of them", param="models")
     options = settings.model_options or {}
     if unknown := sorted(options.keys() - named):
         raise SettingsError(f"model_options: {unknown[0]!r} is not one of {', '.join(named)}", param="model_options")
@@ -62,19 +63,25 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:
-    """The options of one model. Raises SettingsError for those that are the server's."""
+    """Return the options of one model. Raises SettingsError for options of the server."""
     where = f"model_options of {name}"
     if not isinstance(given, dict):
-        raise SettingsError(f"{where}: {given!r} is no object of options", param="model_options")
+        raise SettingsError(f"{where}: {given!r} is not an object of options", param="model_options")
     found = given_options(given, OPTIONS, where)
     for each in found:
         if OPTIONS[each].group in _OF_THE_SERVER or each in ("model", "models"):
-            raise SettingsError(f"{where}: {each} is for the server as a whole", param="model_options")
+            raise SettingsError(
+                f"{where}: {each} is an option of the whole server: give it outside of model_options",
+                param="model_options",
+            )
     return with_bucketing_policy(found)
 
 
 def _check_names(models: list[Settings]) -> None:
-    """Raise SettingsError for a name of two models or adapters, which no request could tell apart."""
+    """Raise SettingsError if two models or adapters share a name.
+
+    No request could tell them apart.
+    """
     names = Counter(name for each in models for name in each.served_model_name or ())
     names.update(adapter.name for each in models for adapter in lora_modules(each.lora_modules))
     if twice := [name for name, count in names.items() if count > 1]:
@@ -85,8 +92,10 @@ def _check_names(models: list[Settings]) -> None:
 
 
 class Models:
-    """The models of ``settings``, most of them one. Each is a service, behind which an engine starts that runs
-    ``entry``: one after the other, so that each measures the memory that those before it have left.
+    """The models of ``settings``, usually one.
+
+    Each model is a service with its own engine process, running ``entry``. The engines boot one after the other, so
+    that each measures the memory that the engines before it left free.
     """
 
     def __init__(self, settings: Settings, entry: str) -> None:
@@ -104,7 +113,7 @@ class Models:
         self._replicas[place].send(message)
 
     def _begin(self) -> None:
-        """Start the next engine's process."""
+        """Start the process of the next engine."""
         self._replicas.append(Replicas(self._each[len(self._replicas)], self._entry))
 
     async def boot(
@@ -113,15 +122,17 @@ class Models:
         on_message: Callable[[FromEngine], None],
         on_dead: Callable[[], None],
     ) -> None:
-        """Boot the engines, listen to them and watch them, until cancelled. ``warm_up`` is called with the settings and
-        the frontend of each; ``on_message`` with what engines say, Ready when all are; ``on_dead`` when one is dead.
+        """Boot, hear and watch the engines until cancelled.
+
+        ``warm_up`` is called with the settings and the frontend of each model. ``on_message`` gets the messages of the
+        engines, and Ready once all are ready. ``on_dead`` is called when one is dead.
         """
         async with asyncio.TaskGroup() as group:
             for place, service in enumerate(self.services):
                 try:
                     if place:
                         self._begin()
-                except Exception as error:  # nobody else hears of it
+                except Exception as error:  # no caller would see the exception
                     reason = f"The engine of {service.names[0]} cannot start: {error}"
                     self._failed, service.dead = PreheatError(reason), reason
                     on_dead()
@@ -146,22 +157,25 @@ class Models:
 
     @property
     def take_requests(self) -> bool:
-        """Whether a request for any of the models would be taken now."""
+        """Whether requests for every one of the models would be accepted now."""
         return all(service.takes_requests for service in self.services)
 
     @property
     def dead(self) -> str | None:
-        """Why the server must exit."""
+        """The reason why the server must exit, if any."""
         return next((service.dead for service in self.services if service.dead is not None), None)
 
     @property
     def boot_error(self) -> PreheatError | None:
-        """Why the server never became ready."""
+        """The error that kept the server from becoming ready, if any."""
         errors = [each.boot_error for each in self._supervisors]
         return next((error for error in errors if error is not None), self._failed)
 
     def end_all(self) -> None:
-        """One engine is dead: end the requests to the others, which are about to stop."""
+        """End the requests of all engines after one has died.
+
+        The other engines are about to stop.
+        """
         reason = self.dead or ""
         for service in self.services:
             if service.dead is None:
@@ -169,7 +183,7 @@ class Models:
                 service.end_all(EngineDead(reason))
 
     async def stop(self, now: bool) -> None:
-        """Stop the engines: when their requests are finished, or ``now``."""
+        """Stop the engines: after their requests, or at once if ``now``."""
         now = now or self.dead is not None
         for service in self.services:
             service.draining = True

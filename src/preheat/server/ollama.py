@@ -19,7 +19,7 @@ from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.answer_parser import Block
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.messages import call_of, told
+from preheat.frontend.messages import call_of, chat_messages
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, call_arguments
@@ -58,7 +58,7 @@ _SAMPLING = {
 """The options that are sampling fields, and the names of the fields."""
 
 _IDLE = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
-"""Options that would change the draw in a way that is not here, and their values that do not."""
+"""Options for unsupported sampling methods, with the values that switch each off."""
 
 _NANOSECONDS = 1e9
 
@@ -108,7 +108,7 @@ async def embed(request: Request) -> ASGIApp:
 
 
 async def _read(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
-    """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
+    """Return the frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
     service = request.app.state.service
     body = await read_json(request, kind)
     request.state.lora_name = service.adapter_of(served_name(service, body.model))
@@ -125,7 +125,7 @@ async def _prepared(
 
 
 def _params(request: Request, frontend: Frontend, body: OllamaGenerating) -> SamplingParams:
-    """The sampling parameters of a body. Options that have no meaning here are ignored, and named."""
+    """Return the sampling parameters of a body. Options without a meaning here are ignored and reported."""
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     for name, idle in _IDLE.items():
         if options.pop(name, idle) != idle:
@@ -133,7 +133,7 @@ def _params(request: Request, frontend: Frontend, body: OllamaGenerating) -> Sam
     ignore(request, [f"options.{name}" for name in options if name not in _SAMPLING])
     given = {field: options[name] for name, field in _SAMPLING.items() if name in options}
     if isinstance(given.get("max_tokens"), int) and given["max_tokens"] < 0:
-        del given["max_tokens"]  # up to the model's length
+        del given["max_tokens"]  # no limit but the model's length
     return frontend.input.params(**given, structured_outputs=_format(body.format))
 
 
@@ -148,7 +148,7 @@ def _format(asked: str | dict[str, Any] | None) -> StructuredOutputsParams | Non
 
 
 def _variables(frontend: Frontend, body: OllamaGenerating, tools: object) -> dict[str, Any]:
-    """What ``think`` means for a chat template: templates have several names for it."""
+    """Return the template variables for ``think``; templates have several names for it."""
     if body.think is None:
         return {}
     if isinstance(body.think, str):
@@ -160,8 +160,8 @@ def _variables(frontend: Frontend, body: OllamaGenerating, tools: object) -> dic
 
 
 def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """``messages`` as chat templates expect them."""
-    return told([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
+    """Return ``messages`` in the form of chat templates."""
+    return chat_messages([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
 
 
 def _message(message: OllamaMessage, at: str) -> Mapping[str, Any]:
@@ -181,7 +181,7 @@ def _message(message: OllamaMessage, at: str) -> Mapping[str, Any]:
 
 
 def _loaded(body: OllamaGenerating, answer: Any) -> Response:
-    """The answer to a request without a prompt, which asks for the model to be loaded: it is."""
+    """Answer a request without a prompt. It asks to load the model, and the model is loaded."""
     done = answer(model=body.model or "", created_at=_now(), done=True, done_reason="load")
     return Response(encode(done), media_type="application/json")
 
@@ -191,7 +191,7 @@ def _now() -> str:
 
 
 class _OllamaWriter(BlocksWriter):
-    """Sends an answer as one object, or as a stream of lines with one each."""
+    """Writer of an answer as one object, or as lines with one object each."""
 
     media = "application/x-ndjson"
     kind: type[OllamaDone]
@@ -202,7 +202,7 @@ class _OllamaWriter(BlocksWriter):
 
     @abstractmethod
     def fields(self, content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
-        """The fields of an answer, or of a line, that say something."""
+        """Return the fields of an answer, or of one line, with content."""
 
     def whole(self) -> Struct:
         self.read_all()
@@ -215,7 +215,7 @@ class _OllamaWriter(BlocksWriter):
 
     def extend(self, block: Block, text: str) -> bytes:
         if block.kind == "call" or not text:
-            return b""  # a call is sent as a whole, when it has ended
+            return b""  # a call is sent whole at its end
         return self._line(self.fields(thinking=text) if block.kind == "reasoning" else self.fields(text))
 
     def end(self, block: Block) -> bytes:
@@ -235,7 +235,7 @@ class _OllamaWriter(BlocksWriter):
         return self.kind(model=self._model, created_at=_now(), done=done is not None, **said, **(done or {}))  # type: ignore[call-arg]
 
     def _done(self) -> dict[str, Any]:
-        """Why the answer ended, counts, and times."""
+        """Return the reason why the answer ended, counts, and times."""
         state, now = self.state, time.monotonic()
         first = state.first_token_at or now
         spans = {"total": now - state.arrived_at, "prompt_eval": first - state.arrived_at, "eval": now - first}

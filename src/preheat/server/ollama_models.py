@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: /api/tags, /api/ps, /api/show, /api/version."""
+"""Ollama's endpoints about models: /api/tags, /api/ps, /api/show, /api/version."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from preheat.server.ollama_schema import (
 from preheat.server.service import Service
 
 SPOKEN = "0.13.0"
-"""The version of Ollama's API that is spoken: clients refuse older ones."""
+"""The supported version of Ollama's API; clients refuse older ones."""
 
 LATEST = ":latest"
-"""What Ollama's clients put behind a name without a tag."""
+"""Suffix that Ollama's clients add to a name without a tag."""
 
 
 def served_name(service: Service, name: str | None) -> str | None:
-    """``name`` as it is served here. Raises ModelNotFound or NotReady."""
+    """Return the served name of ``name``. Raises ModelNotFound or NotReady."""
     known = {*service.names, *(adapter.name for adapter in service.adapters)}
     if name is not None and name not in known:
         name = name.removesuffix(LATEST)
@@ -40,22 +40,22 @@ def served_name(service: Service, name: str | None) -> str | None:
 
 
 async def tags(request: Request) -> Response:
-    """The models that are served, as Ollama lists them."""
+    """List the served models, in Ollama's form."""
     return _models(request.app.state.service, loaded=False)
 
 
 async def ps(request: Request) -> Response:
-    """The models that are loaded: all."""
+    """List the loaded models: all."""
     return _models(request.app.state.service, loaded=True)
 
 
 async def version(_: Request) -> Response:
-    """The version of Ollama's API that is spoken."""
+    """Return the supported version of Ollama's API."""
     return Response(encode(OllamaVersion(SPOKEN)), media_type="application/json")
 
 
 async def show(request: Request) -> Response:
-    """What a model can do."""
+    """Return the capabilities of a model."""
     service: Service = request.app.state.service
     body = await read_json(request, OllamaShowRequest)
     if body.model is None and body.name is None:

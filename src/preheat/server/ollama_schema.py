@@ -1,4 +1,7 @@
-"""The bodies of Ollama's API: its shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+"""The bodies of Ollama's API: its shapes, as far as supported.
+
+See :mod:`preheat.server.schema`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Images = list[str]
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True):
-    """A call's function; ``index`` is what answers add."""
+    """The function of a call. Answers add ``index``."""
 
     name: str
     arguments: dict[str, Any]
@@ -28,7 +31,7 @@ class OllamaToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class OllamaMessage(Struct, forbid_unknown_fields=True):
-    """A message. ``tool_name`` is the tool that a result is of."""
+    """A message. ``tool_name`` names the tool of a result."""
 
     role: str
     content: str | None = None
@@ -40,15 +43,19 @@ class OllamaMessage(Struct, forbid_unknown_fields=True):
 
 
 class OllamaRequest(ForModel, kw_only=True):
-    """What all bodies have. ``options`` has the sampling fields, under Ollama's names; models stay loaded."""
+    """Fields common to all bodies.
+
+    ``options`` has the sampling fields, under Ollama's names. ``keep_alive`` is ignored, since models stay loaded.
+    """
 
     options: dict[str, Any] | None = None
     keep_alive: Any = None
 
 
 class OllamaGenerating(OllamaRequest, kw_only=True):
-    """What requests for a text have in common. They are streamed unless ``stream`` is false. ``format``: "json", or a
-    JSON schema.
+    """Fields common to requests for a text.
+
+    The answer is streamed unless ``stream`` is false. ``format`` is "json", or a JSON schema.
     """
 
     stream: bool | None = None
@@ -69,7 +76,7 @@ class OllamaChatRequest(OllamaGenerating, kw_only=True):
 
 @rejected("template width height steps")
 class OllamaGenerateRequest(OllamaGenerating, kw_only=True):
-    """POST /api/generate. ``raw``: the prompt as it is, without the chat template."""
+    """POST /api/generate. With ``raw`` the prompt is used without the chat template."""
 
     prompt: str | None = None
     system: str | None = None
@@ -141,7 +148,7 @@ class OllamaEmbedAnswer(Struct, kw_only=True):
 
 
 class OllamaDetails(Struct):
-    """What is unknown is empty."""
+    """Details of a model; unknown ones are empty."""
 
     format: str = "safetensors"
     family: str = ""
@@ -152,7 +159,7 @@ class OllamaDetails(Struct):
 
 
 class OllamaModel(Struct, kw_only=True):
-    """A name that is served. ``digest`` tells models apart; ``size`` is not known to the server."""
+    """A served name. ``digest`` tells models apart; ``size`` is not known to the server."""
 
     name: str
     model: str

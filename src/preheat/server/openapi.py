@@ -1,4 +1,7 @@
-"""The table of routes, and /openapi.json, made from it and from the structs of the bodies."""
+"""The table of routes, and /openapi.json.
+
+The document is made from the table and from the structs of the bodies.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ _REF = "#/components/schemas/{name}"
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _ERRORS = {
-    400: "The request cannot be served; the message says what to change.",
+    400: "The request cannot be served; the message describes the remedy.",
     401: "A valid API key is required.",
     404: "There is nothing of that name.",
     409: "The name is taken.",
@@ -77,12 +80,17 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A route: its endpoint, whose docstring is the summary, and its bodies.
+    """A route: its endpoint and its bodies. The endpoint's docstring is the summary.
 
-    ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
-    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for, ``queries`` its other fields,
-    which are texts. ``streams``: the media type of an answer in parts. ``form``: the body is one, not JSON. ``bytes``:
-    the answer is, too. ``of_adapters``: it is only there where clients may load them.
+    - ``answer``: the answer's kinds; None is plain text.
+    - ``errors``: statuses besides the ones common to all routes.
+    - ``instead``: bodies that replace the error's, by status.
+    - ``formats``: the values of the query's ``format``, with their media types.
+    - ``queries``: other fields of the query, all texts.
+    - ``streams``: the media type of an answer in parts.
+    - ``form``: the body is a form, not JSON.
+    - ``bytes``: the answer is bytes.
+    - ``of_adapters``: the route exists only where clients may load adapters.
     """
 
     path: str
@@ -197,7 +205,7 @@ OPERATIONS = (
     ),
     Operation("/metrics", status.metrics),
 )  # fmt: skip
-"""Every route but that of the document itself."""
+"""Every route except the document's own."""
 
 
 OLLAMA = (
@@ -216,13 +224,16 @@ OLLAMA = (
 
 
 def served(*, adapters: bool, ollama: bool = False) -> list[Operation]:
-    """The routes of a server, with those for loading ``adapters`` and those of ``ollama``, or without."""
+    """Return the routes of a server.
+
+    ``adapters`` adds the routes for loading adapters, ``ollama`` the routes of Ollama's API.
+    """
     own = [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
     return [*own, *(OLLAMA if ollama else ())]
 
 
 def prepare() -> None:
-    """Make everything that reads the bodies of requests, before threads read the first."""
+    """Build the decoders of all request bodies, before threads use them."""
     describe_structs()
     bodies = [kind for each in (*OPERATIONS, *OLLAMA) if not each.form for kind in _each(each.body)]
     for kind in (*bodies, *ITEMS.values()):
@@ -231,8 +242,9 @@ def prepare() -> None:
 
 @functools.cache
 def document(root_path: str = "", *, adapters: bool = True, ollama: bool = False, strict: bool = False) -> bytes:
-    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`. ``strict``:
-    it refuses unknown fields.
+    """Return the OpenAPI document of a server as JSON; see :func:`served`.
+
+    Clients find the server under ``root_path``. With ``strict`` the server refuses unknown fields.
     """
     kinds: set[Kind] = {ErrorResponse}
     for operation in served(adapters=adapters, ollama=ollama):
@@ -260,7 +272,7 @@ def document(root_path: str = "", *, adapters: bool = True, ollama: bool = False
 
 
 def _add_ranges(properties: dict[str, Any]) -> None:
-    """The ranges that sampling parameters check are part of the description of the fields of the same name."""
+    """Add the ranges of sampling parameters to the fields of that name."""
     for name, row in SAMPLING_FIELDS.items():
         for option in properties.get(name, {}).get("anyOf", ()):
             if option.get("type") in {"integer", "number"}:

@@ -1,4 +1,7 @@
-"""Endpoints of an operator: pause and resume, new weights. They are there with ``--server-dev-mode`` only."""
+"""Endpoints for the operator: pause, resume, sleep and new weights.
+
+The endpoints exist only with ``--server-dev-mode``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class UpdateInfo(Struct, forbid_unknown_fields=True):
-    """What a trainer is going to broadcast, in order; one tensor after the other, not packed."""
+    """Tensors that a trainer will broadcast, in order, one by one and not packed."""
 
     names: list[str]
     dtype_names: list[str]
@@ -36,8 +39,10 @@ class UpdateInfo(Struct, forbid_unknown_fields=True):
 
 
 class UpdateWeightsRequest(ForModel, kw_only=True):
-    """POST /update_weights. ``path``: a folder of safetensors files below ``--weights-root``. Or ``update_info``: what
-    a trainer sends in the group of /init_weight_transfer_engine.
+    """POST /update_weights.
+
+    ``path`` is a folder of safetensors files below ``--weights-root``. ``update_info`` describes the tensors that a
+    trainer sends in the group of /init_weight_transfer_engine. A body has one of the two.
     """
 
     path: FilePath | None = None
@@ -46,8 +51,10 @@ class UpdateWeightsRequest(ForModel, kw_only=True):
 
 
 class InitInfo(Struct, forbid_unknown_fields=True):
-    """Where the trainer, rank 0, listens; this engine is rank ``rank_offset`` of ``world_size``. ``timeout``: seconds
-    to wait for it, and later for each tensor.
+    """The address of the trainer (rank 0), and this engine's place in the group.
+
+    This engine is rank ``rank_offset`` of ``world_size``. ``timeout`` bounds the wait for the trainer, and later for
+    each tensor, in seconds.
     """
 
     master_address: Name
@@ -76,21 +83,21 @@ class FinishWeightUpdateRequest(ForModel, kw_only=True):
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise SettingsError for a server whose operator anyone could be."""
+    """Raise SettingsError if anyone could act as the operator (no API key)."""
     if settings.server_dev_mode and not settings.api_key:
         raise SettingsError(
-            "server_dev_mode lets whoever reaches the port pause the engine and replace its weights: give an api_key",
+            "server_dev_mode lets every client pause the engine and replace its weights: give an api_key",
             param="server_dev_mode",
         )
 
 
 def _for_operators(endpoint: Endpoint) -> Endpoint:
-    """``endpoint``, which is not there without ``--server-dev-mode``."""
+    """Wrap ``endpoint`` to raise NotFound without ``--server-dev-mode``."""
 
     @wraps(endpoint)
     async def guarded(request: Request) -> Response:
         if not _service(request).settings.server_dev_mode:
-            raise NotFound("This server was started without --server-dev-mode, which this endpoint needs")
+            raise NotFound("This endpoint needs a server that was started with --server-dev-mode")
         return await endpoint(request)
 
     return guarded
@@ -102,16 +109,16 @@ def _service(request: Request) -> Service:
 
 
 def _frontend(request: Request) -> Frontend:
-    """The frontend, also of an engine that sleeps."""
+    """Return the frontend, also while the engine sleeps."""
     return _service(request).booted
 
 
 async def _command(request: Request, name: str, **fields: Any) -> EngineState:
-    """Have the engine carry out a command. Raises what it raised."""
+    """Have the engine carry out a command, and return its state. Raises the engine's error."""
     outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def done(told: Outcome) -> None:
-        if not outcome.done():  # its client may have left
+        if not outcome.done():  # the client may have left
             outcome.set_result(told)
 
     _frontend(request).command(name, done, **fields)
@@ -119,12 +126,12 @@ async def _command(request: Request, name: str, **fields: Any) -> EngineState:
     if told.error is not None:
         error = told.error.restore()
         raise InvalidRequest(error.message, param="path") if isinstance(error, ModelError) else error
-    await _service(request).refresh(PATIENCE)  # the record has the digest, too
+    await _service(request).refresh(PATIENCE)  # the record also holds the digest
     return told.state
 
 
 def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """What the query says of ``name``; the first of ``choices`` unless it says something."""
+    """Return the query's value of ``name``, by default the first of ``choices``. Raises InvalidRequest for others."""
     found = request.query_params.get(name, choices[0])
     if found not in choices:
         raise InvalidRequest(f"{name} must be {', '.join(choices)}, not {found!r}", param=name)
@@ -137,27 +144,27 @@ def _json(body: Struct) -> Response:
 
 @_for_operators
 async def pause(request: Request) -> Response:
-    """Run no step until /resume. The query's mode is abort, wait or keep."""
+    """Run no step until /resume; the query's mode is abort, wait or keep."""
     await _command(request, "pause", mode=_choice(request, "mode", ("abort", "wait", "keep")))
     return _json(answers.Status("paused"))
 
 
 @_for_operators
 async def resume(request: Request) -> Response:
-    """Run again."""
+    """Run steps again."""
     await _command(request, "resume")
     return _json(answers.Status("resumed"))
 
 
 @_for_operators
 async def is_paused(request: Request) -> Response:
-    """Whether no step runs."""
+    """Return whether steps are paused."""
     return _json(answers.Paused(_frontend(request).state.paused))
 
 
 @_for_operators
 async def sleep(request: Request) -> Response:
-    """Give back memory until /wake_up. The query has the level and what becomes of running requests."""
+    """Release memory until /wake_up, at the query's level and mode."""
     level = int(_choice(request, "level", ("1", "0", "2")))
     await _command(request, "sleep", level=level, mode=_choice(request, "mode", ("abort", "wait", "keep")))
     return _json(answers.Status("asleep"))
@@ -165,24 +172,24 @@ async def sleep(request: Request) -> Response:
 
 @_for_operators
 async def wake_up(request: Request) -> Response:
-    """Take memory again: all, or that of the query's tags, which are weights and kv_cache."""
+    """Take memory again: all of it, or only the query's tags (weights, kv_cache)."""
     state = await _command(request, "wake_up", tags=request.query_params.getlist("tags"))
     return _json(answers.Status("awake" if state.sleeping is None else "asleep"))
 
 
 @_for_operators
 async def is_sleeping(request: Request) -> Response:
-    """Whether the engine has given back memory."""
+    """Return whether the engine sleeps."""
     return _json(answers.Sleeping(_frontend(request).state.sleeping is not None))
 
 
 @_for_operators
 async def update_weights(request: Request) -> Response:
-    """Replace weights in place: by those in a folder, or by what a trainer sends."""
+    """Replace weights in place, from a folder or from a trainer's broadcast."""
     body = await read_json(request, UpdateWeightsRequest)
     if (body.path is None) == (body.update_info is None):
         raise InvalidRequest(
-            "give path, a folder of files, or update_info, what a trainer sends: one of them", param="path"
+            "give either path, a folder of files, or update_info, the tensors that a trainer sends", param="path"
         )
     fields: dict[str, Any] = {"version": body.weight_version or ""}
     if body.path is not None:
@@ -196,7 +203,7 @@ async def update_weights(request: Request) -> Response:
 
 @_for_operators
 async def init_weight_transfer_engine(request: Request) -> Response:
-    """Join the group of a trainer, which waits for this engine."""
+    """Join the group of a trainer; the trainer waits for this engine."""
     info = (await read_json(request, InitWeightTransferRequest)).init_info
     group = TransferGroup(*(getattr(info, name) for name in info.__struct_fields__))
     await _command(request, "init_weight_transfer_engine", group=group)
@@ -205,7 +212,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 
 @_for_operators
 async def start_weight_update(request: Request) -> Response:
-    """Keep what a trainer sends until /finish_weight_update."""
+    """Collect a trainer's tensors until /finish_weight_update."""
     await read_json(request, StartWeightUpdateRequest, default=b"{}")
     await _command(request, "start_weight_update")
     return _json(answers.Status("started"))
@@ -213,20 +220,20 @@ async def start_weight_update(request: Request) -> Response:
 
 @_for_operators
 async def finish_weight_update(request: Request) -> Response:
-    """Replace weights in place by all that a trainer has sent since /start_weight_update."""
+    """Replace weights in place by the tensors sent since /start_weight_update."""
     body = await read_json(request, FinishWeightUpdateRequest, default=b"{}")
     return _weights(await _command(request, "finish_weight_update", version=body.weight_version or ""))
 
 
 @_for_operators
 async def get_world_size(request: Request) -> Response:
-    """How many ranks this engine has in a trainer's group."""
+    """Return the number of ranks that this engine has in a trainer's group."""
     return _json(answers.WorldSize(_service(request).settings.tensor_parallel_size))
 
 
 @_for_operators
 async def weight_info(request: Request) -> Response:
-    """The version of the weights, and the digest of the check's logits with them."""
+    """Return the weights' version, and the digest of the check's logits."""
     return _weights(_frontend(request).state)
 
 
@@ -235,10 +242,14 @@ def _weights(state: EngineState) -> Response:
 
 
 def allowed_paths(root: str | None, path: str) -> tuple[str, str]:
-    """``path`` and ``root`` without links. Raises InvalidRequest unless the one is a folder below the other."""
+    """Return ``path`` and ``root`` with links resolved.
+
+    Raises InvalidRequest unless ``path`` is a folder below ``root``.
+    """
     if root is None:
         raise InvalidRequest(
-            "The server was started without --weights-root, below which new weights must be", param="path"
+            "path needs a server that was started with --weights-root, the folder for new weights",
+            param="path",
         )
     try:
         top, folder = folder_below(root, path)

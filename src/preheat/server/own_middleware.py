@@ -1,4 +1,4 @@
-"""ASGI middleware of the operator's own (``--middleware``), loaded by its path when the server boots."""
+"""The operator's own ASGI middleware (``--middleware``), imported by path at boot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ Wrap = Callable[[ASGIApp], ASGIApp]
 
 
 def load_middleware(paths: Sequence[str]) -> list[Wrap]:
-    """What wraps an app, for each path ``module.NAME``: a class of ASGI, or an ``async def`` of a request and what
-    answers it, as Starlette's ``BaseHTTPMiddleware`` has it. Raises SettingsError for a path that is neither.
+    """Import the middleware at each path ``module.NAME``.
+
+    A path names an ASGI class, or an ``async def`` with the arguments ``(request, call_next)``, as for Starlette's
+    ``BaseHTTPMiddleware``. Raises SettingsError for any other path.
     """
     return [_loaded(path) for path in paths]
 
 
 def wrapped(app: ASGIApp, wraps: Sequence[Wrap]) -> ASGIApp:
-    """``app`` behind the middleware; what is named last is asked first, as in vLLM."""
+    """Wrap ``app`` in the middleware.
+
+    The last one sees a request first, as in vLLM.
+    """
     for wrap in wraps:
         app = wrap(app)
     return app
@@ -33,7 +38,7 @@ def _loaded(path: str) -> Wrap:
     module, _, name = path.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module of one's own may raise anything
+    except Exception as error:  # the operator's module may raise anything
         raise SettingsError(
             f"middleware {path!r} cannot be loaded ({type(error).__name__}: {error}): give module.NAME, of a module "
             "that PYTHONPATH finds",

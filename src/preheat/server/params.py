@@ -1,4 +1,4 @@
-"""What completions and chat completions share: sampling parameters, encoding, logprobs."""
+"""Shared parts of completions and chat completions: sampling parameters, encoding, logprobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from preheat.server.turns import in_turn
 
 
 class TokenIds:
-    """Names tokens by their ids (``return_tokens_as_token_ids``), as a server without a tokenizer does."""
+    """Names of tokens by their ids (``return_tokens_as_token_ids``).
+
+    A server without a tokenizer names them so, too.
+    """
 
     def token_bytes(self, id: int) -> bytes:
         return self.token_text(id).encode()
@@ -43,18 +46,18 @@ _LOWEST = -9999.0  # JSON has no infinity
 
 
 def sampling_fields(body: ForModel) -> dict[str, Any]:
-    """The sampling parameters that ``body`` gives by their own names."""
+    """Return the sampling parameters that ``body`` gives by their own names."""
     return {name: getattr(body, name) for name in SAMPLING_HINTS if name in body.__struct_fields__}
 
 
 def sampling(
     frontend: Frontend, body: Sampling, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling parameters of a body. Raises InvalidRequest if they are wrong or contradict each other."""
+    """Return the sampling parameters of a body. Raises InvalidRequest if they are wrong or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs cannot be streamed: set stream to false", param="prompt_logprobs")
     if body.logprob_token_ids and (logprobs is None or body.max_tokens == 0):
         raise InvalidRequest(
             "logprob_token_ids needs logprobs and tokens that are generated", param="logprob_token_ids"
@@ -76,8 +79,10 @@ async def prepared(
     cap_length: bool,
     images: Sequence[Image] = (),
 ) -> list[RequestState]:
-    """The checked requests for ``prompts``. One that is too long is refused before any is encoded, where that is
-    certain. Each has a turn of its own, so that those of other clients come in between.
+    """Return the checked requests for ``prompts``.
+
+    Prompts that are certainly too long are refused before any is encoded. Each prompt has a turn of its own, so that
+    other clients' prompts come in between. Raises InvalidRequest.
     """
     frontend: Frontend = request.app.state.service.frontend
     replica = replica_asked(request)
@@ -114,9 +119,7 @@ async def prepared(
 
 
 def replica_asked(request: Request) -> int | None:
-    """The replica that the client asks for, by vLLM's header; None: it leaves the choice. Raises InvalidRequest for one
-    that is not there.
-    """
+    """Return the replica in vLLM's header, or None. Raises InvalidRequest for an unknown replica."""
     asked, size = request.headers.get(REPLICA_HEADER), request.app.state.service.settings.data_parallel_size
     if asked is None:
         return None
@@ -128,13 +131,16 @@ def replica_asked(request: Request) -> int | None:
 
 
 async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
-    """The images behind ``urls``, one after the other, beside the event loop."""
+    """Return the images behind ``urls``, one after the other, loaded outside the event loop."""
     lanes = request.app.state.service.image_lanes
     return [] if lanes is None else await lanes.load(request, urls)
 
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
-    """vLLM's shape: one mapping from token id per position of the prompt, None for the first."""
+    """Return prompt logprobs in vLLM's shape.
+
+    Each position has a mapping by token id; the first position has None.
+    """
 
     def by_id(entry: TokenLogprobs) -> Any:
         position = state.position(entry).items()
@@ -151,7 +157,10 @@ def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
 def completion_logprobs(
     names: Tokenizer | TokenIds, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
 ) -> CompletionLogprobs:
-    """The shape of /v1/completions for tokens whose names begin at character ``offset``."""
+    """Return logprobs in the shape of /v1/completions.
+
+    ``offset`` is the character where the text of the tokens begins.
+    """
     answer = CompletionLogprobs([], [], [], [])
     for id, entry in zip(ids, entries, strict=True):
         text = names.token_text(id)
@@ -164,7 +173,10 @@ def completion_logprobs(
 
 
 def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str, float]:
-    """Of tokens with the same text, the most likely one counts; the chosen token is always included."""
+    """Return the logprobs of one position by the tokens' texts.
+
+    Of tokens with the same text, the likeliest one counts. The chosen token is always included.
+    """
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
         text = names.token_text(id)
@@ -173,7 +185,7 @@ def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str,
 
 
 def chat_logprobs(names: Tokenizer | TokenIds, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The shape of /v1/chat/completions."""
+    """Return logprobs in the shape of /v1/chat/completions."""
     return ChatLogprobs(
         [
             answers.encoded(

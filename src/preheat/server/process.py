@@ -22,15 +22,18 @@ from preheat.settings import Settings
 from preheat.transport import FrontendTransport, remove_sockets
 
 ENGINE = "preheat.startup:run_engine"
-"""What the child runs, as ``module:function``; called with the settings and the transport's address."""
+"""The child's entry, as ``module:function``; called with the settings and the transport's address."""
 
 _STDIN = 0
 _STOP_SECONDS = 5.0
 
 
 class EngineProcess:
-    """Runs ``entry`` in a child process with its own session, so that Ctrl-C does not reach it. ``variables`` are added
-    to its environment.
+    """A child process that runs ``entry``.
+
+    The child has its own session, so that Ctrl-C does not reach it.
+
+    ``variables`` are added to its environment.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class EngineProcess:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         assert self._child.stdin is not None
         self._stdin = self._child.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has exited already, which :meth:`watch` will report
+        with contextlib.suppress(BrokenPipeError):  # the child has exited; :meth:`watch` will report it
             self._stdin.write(msgspec.json.encode(settings) + b"\n")
             self._stdin.flush()
 
@@ -60,7 +63,7 @@ class EngineProcess:
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
     async def stop(self, now: bool) -> None:
-        """Drain the engine, and kill it if that takes too long; ``now``: kill it at once."""
+        """Drain the engine, and kill it after a timeout, or at once if ``now``."""
         asyncio.get_running_loop().remove_reader(self.transport.fileno())
         self.transport.send(Drain(now))
         if not now:
@@ -80,7 +83,10 @@ def _exit_with_parent(address: str) -> None:
 
 
 def main() -> None:
-    """The child: reads the settings from standard input, then runs the entry named on the command line."""
+    """Run the child.
+
+    It reads the settings from standard input, then calls the entry of the command line.
+    """
     address, entry = sys.argv[1:]
     with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
         settings = msgspec.json.decode(pipe.readline(), type=Settings)

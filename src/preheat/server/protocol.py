@@ -1,8 +1,10 @@
-"""HTTP/1.1 with limits on what a client may send and leave unsaid before the application hears of it.
+"""HTTP/1.1 with limits on a client's data and silence.
 
-uvicorn's protocol bounds neither the bytes of headers nor the time that they take, and its parser joins the fragments
-of one header over and over. Both are bounded here, ahead of any check of a key; so are trailers and chunk extensions.
-What one connection sends at once is parsed in slices, with other work between them: requests and chunks may be tiny.
+The limits apply before the application sees a request.
+
+uvicorn's protocol bounds neither the bytes of headers nor their time, and its parser joins the fragments of one header
+over and over. This protocol bounds both before any check of a key, and trailers and chunk extensions too. Requests and
+chunks may be tiny, so the data of one connection is parsed in slices, with other work between them.
 """
 
 from __future__ import annotations
@@ -23,19 +25,25 @@ from preheat.server.errors import error_body
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
-"""How long the rest of a body is read and dropped after the answer: a client that still sends may not read it."""
+"""Seconds to read and drop the rest of a body after the answer.
+
+A client that still sends may not read the answer.
+"""
 
 SLICE_BYTES = 1 << 13
-"""How much of what a connection has sent is parsed before others have their turn: some hundred requests."""
+"""Bytes of a connection that are parsed before others have their turn.
+
+They hold about a hundred requests.
+"""
 
 _MOST_DESCRIPTORS = 65_536
 _RESERVED_DESCRIPTORS = 64
-"""Not for connections: the rest of the process needs them."""
+"""File descriptors reserved for the rest of the process."""
 
 
 @dataclass
 class ConnectionLimits:
-    """Bytes of the headers, seconds until they are complete, and how many connections may be open at once."""
+    """Limits: bytes of the headers, seconds until they are complete, and open connections."""
 
     header_bytes: int
     header_seconds: float
@@ -43,20 +51,24 @@ class ConnectionLimits:
     _full: bool = False
 
     def admit(self, count: int) -> bool:
-        """Whether ``count`` connections may be open. It is logged once when there are too many."""
+        """Return whether ``count`` connections may be open. Too many are logged once."""
         if count > self.connections and not self._full:
             logger.error(
-                "%d connections are open, which is all that the limit of file descriptors allows (ulimit -n); more are "
-                "closed at once",
+                "%d connections are open, the most that the limit of file descriptors (ulimit -n) allows; new ones "
+                "are closed at once",
                 self.connections,
             )
-        if count > self.connections or count < self.connections // 2:  # between them, it may soon be full again
+        # In between, keep the state: the limit may soon be reached again.
+        if count > self.connections or count < self.connections // 2:
             self._full = count > self.connections
         return count <= self.connections
 
 
 def connections_allowed() -> int:
-    """How many connections the limit of file descriptors allows, after raising it as far as this process may."""
+    """Return the number of connections that the descriptor limit allows.
+
+    The soft limit is raised first.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -66,7 +78,7 @@ def connections_allowed() -> int:
 
 
 def limited_protocol(header_bytes: int, header_seconds: float) -> type[asyncio.Protocol]:
-    """The protocol of a server whose connections share these limits."""
+    """Return a protocol class for a server; all connections share the limits."""
     limits = ConnectionLimits(header_bytes, header_seconds, connections_allowed())
 
     class Protocol(LimitedProtocol):
@@ -77,15 +89,15 @@ def limited_protocol(header_bytes: int, header_seconds: float) -> type[asyncio.P
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Its request line, headers and trailers may have ``limits.header_bytes`` together."""
+    """One connection. A request line, headers and trailers may have ``limits.header_bytes`` together."""
 
     def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._in_head = True  # of the first or next request
-        self._head = 0  # bytes of its request line, headers and trailers, once they are complete
-        self._unparsed = 0  # bytes since the parser last made something of them
-        self._rest = deque[memoryview]()  # what has arrived and is parsed later
+        self._in_head = True  # of the first or the next request
+        self._head = 0  # bytes of the complete request line, headers and trailers
+        self._unparsed = 0  # bytes since the parser last produced anything
+        self._rest = deque[memoryview]()  # data to parse later
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
 
@@ -108,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse_slice()
 
     def _parse_slice(self) -> None:
-        """Parse the beginning of what has arrived, and the rest when others have had their turn."""
+        """Parse the first slice of the data, and schedule the rest after other work."""
         if not self._rest or self.transport.is_closing():
             self._rest.clear()
             return
@@ -164,13 +176,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._linger = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        if self._head > self._limits.header_bytes:  # what stopped the parser
+        if self._head > self._limits.header_bytes:  # the reason why the parser stopped
             self._refuse(self._too_large())
         else:
             super().send_400_response(msg)
 
     def _count(self, size: int) -> None:
-        """Count ``size`` bytes of the head; an error stops the parser."""
+        """Count ``size`` bytes of the head. The error for too many stops the parser."""
         self._unparsed = 0
         self._head += size
         if self._head > self._limits.header_bytes:
@@ -180,14 +192,17 @@ class LimitedProtocol(HttpToolsProtocol):
         return HeadersTooLarge(f"The headers are larger than {self._limits.header_bytes} bytes (--max-header-bytes)")
 
     def _start_head_timer(self) -> None:
-        """From the start of the connection, or the first byte of a later request."""
+        """Start the timer of the head.
+
+        It starts when the connection opens, or at the first byte of a later request.
+        """
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.header_seconds, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_head_timer()  # it waits for the answer to an earlier request
+            self._start_head_timer()  # the head waits for the answer to an earlier request
         elif self._head or self._unparsed:
             seconds = f"{self._limits.header_seconds:g} s (--timeout-headers)"
             self._refuse(SlowRequest(f"The headers did not arrive within {seconds}"))

@@ -1,7 +1,7 @@
-"""One engine or several replicas of it, behind one :meth:`Replicas.send` and one :meth:`Replicas.receive`.
+"""One engine or several replicas, behind one :meth:`Replicas.send` and :meth:`Replicas.receive`.
 
-Each is a process with devices of its own. A request goes to one of them (:mod:`preheat.server.routing`), everything
-else to all. What comes back is as from one engine: :class:`Ready` when all are.
+Each replica is a process with devices of its own. A request goes to one replica (:mod:`preheat.server.routing`), any
+other message to all. The replies look like one engine's: :class:`Ready` comes when all replicas are ready.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from preheat.warmup.record import Record
 class Replicas:
     """The engines of ``settings``: ``data_parallel_size`` processes that run ``entry``.
 
-    Stats, Ready and Report say in ``engine`` whose they are, by its number. Raises SettingsError if there are not
+    The field ``engine`` of Stats, Ready and Report has the replica's number. Raises SettingsError if there are not
     enough devices.
     """
 
@@ -39,7 +39,7 @@ class Replicas:
         self._progress: dict[int, Progress] = {}
 
     def send(self, message: ToEngine) -> None:
-        """Hand a message to the engine that it is for, or to all. Never blocks."""
+        """Send a message to its engine, or to all. Never blocks."""
         match message:
             case Request():
                 self.engines[self.router.route(message)].transport.send(message)
@@ -53,20 +53,23 @@ class Replicas:
                     engine.transport.send(message)
 
     def receive(self, replica: int) -> list[FromEngine]:
-        """What one replica has sent since the last call, as the frontend is to see it; never waits."""
+        """Return the messages of one replica since the last call, adapted for the frontend. Never waits."""
         return [seen for message in self.engines[replica].transport.receive() for seen in self._seen(replica, message)]
 
     def named(self, replica: int, said: str) -> str:
-        """``said`` of a replica, with its number if there are several."""
+        """Return ``said`` with the replica's number before it if there are several."""
         return said if len(self.engines) == 1 else f"Engine {replica} of {len(self.engines)}: {said}"
 
     def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int], None]) -> None:
-        """Call ``on_message`` when there may be messages, ``on_exit`` with a replica and its status when it exits."""
+        """Call back for messages and exits of the replicas.
+
+        ``on_message`` is called when there may be messages, ``on_exit`` with a replica and its status.
+        """
         for replica, engine in enumerate(self.engines):
             engine.watch(on_message, partial(on_exit, replica))
 
     async def stop(self, now: bool) -> None:
-        """Drain all engines, and kill those that take too long; ``now``: kill them at once."""
+        """Drain all engines, and kill them after a timeout, or at once if ``now``."""
         await asyncio.gather(*(engine.stop(now) for engine in self.engines))
 
     def _seen(self, replica: int, message: FromEngine) -> list[FromEngine]:
@@ -89,7 +92,10 @@ class Replicas:
         return [message]
 
     def _all_ready(self) -> list[FromEngine]:
-        """The record of each replica, then Ready within the limits that all have; Died if they do not agree."""
+        """Return the records of the replicas, then Ready with the smallest limits.
+
+        If the replicas differ, return Died.
+        """
         ready = [self._ready[replica] for replica in range(len(self.engines))]
         if error := disagreement(ready):
             return [Died(WireError.of(error))]
@@ -108,14 +114,20 @@ class Replicas:
 
 
 def together(progress: list[Progress], current: str) -> Progress:
-    """The progress of several engines that start; the slowest decides when they are ready."""
+    """Return the joint progress of several starting engines.
+
+    The slowest one sets the remaining time.
+    """
     times = [each.eta_s for each in progress]
     left = None if None in times else max(time for time in times if time is not None)
     return Progress(sum(each.done for each in progress), sum(each.total for each in progress), current, left)
 
 
 def disagreement(ready: list[Ready]) -> PreheatError | None:
-    """Why answers would depend on which of these engines gives them; names two that differ."""
+    """Return an error if answers would depend on the replica.
+
+    It names two engines that differ.
+    """
     first, *others = ready
     for other in others:
         mine, theirs = _facts(first), _facts(other)
@@ -125,14 +137,14 @@ def disagreement(ready: list[Ready]) -> PreheatError | None:
                 for name in different
             )
             return PreheatError(
-                f"The engines do not agree, so no request is taken: {said}. Give all of them equal devices, or lower "
-                "--data-parallel-size"
+                f"The engines do not agree, so the server takes no requests: {said}. Give all of them equal devices, "
+                "or lower --data-parallel-size"
             )
     return None
 
 
 def _facts(ready: Ready) -> dict[str, object]:
-    """What all replicas must have in common."""
+    """Return the facts that all replicas must share."""
     record = Record.from_json(ready.record)
     return {
         "platform": record.platform, "dtype": record.dtype, "mode": record.mode, "digest": ready.digest,

@@ -1,4 +1,4 @@
-"""/v1/responses: checks the body, writes the answer, and keeps it if that was asked for."""
+"""/v1/responses: checks the body, writes the answer, and stores it on request."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ async def responses(request: Request) -> ASGIApp:
 
 
 def _check_kept(store: ResponseStore | None, body: ResponsesRequest) -> None:
-    """Raise InvalidRequest if the answer, or the one before it, would have to be kept and is not."""
+    """Raise InvalidRequest if the body needs a store that is missing.
+
+    ``background`` with ``store`` false, or with ``stream``, is invalid too.
+    """
     asked = {"background": body.background, "store": body.store, "previous_response_id": body.previous_response_id}
     param = next((name for name, value in asked.items() if value), None)
     if store is None and param is not None:
@@ -109,10 +112,13 @@ def _check_kept(store: ResponseStore | None, body: ResponsesRequest) -> None:
 
 
 def _said_before(store: ResponseStore, id: str) -> list[dict[str, Any]]:
-    """The conversation up to the end of the response of this id. Raises NotFound, or InvalidRequest if it has none."""
+    """Return the conversation up to the end of a stored response.
+
+    Raises NotFound for an unknown id, and InvalidRequest if the response has not ended.
+    """
     kept = store.get(id)
     if not kept.ended:
-        raise InvalidRequest(f"the response {id!r} has not ended yet", param="previous_response_id")
+        raise InvalidRequest(f"the response {id!r} has not ended yet: try again later", param="previous_response_id")
     return kept.messages
 
 
@@ -133,7 +139,7 @@ def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversatio
 
 
 def _asked_choice(body: ResponsesRequest) -> str | NamedToolChoice | None:
-    """The choice in the form of chats. Raises InvalidRequest for one that lacks a part."""
+    """Return the choice of tools in the form of chats. Raises InvalidRequest if a part is missing."""
     asked = body.tool_choice
     if not isinstance(asked, FunctionChoice):
         return asked
@@ -146,12 +152,12 @@ def _asked_choice(body: ResponsesRequest) -> str | NamedToolChoice | None:
 
 
 async def response(request: Request) -> Response:
-    """A response that was kept."""
+    """Return a stored response."""
     return Response(_known(request).json, media_type="application/json")
 
 
 async def cancel_response(request: Request) -> Response:
-    """End a response that is made in the background, if it has not ended."""
+    """Cancel a background response, if it has not ended."""
     if not _known(request).background:
         raise InvalidRequest("only a response in the background can be cancelled", param="response_id")
     await request.app.state.service.background.cancel(request.path_params["id"])
@@ -159,7 +165,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """Forget a response. One that is still being made ends."""
+    """Delete a response; one in progress is cancelled."""
     _known(request)
     id = request.path_params["id"]
     await request.app.state.service.background.cancel(id)
@@ -182,7 +188,7 @@ def _known(request: Request) -> Stored:
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in the form of chats, which chat templates expect."""
+    """Return a tool in the form of chats, for chat templates."""
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
@@ -208,7 +214,10 @@ def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
 
 
 def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = None) -> list[dict[str, Any]]:
-    """The input as messages for a chat template. Reasoning and calls belong to the assistant's message around them."""
+    """Return the input as messages for a chat template.
+
+    Reasoning and calls join the assistant's message.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not given:
@@ -228,7 +237,7 @@ def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = Non
 def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
     kind = raw.get("type") or "message"
     if kind not in ITEMS:
-        raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported", param=param)
+        raise InvalidRequest(f"{param}: the type {kind!r} is not supported", param=param)
     given = {name: value for name, value in raw.items() if value is not None}
     return converted(given, ITEMS[kind], ignored, "input[]", param)
 
@@ -238,7 +247,10 @@ def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:
 
 
 def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None:
-    """Add what the model said, thought or called to its message, which begins if the last one is of somebody else."""
+    """Add a message, reasoning or call of the model to its turn.
+
+    A new turn begins if the last message is not the model's, or is complete.
+    """
     if not messages or messages[-1]["role"] != "assistant" or (isinstance(item, MessageItem) and _said(messages[-1])):
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
@@ -253,7 +265,7 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None
 
 
 def _said(message: dict[str, Any]) -> bool:
-    """Whether an assistant's message is complete before another text."""
+    """Return whether an assistant's message is complete before further text."""
     return bool(message["content"] or message.get("tool_calls"))
 
 
@@ -272,7 +284,7 @@ class _ResponsesWriter(BlocksWriter):
     ) -> None:
         super().__init__(request, state, form, bool(body.stream))
         self._id, self._messages, self._store = request_id(request), messages, store
-        self._sequence = self._told = 0
+        self._sequence = self._logprobs_sent = 0
         self._response = ResponseObject(
             id=f"resp_{self._id}",
             created_at=int(time.time()),
@@ -341,7 +353,7 @@ class _ResponsesWriter(BlocksWriter):
         self._response.error = ResponseError(error.code or "server_error", error.message)
 
     def _completed(self) -> ResponseObject:
-        """The response when the answer has ended; it is kept if that was asked for."""
+        """Return the response at the answer's end, and store it on request."""
         response, blocks = self._response, self.answer.blocks
         cut = self.choice.finish_reason == "length"
         response.status = "incomplete" if cut else "completed"
@@ -362,7 +374,10 @@ class _ResponsesWriter(BlocksWriter):
         return response
 
     def _keep(self, said: Sequence[dict[str, Any]] = (), *, ended: bool = True) -> None:
-        """Keep the response as it is, with the conversation up to what the model ``said``, if that was asked for."""
+        """Store the response so far, on request.
+
+        The conversation is stored up to the messages that the model ``said``.
+        """
         if self._store is not None:
             json = encode(self._response)
             kept = Stored(json, [*self._messages, *said], ended, self._response.background)
@@ -387,17 +402,20 @@ class _ResponsesWriter(BlocksWriter):
         return OutputText(block.text, logprobs=self._logprobs())
 
     def _logprobs(self, *, fresh: bool = False) -> list[Any]:
-        """Log-probabilities of the tokens behind the reasoning, all or those that no event has told."""
+        """Return logprobs of the tokens after the reasoning.
+
+        With ``fresh`` return only the unsent ones.
+        """
         if self.choice.logprobs is None:
             return []
-        seen = self.choice.logprobs[: self.taken]
-        begin = self.parser.reasoning_tokens(self.choice.token_ids[: self.taken])
+        seen = self.choice.logprobs[: self.tokens_read]
+        begin = self.parser.reasoning_tokens(self.choice.token_ids[: self.tokens_read])
         if fresh:
-            begin, self._told = max(begin, self._told), self.taken
+            begin, self._logprobs_sent = max(begin, self._logprobs_sent), self.tokens_read
         return chat_logprobs(self._frontend.tokenizer, seen[begin:]).content
 
     def _where(self, block: Block) -> dict[str, Any]:
-        """Which part of the answer an event is about: the last one."""
+        """Return the location of an event's part: the last part of the answer."""
         where = {"item_id": self._item(block).id, "output_index": self._place}
         return where if block.kind == "call" else where | {"content_index": 0}
 
@@ -407,7 +425,7 @@ class _ResponsesWriter(BlocksWriter):
 
 
 class _BackgroundWriter(_ResponsesWriter):
-    """Answers at once; what the model says is kept when it has ended."""
+    """Writer that answers at once, and stores the response when it has ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._response

@@ -1,4 +1,7 @@
-"""The bodies of /v1/responses: OpenAI's shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+"""The bodies of /v1/responses: OpenAI's shapes, as far as supported.
+
+See :mod:`preheat.server.schema`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hint
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
-    """What the text of an answer is; a schema has a name."""
+    """The format of an answer's text; a schema has a name."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -25,7 +28,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):
-    """``effort`` is a variable of chat templates, for those that look at it."""
+    """Options of reasoning. ``effort`` is a variable for chat templates that use it."""
 
     effort: str | None = None
     summary: Annotated[Any, only("auto")] = None
@@ -50,7 +53,7 @@ class NamedFunction(Struct, forbid_unknown_fields=True):
 
 @accepted("description parameters strict")
 class FunctionChoice(Struct, forbid_unknown_fields=True):
-    """The function that must be called, or those that may be."""
+    """A choice of tools: the function to call, or the allowed ``tools``."""
 
     type: Literal["function", "allowed_tools"]
     name: str | None = None
@@ -68,7 +71,7 @@ Include = Literal[
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "web_search_call.action.sources", "web_search_call.results",
 ]  # fmt: skip
-"""What may be asked for; of tools that the server runs there is nothing."""
+"""Parts that a client may ask for. The parts about the server's own tools stay empty, as it runs none."""
 
 
 @with_fields({name: kind | None for name, kind in SAMPLING_HINTS.items() if name not in _NOT_HERE})
@@ -76,7 +79,7 @@ Include = Literal[
 @hinted("vllm_xargs max_tool_calls")
 @rejected("conversation prompt context_management previous_input_messages previous_response mm_processor_kwargs")
 class ResponsesRequest(ForModel, kw_only=True):
-    """POST /v1/responses. ``input`` is a text, or a list of messages, calls of functions and their outputs."""
+    """POST /v1/responses. ``input`` is a text, or a list of messages, function calls and their outputs."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -102,7 +105,7 @@ class ResponsesRequest(ForModel, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content; only those with text are supported."""
+    """A part of a message's content; only parts with text are supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -158,7 +161,7 @@ ITEMS: dict[str, type[Item]] = {
     "function_call_output": FunctionOutputItem,
     "reasoning": ReasoningItem,
 }
-"""The items of an input, by type. An item without a type is a message."""
+"""The structs of input items, by type. An item without a type is a message."""
 
 
 class OutputText(Struct):
@@ -219,7 +222,7 @@ class ResponseError(Struct):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """What was asked for comes back in the answer."""
+    """The response; it repeats the fields of the request."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""Responses that clients may come back to (``--enable-responses-store``): the last ones, in bounded memory."""
+"""Recent responses for later requests (``--enable-responses-store``), in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from preheat.errors import NotFound
 from preheat.server.answers import encode
 
 MOST_BYTES = 64 * 2**20
-"""Bytes of all that is kept, as JSON."""
+"""Most bytes of all stored responses, as JSON."""
 
 
 @dataclass
 class Stored:
-    """A response as ``json``, and the conversation up to its end as ``messages`` for a chat template; ``ended``: it has
-    one. ``background``: it was asked for so.
+    """A response as ``json``, with its conversation.
+
+    ``messages`` are the conversation up to the response's end, for a chat template.
+
+    ``ended`` is false while it runs. ``background`` says whether the request asked for the background.
     """
 
     json: bytes
@@ -27,7 +30,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps responses by id; beyond ``most`` bytes those that were used longest ago are dropped."""
+    """Responses by id; beyond ``most`` bytes the least recently used are dropped."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._lock = threading.RLock()  # long answers are written in threads
@@ -35,15 +38,15 @@ class ResponseStore:
         self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
 
     def get(self, id: str) -> Stored:
-        """The response of this id. Raises NotFound if it was never kept, or is no longer."""
+        """Return the response of this id. Raises NotFound if it was never stored, or was dropped."""
         with self._lock:
             if id not in self._kept:
-                raise NotFound(f"There is no response {id!r}, or no longer: the last are kept", param="response_id")
+                raise NotFound(f"There is no response {id!r}: only the last responses are kept", param="response_id")
             self._kept.move_to_end(id)
             return self._kept[id][0]
 
     def put(self, id: str, stored: Stored) -> None:
-        """Keep a response, unless it alone is too large."""
+        """Store a response, unless it alone exceeds the limit."""
         size = len(stored.json) + len(encode(stored.messages))
         with self._lock:
             self.delete(id)
@@ -55,7 +58,7 @@ class ResponseStore:
                 self.delete(next(iter(self._kept)))
 
     def delete(self, id: str) -> None:
-        """Forget a response, if it is kept."""
+        """Delete a response, if it is stored."""
         with self._lock:
             if id in self._kept:
                 self._bytes -= self._kept.pop(id)[1]

@@ -1,4 +1,4 @@
-"""Which replica of the engine a request goes to: the rule, and what it remembers. Nothing here waits or sends."""
+"""The choice of a replica for each request: the rule, and its memory. Nothing here waits or sends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from preheat.core import Delta, Request
 from preheat.schedule.prefix import chain_root, chained
 
 AHEAD = 32
-"""Requests by which a replica may be ahead of the one with the fewest and still be given more for its cache's sake."""
+"""Lead in requests up to which a replica is chosen for its cache.
+
+The lead is counted from the replica with the fewest requests.
+"""
 
 
 class Router:
-    """Chooses among ``size`` replicas, numbered from 0; see :meth:`route`.
+    """The choice among ``size`` replicas, numbered from 0; see :meth:`route`.
 
-    It counts the requests of each replica from :meth:`route` to :meth:`end` or the :class:`Delta` that ends them, and
-    remembers the block hashes of the prompts that each was given, as many as its cache has blocks, the last used ones.
+    It counts the requests of each replica from :meth:`route` to :meth:`end`, or to the :class:`Delta` that ends them.
+    For each replica it remembers the block hashes of routed prompts: the last used ones, as many as the cache has
+    blocks.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,15 +35,18 @@ class Router:
         self._block_size, self._blocks = 0, [0] * size
 
     def open(self, block_size: int, blocks: Sequence[int]) -> None:
-        """Each replica's cache has so many blocks of ``block_size`` tokens; of one that has 0 nothing is remembered."""
+        """Set the number of cache ``blocks`` of each replica.
+
+        They have ``block_size`` tokens. A replica with 0 blocks has no memory here.
+        """
         self._block_size, self._blocks = block_size, list(blocks)
 
     def route(self, request: Request) -> int:
-        """The replica that computes ``request``, which is booked there.
+        """Choose the replica for ``request``, and count the request there.
 
-        It is the one that the request names. Else the one that was given the longest prefix of its prompt, in blocks;
-        among equals the one with the fewest requests, then the one that has been given the fewest so far. Replicas
-        with over :data:`AHEAD` requests more than another are passed over.
+        A replica named by the request is chosen. Otherwise it is the replica with the longest remembered prefix of the
+        prompt, in blocks. Ties go to the replica with the fewest requests, then to the one with the fewest requests
+        ever. A replica with over :data:`AHEAD` requests more than another is passed over.
         """
         hashes = self._hashes(request)
         replica = self._choose(hashes) if request.data_parallel_rank is None else request.data_parallel_rank
@@ -58,23 +65,26 @@ class Router:
         )
 
     def prefix(self, replica: int, hashes: Iterable[bytes]) -> int:
-        """How many of ``hashes``, from the first on, the replica was given and has likely still cached."""
+        """Return how many leading ``hashes`` the replica likely has in its cache."""
         return sum(1 for _ in takewhile(self._seen[replica].__contains__, hashes))
 
     def load(self, replica: int) -> int:
-        """The replica's requests that have not ended."""
+        """Return the number of the replica's unfinished requests."""
         return len(self._waiting[replica]) + len(self._running[replica])
 
     def loads(self) -> list[tuple[int, int]]:
-        """Of each replica: the requests that have started, and those that wait for their first step."""
+        """Return the numbers of started and of waiting requests, for each replica.
+
+        A request waits until its first step.
+        """
         return [(len(running), len(waiting)) for running, waiting in zip(self._running, self._waiting, strict=True)]
 
     def requests(self, replica: int) -> set[int]:
-        """The ids of the replica's requests that have not ended."""
+        """Return the ids of the replica's unfinished requests."""
         return self._running[replica] | self._waiting[replica]
 
     def handle(self, delta: Delta) -> None:
-        """Book which requests a step has started and ended."""
+        """Count the requests that a step has started and ended."""
         for id in delta.started:
             if (replica := self._owners.get(id)) is not None:
                 self._waiting[replica].discard(id)
@@ -83,19 +93,19 @@ class Router:
             self.end(id)
 
     def end(self, id: int) -> int | None:
-        """The request is over; the replica that had it, or None if it was over before."""
+        """End a request. Return its replica, or None if it had ended before."""
         if (replica := self._owners.pop(id, None)) is not None:
             self._waiting[replica].discard(id)
             self._running[replica].discard(id)
         return replica
 
     def forget(self) -> None:
-        """The replicas' caches are empty."""
+        """Forget all hashes, as the replicas' caches are empty."""
         for seen in self._seen:
             seen.clear()
 
     def _hashes(self, request: Request) -> list[bytes]:
-        """Of the prompt's full blocks, as the prefix cache chains them."""
+        """Return the hashes of the prompt's full blocks, chained as in the prefix cache."""
         if len(self._given) == 1 or not any(self._blocks):
             return []
         size, tokens = self._block_size, np.array(request.prompt, np.int32)
@@ -107,7 +117,7 @@ class Router:
 
     def _remember(self, replica: int, hashes: Sequence[bytes]) -> None:
         seen = self._seen[replica]
-        for block in reversed(hashes):  # a chain without its beginning is of no use, so that goes last
+        for block in reversed(hashes):  # a chain is useless without its beginning, so drop that last
             seen[block] = None
             seen.move_to_end(block)
         while len(seen) > self._blocks[replica]:

@@ -1,4 +1,7 @@
-"""``preheat run-batch``: the requests in a file, in the format of OpenAI's batches, through a server of our own."""
+"""``preheat run-batch``: runs a file of requests through a private server.
+
+The file has OpenAI's batch format.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,27 @@ from preheat.settings import OPTIONS, Settings
 from preheat.utils.files import open_file, shown, why_unread
 
 AT_ONCE = 256
-"""Requests that are on their way at once, at most; the engine decides how many of them run."""
+"""Most requests in flight at once; the engine decides how many of them run."""
 
 STOPPED = 1
-"""The exit status of a batch that is stopped before its server is ready, or while something hangs."""
+"""The exit status of a batch that is stopped early.
+
+Early means before its server is ready, or while something hangs.
+"""
 
 _NO_BATCHES: dict[str, Any] = {
     name: OPTIONS[name].default for name in ("batch_dir", "max_batch_file_bytes", "max_batch_files", "max_batches")
-}  # the server of a batch keeps no others
+}  # the server of a run keeps no other batches
 
 JOIN_SECONDS = 5.0
-"""For the last answers to be written when the server has stopped."""
+"""Seconds to write the last answers after the server has stopped."""
 
 
 def read_batch(path: str) -> list[BatchLine]:
-    """The requests in the file ``path``, or in standard input for "-". Raises SettingsError for one that is none."""
+    """Read the requests in the file ``path``, or in standard input for "-".
+
+    Raises SettingsError for an unreadable file or an invalid line.
+    """
     try:
         if path == "-":
             return read_lines(_text(sys.stdin.buffer), "standard input")
@@ -52,15 +61,16 @@ def read_batch(path: str) -> list[BatchLine]:
 
 
 def _text(lines: BinaryIO) -> Iterator[str]:
-    """Without the mark (BOM) at the beginning."""
+    """Yield the lines as text, without the byte-order mark (BOM)."""
     for number, line in enumerate(lines):
         yield line.decode() if number else line.decode("utf-8-sig")
 
 
 def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entry: str = ENGINE) -> None:
-    """Serve those of ``lines`` that have no answer yet, and write their ``answers`` in order, until the server is
-    stopped. ``entry``: see :func:`run_server`. Raises what kept the server from starting, or an answer from being
-    written.
+    """Serve the ``lines`` without an answer yet, and write their ``answers`` in order.
+
+    It ends with the last answer, or when the server is stopped. ``entry`` is passed to :func:`run_server`. Raises the
+    error that kept the server from starting, or an answer from being written.
     """
     failure: list[BaseException] = []
     missing = [line for line in lines if line.custom_id not in answers.kept]
@@ -73,7 +83,7 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entr
             except BaseException as error:
                 failure.append(error)
                 stopped = False
-            if not stopped:  # a second signal would not let running requests finish
+            if not stopped:  # a second signal would cut off running requests
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def give_up(reason: str) -> None:
@@ -90,7 +100,7 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entr
 
 
 def _ask(settings: Settings, lines: list[BatchLine], answers: Answers) -> bool:
-    """Ask for ``lines`` and write the answers in order; whether the server stopped before the last one."""
+    """Send ``lines`` and write the answers in order. Return whether the server stopped before the last one."""
     pool = ThreadPoolExecutor(min(AT_ONCE, settings.max_concurrent_requests, len(lines)))
     try:
         for answer in pool.map(lambda line: _answer(settings, line), lines):
@@ -103,7 +113,7 @@ def _ask(settings: Settings, lines: list[BatchLine], answers: Answers) -> bool:
 
 
 def _answer(settings: Settings, line: BatchLine) -> dict[str, Any] | None:
-    """The answer to a request; None if it has none because the server stops."""
+    """Return the answer to a request; None if the server stopped before it."""
     connection = _Connection(str(settings.uds))
     headers = {"Content-Type": "application/json"}
     if settings.api_key:
@@ -112,7 +122,7 @@ def _answer(settings: Settings, line: BatchLine) -> dict[str, Any] | None:
         connection.request("POST", line.url, msgspec.json.encode(line.body), headers)
         answer = connection.getresponse()
         id, body = answer.getheader("x-request-id"), json.loads(answer.read())
-    except (OSError, http.client.HTTPException, json.JSONDecodeError):  # it has closed the connection
+    except (OSError, http.client.HTTPException, json.JSONDecodeError):  # the server has closed the connection
         return None
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""Runs a client's requests and watches its connection: when it disconnects, its sequences are cancelled at once."""
+"""Running requests of a client, cancelled at once when the client disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preheat.server.turns import in_slices
 
 
 class RunningRequests:
-    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``).
+    """A context for a client's requests. They end on exit or when the client disconnects (``gone``).
 
     After the exit nothing is left of them.
     """

@@ -1,8 +1,10 @@
-"""The bodies that clients send: one struct each, which decodes, checks and describes itself in /openapi.json.
+"""Request bodies as structs.
 
-A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`only` are not
-implemented: they are accepted at the values that change nothing and rejected by name at any other. What becomes of the
-fields that no struct here has: :mod:`preheat.server.decoding`.
+Each struct decodes and checks a body, and describes it in /openapi.json.
+
+A field is accepted if the server does as it asks, or if the field cannot change the answer. A field declared with
+:func:`only` is not implemented. It is accepted at the values that change nothing, and rejected by name at any other.
+:mod:`preheat.server.decoding` handles fields that no struct declares.
 """
 
 from __future__ import annotations
@@ -20,28 +22,34 @@ from preheat.utils.json_size import MOST_IDS, MOST_VALUES
 Kind = TypeVar("Kind", bound=Struct)
 
 REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
-"""What a client may call its request."""
+"""Pattern of a request id chosen by the client."""
 
 Name = Annotated[str, Meta(max_length=1024)]
-"""What a client calls something: a model, a version, a host."""
+"""A name given by the client: of a model, a version or a host."""
 
 MAX_PROMPTS = 2048
-"""Prompts or conversations of one request."""
+"""Most prompts or conversations of one request."""
 
 USUAL_VERBOSITY = "medium"
-"""What asks for nothing."""
+"""The verbosity that asks for nothing."""
 
 FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 def only(*values: object) -> Meta:
-    """A field that is accepted at these values and null, and rejected by name at any other."""
+    """Describe a field that is accepted at null and ``values`` only.
+
+    Any other value is rejected, naming the field.
+    """
     allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
 
 def hint(*values: object) -> Meta:
-    """A field that asks for nothing at these values and null. It is ignored at any other, and named as unknown ones."""
+    """Describe a field that asks for nothing at null and ``values``.
+
+    At any other value the field is ignored and reported as an unknown field is.
+    """
     allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
     return Meta(description=f"Ignored, and named in X-Ignored-Fields, unless it is {allowed}.", extra={IDLE: values})
 
@@ -51,7 +59,10 @@ _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
 class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body that may name a model, and the request itself: see :func:`preheat.server.middleware.name_request`."""
+    """A body that may name a model and give the request an id.
+
+    :func:`preheat.server.middleware.name_request` reads the id.
+    """
 
     most_values: ClassVar[int] = MOST_VALUES
 
@@ -60,8 +71,10 @@ class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadLoraAdapterRequest(ForModel, kw_only=True):
-    """``lora_path`` is a folder below ``--lora-root``, which it may be relative to. ``load_inplace``: in place of the
-    adapter of that name, if there is one.
+    """POST /v1/load_lora_adapter.
+
+    ``lora_path`` is a folder below ``--lora-root``; a relative path starts there. With ``load_inplace`` it replaces a
+    loaded adapter of the same name.
     """
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -76,14 +89,20 @@ class UnloadLoraAdapterRequest(ForModel, kw_only=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The usage in a last event unless ``include_usage`` is false, with ``continuous_usage_stats`` in every one."""
+    """Options for the usage in a stream.
+
+    The last event has the usage unless ``include_usage`` is false; with ``continuous_usage_stats`` every event has it.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 def with_fields(hints: Mapping[str, object]) -> Callable[[type[Kind]], type[Kind]]:
-    """Add an optional field for each of ``hints`` that the struct does not declare itself."""
+    """Return a decorator that adds optional fields.
+
+    There is one for each of ``hints``, except for fields that the struct declares.
+    """
 
     def add(kind: type[Kind]) -> type[Kind]:
         fields = [(name, hint, None) for name, hint in hints.items() if name not in kind.__struct_fields__]
@@ -94,22 +113,28 @@ def with_fields(hints: Mapping[str, object]) -> Callable[[type[Kind]], type[Kind
 
 
 def accepted(names: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Add fields that are accepted and change nothing."""
+    """Return a decorator that adds fields that are accepted and change nothing."""
     return with_fields(dict.fromkeys(names.split(), _INERT))
 
 
 def rejected(names: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Add fields that exist in the API and are rejected by name here."""
+    """Return a decorator that adds fields rejected by name.
+
+    They are fields of the API that this server does not support.
+    """
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
 
 
 def hinted(names: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Add fields that a client may leave out: see :func:`hint`."""
+    """Return a decorator that adds ignorable fields; see :func:`hint`."""
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, hint()]))
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
-    """``strict`` changes nothing: a schema is always kept to. ``name`` and ``description`` are the client's."""
+    """The schema of an answer in JSON.
+
+    ``strict`` changes nothing: a schema is always enforced. ``name`` and ``description`` are for the client's own use.
+    """
 
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -118,7 +143,7 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuralTag(Struct, forbid_unknown_fields=True):
-    """Behind ``begin`` comes JSON of ``schema``, then ``end``."""
+    """A part of the text: ``begin``, then JSON of ``schema``, then ``end``."""
 
     begin: str
     schema: dict[str, Any]
@@ -126,7 +151,10 @@ class StructuralTag(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """What the text of an answer is. A structural tag has ``structures`` and ``triggers``, or a ``format``."""
+    """The format of an answer's text.
+
+    A structural tag has ``structures`` and ``triggers``, or a ``format``.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -137,7 +165,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 _HINTS = typing.get_type_hints(SamplingParams)
 SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() if field.http}
-"""The type of each sampling field that bodies have."""
+"""The types of the sampling fields in request bodies, by field name."""
 
 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
@@ -145,9 +173,10 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 @hinted("vllm_xargs guided_decoding_backend")
 @rejected("kv_transfer_params ec_transfer_params prompt_logprob_token_ids")
 class Sampling(ForModel, kw_only=True):
-    """What completions and chat completions have in common; the fields that we read by name are written out.
+    """Fields common to completions and chat completions.
 
-    ``spaces_between_special_tokens`` changes nothing: a text has the spaces that its tokens have.
+    The class declares the fields that the server reads by name; decorators add the others.
+    ``spaces_between_special_tokens`` changes nothing: a text has the spaces of its tokens.
     """
 
     n: int | None = None
@@ -180,8 +209,10 @@ class Sampling(ForModel, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """POST /v1/completions. ``prompt_embeds``: prompts of embeddings, each base64 of what ``torch.save`` writes; they
-    come before those of ``prompt``.
+    """POST /v1/completions.
+
+    ``prompt_embeds`` holds prompts of embeddings, each the base64 of a file of ``torch.save``. They come before the
+    prompts of ``prompt``.
     """
 
     most_values: ClassVar[int] = MOST_IDS
@@ -195,7 +226,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """``url``: a data URL, or one that the server is told to read."""
+    """An image. ``url`` is a data URL, or a URL that the server is configured to read."""
 
     url: str
     detail: Annotated[Any, only("auto")] = None
@@ -216,7 +247,7 @@ class FunctionCall(Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
-    """A call that the model made. ``index`` is what streams add."""
+    """A call that the model made. Streams add ``index``."""
 
     function: FunctionCall
     id: str | None = None
@@ -226,7 +257,7 @@ class ToolCall(Struct, forbid_unknown_fields=True):
 
 @rejected("function_call audio refusal")
 class Message(Struct, forbid_unknown_fields=True):
-    """``reasoning`` and ``reasoning_content`` are two names of one thing."""
+    """A message of a conversation. ``reasoning`` and ``reasoning_content`` are two names of one field."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -240,7 +271,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 @accepted("description parameters strict")
 class FunctionName(Struct, forbid_unknown_fields=True):
-    """The function's name; some clients give the whole tool."""
+    """The name of a function; some clients send the whole tool."""
 
     name: str
 
@@ -251,14 +282,14 @@ class AllowedTool(Struct, forbid_unknown_fields=True):
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):
-    """The only tools that may be called, or one of which must be."""
+    """The tools that may be called; with mode "required", one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[AllowedTool]
 
 
 class NamedToolChoice(Struct, forbid_unknown_fields=True):
-    """The tool that must be called, or those that may be."""
+    """A choice of tools: the one ``function`` to call, or the ``allowed_tools``."""
 
     function: FunctionName | None = None
     type: Literal["function", "allowed_tools"] = "function"
@@ -274,8 +305,10 @@ Template = Annotated[str, Meta(max_length=65536)]
 @accepted("prediction")
 @rejected("audio mm_processor_kwargs media_io_kwargs return_prompt_text web_search_options")
 class ChatRequest(Sampling, kw_only=True):
-    """POST /v1/chat/completions. ``documents``, ``reasoning_effort`` and ``verbosity`` are for chat templates that look
-    at them. ``chat_template`` takes the place of the model's (``--trust-request-chat-template``).
+    """POST /v1/chat/completions.
+
+    ``documents``, ``reasoning_effort`` and ``verbosity`` reach chat templates that use them. ``chat_template`` replaces
+    the template of the model (``--trust-request-chat-template``).
     """
 
     messages: list[Message]
@@ -300,7 +333,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class BatchChatRequest(ChatRequest, kw_only=True):
-    """POST /v1/chat/completions/batch: one answer to each of several conversations, all with the same fields."""
+    """POST /v1/chat/completions/batch: several conversations with the same fields, and one answer to each."""
 
     messages: list[list[Message]]  # type: ignore[assignment]
     n: Annotated[Any, only(1)] = None

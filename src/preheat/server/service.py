@@ -1,7 +1,8 @@
-"""What the endpoints share: the frontend, the model's names, and whether requests are accepted.
+"""Shared state of the endpoints: the frontend, the model's names, and readiness.
 
-A service is starting, ready, draining or dead. It is also silent while no heartbeat comes from the engine, when new
-requests may still wait for it, and stalled while the engine does not answer in time, when they may not.
+A service is starting, ready, draining or dead. It is also silent while the engine's heartbeat is missing; new requests
+may then still wait for the engine. It is stalled while the engine does not answer in time; new requests are then
+refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """Serves one model, after :meth:`attach` and the engine's Ready. ``send`` hands a message to the engine."""
+    """One served model, after :meth:`attach` and the engine's Ready.
+
+    ``send`` sends a message to the engine.
+    """
 
     def __init__(self, settings: Settings, send: Callable[[ToEngine], None]) -> None:
         self.settings = settings
@@ -50,7 +54,7 @@ class Service:
     def attach(self, frontend: Frontend) -> None:
         """Serve through ``frontend`` from now on."""
         if frontend.images is not None:
-            from preheat.server.image_lanes import ImageLanes  # it needs Pillow, which other models do without
+            from preheat.server.image_lanes import ImageLanes  # needs Pillow; other models do without it
 
             self.image_lanes = ImageLanes(frontend.images)
         self._frontend = frontend
@@ -71,7 +75,7 @@ class Service:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request would be taken now."""
+        """Whether a request would be accepted now."""
         try:
             return bool(self.frontend)
         except PreheatError:
@@ -79,7 +83,7 @@ class Service:
 
     @property
     def booted(self) -> Frontend:
-        """The frontend of an engine that runs, even if it takes no requests now. Raises NotReady or EngineDead."""
+        """The frontend of a running engine, even if it takes no requests now. Raises NotReady or EngineDead."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self._frontend is None or self._frontend.ready is None:
@@ -88,7 +92,10 @@ class Service:
 
     @property
     def progress(self) -> Progress | None:
-        """The progress of the engine's start; None if it is ready, or will never be."""
+        """The progress of the engine's start, while it goes on.
+
+        None if it is ready, or never will be.
+        """
         over = self.dead is not None or self.draining or self.max_model_len is not None
         return None if over else (self._frontend and self._frontend.progress) or Progress(0, 0, "")
 
@@ -98,7 +105,7 @@ class Service:
 
     @property
     def adapters(self) -> list[LoraModule]:
-        """Those that are served; while the engine starts, those that will be."""
+        """The served adapters; while the engine starts, the configured ones."""
         if self._frontend is None:
             return list(lora_modules(self.settings.lora_modules))
         return list(self._frontend.adapters.served.values())
@@ -108,7 +115,7 @@ class Service:
         return self._frontend is not None and self._frontend.busy
 
     def check_ready(self) -> None:
-        """Raise NotReady or EngineDead, with the reason, unless requests are taken and the engine answers."""
+        """Raise NotReady or EngineDead unless requests are taken and the engine answers."""
         _ = self.frontend
         if self.silent is not None:
             raise NotReady(self.silent)
@@ -119,7 +126,10 @@ class Service:
             self._frontend.fail_all(error)
 
     async def refresh(self, patience: float) -> None:
-        """Update ``live`` and the metrics that come from it; waits up to ``patience`` seconds for the engine."""
+        """Update ``live`` and the metrics based on it.
+
+        Waits up to ``patience`` seconds for the engine.
+        """
         if self.max_model_len is None:
             return
         if self.dead is None:
@@ -141,8 +151,9 @@ class Service:
         self.metrics.digest = {digest: 1} if digest else {}
 
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that the model's ``name`` means; empty: none. Raises ModelNotFound if it is not served here, and
-        as :attr:`frontend` does.
+        """Return the adapter that the model's ``name`` selects; empty for the model itself.
+
+        Raises ModelNotFound if the name is not served, and the errors of :attr:`frontend`.
         """
         adapters = self.frontend.adapters.served
         if name is None or name in self.names:
@@ -153,7 +164,10 @@ class Service:
         return name
 
     def check_health(self) -> None:
-        """Raise the reason why no requests should come: all but a sleep, which ``/wake_up`` ends."""
+        """Raise the reason against new requests, if any.
+
+        A sleep is no reason, as ``/wake_up`` ends it.
+        """
         if self.dead is not None:
             error = EngineDead(self.dead)
             error.status = NotReady.status

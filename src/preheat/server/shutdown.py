@@ -1,7 +1,7 @@
-"""How the server stops.
+"""The shutdown of the server.
 
-The first signal drains: new requests are rejected, running ones have ``--shutdown-timeout`` seconds to finish. What is
-left then, or at a second signal, ends with an error, and the process leaves.
+The first signal drains: new requests are rejected, running ones have ``--shutdown-timeout`` seconds to finish. After
+that time, or at a second signal, the remaining requests end with an error and the process exits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from preheat.utils.log import exit_after
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""For clients to read their last bytes after the last request."""
+"""Seconds for clients to read their last bytes after the last request."""
 
-_HASTE_SECONDS = 0.3  # the same, when the process must leave
-_CANCEL_SECONDS = 0.5  # between closed connections and the end of what still runs for them
-_LAST_SECONDS = 1.5  # to leave in haste; then the process exits, whatever hangs
+_HASTE_SECONDS = 0.3  # the same, when the process must exit soon
+_CANCEL_SECONDS = 0.5  # between closed connections and the end of their tasks
+_LAST_SECONDS = 1.5  # for a hasty exit; then the process exits even if something hangs
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to us, and closes the connections that stay open too long after the last request."""
+    """Server that leaves signals to :class:`Shutdown`, and closes lasting connections.
+
+    Connections are closed if they stay open too long after the last request.
+    """
 
     close_seconds = CLOSE_SECONDS
 
@@ -45,17 +48,17 @@ class Server(uvicorn.Server):
         closing.cancel()
 
     def _close_connections(self) -> None:
-        """A request whose connection is lost ends by itself, without the traceback of one that is cancelled."""
+        """Close all connections. A request then ends by itself, without the traceback of a cancellation."""
         for connection in list(self.server_state.connections):
             if (transport := connection.transport) is not None:
                 transport.abort()
 
 
 class Shutdown:
-    """Stops ``server`` once all ``services`` are idle, or after ``seconds``.
+    """The stop of ``server``, once all ``services`` are idle or after ``seconds``.
 
-    ``hasty``: engines must not be waited for. ``unready``: the signal that stopped a server before it was ready.
-    ``status`` is that of a process that leaves while something hangs.
+    ``hasty`` is set when engines must not be waited for. ``unready`` is the signal that stopped a server before it was
+    ready. ``status`` is the exit status if something hangs.
     """
 
     def __init__(self, services: Sequence[Service], server: Server, seconds: float, status: int = 0) -> None:
@@ -65,7 +68,7 @@ class Shutdown:
         self._draining: asyncio.Task[None] | None = None
 
     def signalled(self, number: int) -> None:
-        """The signal ``number``, to stop, has come: the first one or another. Before ready nothing is waited for."""
+        """Handle the stop signal ``number``, the first or a later one. A server that is not ready stops at once."""
         if any(service.max_model_len is None for service in self._services):
             self.unready, self.hasty = number, True
             self._server.should_exit = self._server.force_exit = True

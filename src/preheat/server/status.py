@@ -1,4 +1,4 @@
-"""Endpoints about the server and its model, and the tokenizer's two."""
+"""Endpoints about the server, its model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from preheat.warmup.page import render as record_page
 from preheat.warmup.page import render_progress
 
 PATIENCE = 1.0
-"""Seconds that a client waits for an engine in the middle of a step to say what is new."""
+"""Seconds that a client waits for news from a busy engine."""
 
 
 _ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "chat_template")
@@ -48,7 +48,7 @@ def _starting(progress: Progress) -> answers.Starting:
 
 
 async def health(request: Request) -> Response:
-    """Whether requests may be sent here; a sleeping engine is healthy."""
+    """Return whether requests may be sent here; a sleeping engine is healthy."""
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
@@ -57,22 +57,22 @@ async def health(request: Request) -> Response:
 
 
 async def live(_: Request) -> Response:
-    """Whether the process answers, whatever becomes of the engine."""
+    """Return whether the process answers, in any state of the engine."""
     return _json(answers.Status("ok"))
 
 
 async def ping(request: Request) -> Response:
-    """The same as /health, where SageMaker asks for it."""
+    """Answer as /health does, for SageMaker."""
     return await health(request)
 
 
 async def load(request: Request) -> Response:
-    """How many requests for completions are being answered."""
+    """Return the number of requests for completions that are being answered."""
     return _json(answers.ServerLoad(_service(request).load))
 
 
 async def ready(request: Request) -> Response:
-    """Whether requests are taken."""
+    """Return whether requests are taken."""
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
@@ -84,7 +84,7 @@ async def ready(request: Request) -> Response:
 
 
 async def warmup(request: Request) -> Response:
-    """The outcome of the warm-up, as JSON of all engines or one, or as a page of one; until then, how far it is."""
+    """Return the warm-up's outcome or progress, as JSON or as a page."""
     service = _service(request)
     as_page, engine = wants_page(request), _engine(request, service.settings.data_parallel_size)
     headers = {"vary": "accept", "cache-control": "no-cache"}
@@ -93,7 +93,7 @@ async def warmup(request: Request) -> Response:
             return Response(render_progress(progress, service.names[0]), 200, headers, "text/html")
         return _json(answers.WarmingUp(_starting(progress)), 200, headers)
     if service.max_model_len is None:
-        _ = service.frontend  # it says why there is no record and never will be
+        _ = service.frontend  # raises the reason why there never will be a record
     await service.refresh(PATIENCE)
     headers["age"] = str(int(service.live.age))
     if as_page:
@@ -105,7 +105,7 @@ async def warmup(request: Request) -> Response:
 
 
 def _engine(request: Request, engines: int) -> int | None:
-    """The number that the query asks for; None: it asks for none."""
+    """Return the engine's number in the query, or None. Raises InvalidRequest for an unknown engine."""
     asked = request.query_params.getlist("engine")
     if not asked:
         return None
@@ -115,7 +115,7 @@ def _engine(request: Request, engines: int) -> int | None:
 
 
 def wants_page(request: Request) -> bool:
-    """Whether the record is asked for as a page. Raises InvalidRequest for another format."""
+    """Return whether the request asks for a page. Raises InvalidRequest for an unknown format."""
     asked = request.query_params.getlist("format")
     if not asked:
         return "text/html" in request.headers.get("accept", "")
@@ -125,12 +125,12 @@ def wants_page(request: Request) -> bool:
 
 
 async def version(_: Request) -> Response:
-    """The version of preheat."""
+    """Return the version of preheat."""
     return _json(answers.Version(preheat.__version__))
 
 
 async def metrics(request: Request) -> Response:
-    """Counters and times, for Prometheus."""
+    """Return counters and times, for Prometheus."""
     service = _service(request)
     await service.refresh(PATIENCE)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -146,12 +146,12 @@ def _models(service: Service) -> list[answers.ModelCard]:
 
 
 async def models(request: Request) -> Response:
-    """The names of the model, and its adapters."""
+    """List the names of the model, and its adapters."""
     return _json(answers.ModelList(_models(_service(request))))
 
 
 async def model(request: Request) -> Response:
-    """The model of this name."""
+    """Return the model of this name."""
     name = request.path_params["model"]
     found = next((model for model in _models(_service(request)) if model.id == name), None)
     if found is None:
@@ -160,7 +160,7 @@ async def model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """Text to token ids."""
+    """Encode text to token ids."""
     frontend, body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages", param="prompt")
@@ -188,7 +188,7 @@ def _tokens(frontend: Frontend, text: str, special: bool, with_strings: bool) ->
 
 
 async def detokenize(request: Request) -> Response:
-    """Token ids to text."""
+    """Decode token ids to text."""
     frontend, body = await read_request(request, DetokenizeRequest)
     most = counted(frontend.limits().max_model_len).most
     if len(body.tokens) > most:
@@ -202,10 +202,10 @@ def _text(frontend: Frontend, ids: list[int]) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """The tokenizer's configuration."""
+    """Return the tokenizer's configuration."""
     frontend = _service(request).frontend
     if not frontend.tokenizer.speaks:
-        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init)")
+        raise InvalidRequest("This endpoint needs a tokenizer, and there is none (skip_tokenizer_init)")
     info = {"tokenizer_class": "PreTrainedTokenizerFast"} | _plain(frontend.tokenizer.config)
     if (template := frontend.template.source) is not None:
         info["chat_template"] = template
@@ -213,7 +213,10 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` from tokenizer_config.json with each token as its text, and without the names of files, as in vLLM."""
+    """Return ``value`` from tokenizer_config.json in plain form, as in vLLM.
+
+    Tokens become text, and file names are dropped.
+    """
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""How answers are sent, as one JSON body or as server-sent events; each endpoint that generates extends it."""
+"""Writers of answers, as one JSON body or as server-sent events.
+
+Each generating endpoint extends a writer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FLOAT_BYTES = 4
 
 
 def event_of(message: Struct | dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: %b\n\n" % encode(message)
 
 
@@ -40,15 +43,18 @@ class WholeWriter(ABC):
 
     @property
     def states(self) -> Sequence[RequestState]:
-        """What it runs."""
+        """The requests that it runs."""
         return self._states
 
     @abstractmethod
     def whole(self) -> Struct | dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
 
     def values(self, state: RequestState) -> int:
-        """How many values the answer tells of ``state``: tokens, their alternatives, and an embedding's numbers."""
+        """Return the number of values in the answer.
+
+        Values are tokens, their alternatives, and numbers of an embedding.
+        """
         generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
         prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
         return generated + prompt + len(state.pooled) // FLOAT_BYTES
@@ -75,9 +81,11 @@ class WholeWriter(ABC):
 
 
 class Writer(WholeWriter):
-    """As its base, or sends a ``stream`` of events, each of ``interval`` tokens but the first and the last.
+    """Writer of a whole answer, or of a ``stream`` of events.
 
-    ``media`` is the type of the stream.
+    An event has ``interval`` tokens.
+
+    The first and the last event may have another number of tokens. ``media`` is the media type of the stream.
     """
 
     media = "text/event-stream; charset=utf-8"
@@ -89,28 +97,34 @@ class Writer(WholeWriter):
             state.stream = stream
 
     async def read_prompt(self, state: RequestState) -> None:
-        """Do what takes time for each token of a prompt, before the first event of its choices."""
+        """Do the work that grows with a prompt's length.
+
+        Called before the first event of its choices.
+        """
 
     def opening(self) -> bytes:
-        """The events before the first of a choice."""
+        """Return the events before a choice's first event."""
         return b""
 
     @abstractmethod
     def event(self, first: int, choice: Choice) -> bytes:
-        """The events for what is new of ``choice``; its prompt's choices begin at index ``first``."""
+        """Return the events for the new part of ``choice``.
+
+        The choices of its prompt begin at index ``first``.
+        """
 
     @abstractmethod
     def closing(self, error: PreheatError | None) -> bytes:
-        """The events at the end of a stream, which an ``error`` may have ended."""
+        """Return the events at the end of a stream, perhaps ended by ``error``."""
 
     async def _send(self, running: RunningRequests, send: Send) -> None:
         await (self._send_events(running, send) if self._stream else super()._send(running, send))
 
     async def _send_events(self, running: RunningRequests, send: Send) -> None:
-        """A step costs one wake-up and one write.
+        """Send the events; a step costs one wake-up and one write.
 
-        The status line is sent with the first event, so that a request that fails before it gets its own status. A
-        later failure is an event.
+        The status line is sent with the first event, so that an earlier failure gets its own status. A later failure is
+        an event.
         """
         await running.change()
         running.raise_error()
@@ -139,10 +153,10 @@ class Writer(WholeWriter):
 
 
 class CompletionsWriter(Writer):
-    """What completions and chat completions have in common.
+    """Common base of completions and chat completions.
 
-    ``prefix`` begins the answer's id; ``event_object`` is the ``object`` field of events. ``form``: how the text is
-    read, if it is not all content.
+    ``prefix`` begins the answer's id; ``event_object`` is the ``object`` field of events. ``form`` is the format of the
+    text, if it is not all content.
     """
 
     prefix: str
@@ -181,25 +195,28 @@ class CompletionsWriter(Writer):
         return last + b"data: [DONE]\n\n"
 
     def event_with(self, choice: Choice, answer: Struct) -> bytes:
-        """One event with ``answer``, what is new of ``choice``."""
+        """Encode one event with ``answer``, the new part of ``choice``."""
         if self._continuous:
             usage = encode(self.usage_of(choice, self.completion_tokens(choice)))
             return b'%b%b],"usage":%b}\n\n' % (self._head, encode(answer), usage)
         return b"%b%b%b" % (self._head, encode(answer), self._tail)
 
     def completion_tokens(self, choice: Choice) -> int:
-        """How many tokens of ``choice`` there are, for the usage."""
+        """Return the number of tokens of ``choice``, for the usage."""
         return len(choice.token_ids)
 
     def usage(self) -> Usage:
-        """Tokens of all prompts and of all their choices; a prompt counts once."""
+        """Return the usage of all prompts and all their choices; a prompt counts once."""
         choices = [choice for state in self._states for choice in state.choices]
         prompt = sum(len(state.prompt_ids) for state in self._states)
         cached = sum(state.cached_tokens for state in self._states)
         return self._usage_of(prompt, cached, sum(map(self.completion_tokens, choices)), choices)
 
     def usage_of(self, choice: Choice, completion: int) -> Usage:
-        """Tokens of one choice, ``completion`` so far, and of its prompt: what vLLM shows in the events of a stream."""
+        """Return the usage of one choice and its prompt, as in vLLM's events.
+
+        ``completion`` is the number of tokens so far.
+        """
         state = choice.state
         return self._usage_of(len(state.prompt_ids), state.cached_tokens, completion, [choice])
 
@@ -210,5 +227,5 @@ class CompletionsWriter(Writer):
         return usage
 
     def reasoning_tokens(self, choice: Choice) -> int:
-        """How many tokens of ``choice`` are reasoning."""
+        """Return the number of reasoning tokens of ``choice``."""
         return 0

@@ -1,6 +1,6 @@
-"""What a body asks of its text: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and its older ``guided_*``.
+"""Constraints on text: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and older ``guided_*``.
 
-All of them become one :class:`~preheat.core.StructuredOutputsParams`.
+All become one :class:`~preheat.core.StructuredOutputsParams`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from preheat.errors import InvalidRequest
 from preheat.server.schema import ResponseFormat, Sampling
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields, and what they are called now."""
+"""The present names of vLLM's older fields."""
 
 
 def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
-    """What the text of ``body`` must be; None if it is free. Raises InvalidRequest if several fields say it."""
+    """Return the constraint on the answer's text, or None. Raises InvalidRequest if several fields differ."""
     if body.guided_whitespace_pattern is not None and all(getattr(body, name) is None for name in GUIDED):
         raise InvalidRequest(
             "guided_whitespace_pattern belongs to guided_json; with structured_outputs it is whitespace_pattern",
@@ -37,17 +37,20 @@ def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
 
 
 def the_one(given: Mapping[str, StructuredOutputsParams | None]) -> StructuredOutputsParams | None:
-    """What the fields of these names say; some clients say the same twice. Raises InvalidRequest if they differ."""
+    """Return the constraint that the named fields share; some clients state one twice.
+
+    Raises InvalidRequest if the fields differ.
+    """
     said = {name: value for name, value in given.items() if value is not None}
     first = next(iter(said.values()), None)
     if any(value != first for value in said.values()):
         names = list(said)
-        raise InvalidRequest(f"{' and '.join(names)} both say what the text must be; give one", param=names[1])
+        raise InvalidRequest(f"{' and '.join(names)} both constrain the text; give one of them", param=names[1])
     return first
 
 
 def response_format(asked: ResponseFormat) -> StructuredOutputsParams | None:
-    """OpenAI's ``response_format``, and vLLM's structural tags in it. Raises InvalidRequest, naming the part."""
+    """Convert OpenAI's ``response_format``, with vLLM's structural tags. Raises InvalidRequest, naming the part."""
     own = {"json_schema": ("json_schema",), "structural_tag": ("structures", "triggers", "format")}
     fields = [name for name in ("json_schema", "structures", "triggers", "format") if getattr(asked, name) is not None]
     for name in fields:
@@ -70,7 +73,7 @@ def response_format(asked: ResponseFormat) -> StructuredOutputsParams | None:
 
 
 def converted(values: dict[str, Any], param: str) -> StructuredOutputsParams:
-    """``values`` as parameters. Raises InvalidRequest, naming ``param``."""
+    """Convert ``values`` to parameters. Raises InvalidRequest, naming ``param``."""
     try:
         return msgspec.convert(
             {k: v for k, v in values.items() if v is not None}, StructuredOutputsParams, builtin_types=(Decimal,)

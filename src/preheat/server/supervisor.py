@@ -1,4 +1,7 @@
-"""Loads the frontend, passes on the engines' messages, notices when one of them hangs or dies."""
+"""The link between frontend and engines.
+
+It loads the frontend, passes on the engines' messages, and notices when an engine hangs or dies.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ WarmUpFrontend = Callable[[Frontend], None]
 
 
 class Supervisor:
-    """Connects ``service`` with its ``replicas``. ``on_message`` is called with every message of an engine, ``on_dead``
-    once, when an engine is dead and the server must exit.
+    """The link between ``service`` and its ``replicas``.
+
+    ``on_message`` is called with every message of an engine, ``on_dead`` once, when an engine is dead and the server
+    must exit.
     """
 
     def __init__(
@@ -40,14 +45,14 @@ class Supervisor:
         self._watches = [EngineWatch(replicas, replica) for replica in range(len(replicas.engines))]
         self._on_message, self._on_dead = on_message, on_dead
         self.boot_error: PreheatError | None = None
-        """Why the server never became ready."""
+        """The error that kept the server from becoming ready, if any."""
         self._frontend: Frontend | None = None
         self._stopping = False
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
-        """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled.
+        """Load the frontend, warm it up, then watch the engine until cancelled.
 
-        Whatever fails ends the server: nobody else listens to the engine.
+        Any failure ends the server, as nobody else listens to the engine.
         """
         try:
             await self._run(warm_up)
@@ -55,7 +60,9 @@ class Supervisor:
             self._die(error)
         except Exception as error:
             logger.debug("The server failed", exc_info=True)
-            self._die(EngineDead(f"The server failed: {type(error).__name__}: {error}; --log-level debug shows where"))
+            self._die(
+                EngineDead(f"The server failed: {type(error).__name__}: {error}; --log-level debug shows the traceback")
+            )
 
     async def _run(self, warm_up: WarmUpFrontend | None) -> None:
         send, metrics = self._replicas.send, self._service.metrics
@@ -73,12 +80,12 @@ class Supervisor:
         self._replicas.watch(self._receive, self._exited)
         while True:
             await asyncio.sleep(min(_TICK_SECONDS, self._settings.rpc_timeout_ms / 4000))
-            self._receive()  # what came while this process itself was held up
+            self._receive()  # messages that came while this process itself was held up
             self._check_heartbeat()
             self._check_time(frontend)
 
     async def stop(self, now: bool) -> None:
-        """Stop the engine: when its requests are finished, or ``now``."""
+        """Stop the engine: after its requests, or at once if ``now``."""
         self._service.draining = self._stopping = True
         await self._replicas.stop(now or self._service.dead is not None)
 
@@ -115,7 +122,7 @@ class Supervisor:
         self._on_dead()
 
     def _check_heartbeat(self) -> None:
-        """Note in the service that no heartbeat comes, or that it comes again."""
+        """Note in the service that the heartbeat is missing, or is back."""
         service, limit = self._service, self._settings.engine_heartbeat_timeout_s
         silent = next((replica for replica, watch in enumerate(self._watches) if watch.is_silent(limit)), None)
         if silent is None:
@@ -131,7 +138,10 @@ class Supervisor:
             logger.error("%s", service.silent)
 
     def _check_time(self, frontend: Frontend) -> None:
-        """Check the time limits of a step, and of the hand-over of requests to an idle engine, for each engine."""
+        """Check the time limits of each engine.
+
+        There is one for a step, and one for the hand-over of requests to an idle engine.
+        """
         step, hand_over = self._settings.engine_iteration_timeout_s, self._settings.rpc_timeout_ms
         for replica, watch in enumerate(self._watches):
             if not frontend.busy or frontend.halted:
@@ -143,7 +153,7 @@ class Supervisor:
                 self._stall(frontend, replica, f"A step took longer than {allowed}")
             elif not_taken:
                 self._stall(frontend, replica, _not_taken(hand_over))
-            elif self._service.silent is not None:  # it may run others, but not in the middle of a step
+            elif self._service.silent is not None:  # the engine may run others, but not in the middle of a step
                 late = watch.late(hand_over / 1000)
                 frontend.fail(late, StepTimeout(f"{_not_taken(hand_over)}. {self._service.silent}"))
 

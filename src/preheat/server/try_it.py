@@ -1,4 +1,4 @@
-"""The page at ``/``, on which people try the model. It is one file and calls the API, as any client does."""
+"""The page at ``/`` for trying the model. It is one file, and calls the API like any client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ async def try_it(_: Request) -> Response:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page, and headers that let a browser run its own script and style, and call nothing but this server."""
+    """Return the page, with headers for its security.
+
+    The headers restrict it to its own script and style, and to calls of this server.
+    """
     page = _FILE.read_bytes()
     policy = {
         "default-src": "'none'", "script-src": _hash(page, b"script"), "style-src": _hash(page, b"style"),
@@ -38,6 +41,6 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(page: bytes, tag: bytes) -> str:
-    """The source of the page's only element ``tag``, as a Content-Security-Policy names it."""
+    """Return the hash of the page's only element ``tag``, for a Content-Security-Policy."""
     ((text,),) = [match.groups() for match in re.finditer(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)]
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

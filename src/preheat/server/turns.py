@@ -1,7 +1,7 @@
-"""Long texts are worked on in threads, few at once, so that they delay neither the event loop nor short requests.
+"""Turns for work on long texts in threads, few at once.
 
-The tokenizer releases the GIL, and other work gives it up within :data:`SWITCH_SECONDS`. A short text is handled at
-once, which takes less time than to start a thread.
+So neither the event loop nor short requests are delayed. The tokenizer releases the GIL, and other work gives it up
+within :data:`SWITCH_SECONDS`. A short text is handled in the event loop, as starting a thread would take longer.
 """
 
 from __future__ import annotations
@@ -22,41 +22,48 @@ from preheat.utils.memory import trim
 Result = TypeVar("Result")
 
 SLICE_SECONDS = 0.005
-"""How long the event loop works for one request before others have their turn."""
+"""Seconds that the event loop works for one request before others have their turn."""
 
 SWITCH_SECONDS = 0.001
-"""After how long a thread that holds Python's lock gives it to another: the event loop waits so long for each thread
-that works, several times in a request."""
+"""Seconds until a thread passes on Python's lock.
+
+The event loop waits so long for each working thread, several times in a request.
+"""
 
 INLINE_CHARS = 4_000
-"""Fewer characters than this are handled in the event loop: they take a few milliseconds at most."""
+"""Texts below this length are handled in the event loop.
+
+They take a few milliseconds at most.
+"""
 
 LONG_CHARS = 200_000
-"""Texts of at least so many characters wait for each other only."""
+"""Texts of at least this length wait for each other only."""
 
 MEDIUM_AT_ONCE, LONG_AT_ONCE = 2, 1
 
 DECODED_AT_ONCE = 2
-"""Prompts that are embeddings, whose decoding takes memory."""
+"""Most prompts of embeddings decoded at once, since decoding takes memory."""
 
 ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
-"""Answers: one with fewer numbers and texts than this is written in the event loop."""
+"""Most answers written in threads at once, and the fewest values of such an answer."""
 
 
 class Turns:
-    """Who may work in a thread: a few of the medium size and a long one at once, in order of arrival; and a few that
-    decode.
+    """Turns for work in threads.
+
+    A few medium texts and one long text are worked on at once, in order of arrival. Rendering, decoding and answering
+    have turns of their own.
     """
 
     def __init__(self) -> None:
         self._medium, self._long = asyncio.Semaphore(MEDIUM_AT_ONCE), asyncio.Semaphore(LONG_AT_ONCE)
         self._rendering = FairShare(RENDERED_AT_ONCE)
-        self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")  # they start when they are first needed
+        self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")  # threads start on first use
         self._answering = asyncio.Semaphore(ANSWERED_AT_ONCE)
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def run(self, request: Request, chars: int, work: Callable[[], Result]) -> Result:
-        """The result of ``work`` on ``chars`` characters. Raises ClientDisconnect if the client has gone meanwhile."""
+        """Return the result of ``work`` on ``chars`` characters. Raises ClientDisconnect if the client has left."""
         if chars < LONG_CHARS:
             async with self._medium:
                 return await _in_thread(request, work)
@@ -64,17 +71,17 @@ class Turns:
             return await _in_thread(request, partial(_trimmed, work))
 
     async def render(self, request: Request, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which renders a chat template: a process of its own does, and this one waits."""
+        """Return the result of ``work``: waiting for a process that renders a chat template."""
         async with self._rendering.of(client_of(request), 1):
             return await _in_thread(request, work, self._renderers)
 
     async def decode(self, request: Request, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which decodes embeddings."""
+        """Return the result of ``work``: decoding embeddings."""
         async with self._decoding:
             return await _in_thread(request, work)
 
     async def answer(self, values: int, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which writes an answer with so many ``values``."""
+        """Return the result of ``work``: writing an answer of ``values`` values."""
         if values < INLINE_VALUES:
             return work()
         async with self._answering:
@@ -82,7 +89,10 @@ class Turns:
 
 
 def _trimmed(work: Callable[[], Result]) -> Result:
-    """The result of ``work``, whose memory is given back to the kernel: the C library would keep hundreds of MB."""
+    """Return the result of ``work``, and give freed memory back.
+
+    The C library would keep hundreds of MB.
+    """
     try:
         return work()
     finally:
@@ -96,8 +106,9 @@ async def _in_thread(request: Request, work: Callable[[], Result], threads: Thre
 
 
 async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, total: int | None = None) -> Result:
-    """The result of ``work`` on ``chars`` characters: at once if ``total`` (by default the same) is small, else in a
-    thread when its turn comes. ``total`` has the characters of all that the request asks for.
+    """Return the result of ``work`` on ``chars`` characters, in turn.
+
+    Work runs at once if ``total`` is small: the characters of the whole request, by default ``chars``.
     """
     if (chars if total is None else total) < INLINE_CHARS:
         return work()
@@ -106,7 +117,7 @@ async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, t
 
 
 async def in_slices(steps: Iterable[Result]) -> list[Result]:
-    """What ``steps`` give, made in the event loop, a slice of time after the other."""
+    """Return the results of ``steps``, run in the event loop in slices of time."""
     end, found = time.monotonic() + SLICE_SECONDS, list[Result]()
     for step in steps:
         found.append(step)

@@ -1,4 +1,7 @@
-"""Reads a form with one file, which is written while it arrives: nothing of it is kept in memory."""
+"""The upload of a form with one file, written as it arrives.
+
+Nothing of the file is kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ from preheat.errors import InvalidRequest, SlowRequest, TooLarge
 from preheat.server.body import BODY_SECONDS, discard
 
 MOST_FIELDS = 16
-"""Fields of a form beside its file."""
+"""Most fields of a form beside its file."""
 
 FIELD_BYTES = 1024
-"""Of a name or of a value, and of a file's name."""
+"""Most bytes of a name, a value, or the file's name."""
 
 SLOWEST = 64 * 1024
 """Bytes a second that a client must send on average."""
 
 
 class Form:
-    """A form that arrives: its ``fields``, and the name of its file, whose contents go to ``sink``.
+    """A form that arrives in parts.
 
-    Raises InvalidRequest for what is no such form, TooLarge beyond ``most`` bytes of the file.
+    It has ``fields``, and the name of its file. The file is written to ``sink``.
+
+    Raises InvalidRequest for a body that is no such form, and TooLarge if the file has over ``most`` bytes.
     """
 
     def __init__(self, content_type: str, sink: BinaryIO, most: int) -> None:
@@ -37,7 +42,7 @@ class Form:
         self.filename: str | None = None
         self.size = 0
         self._sink, self._most, self._ended = sink, most, False
-        self._header, self._value, self._told = bytearray(), bytearray(), bytearray()
+        self._header, self._value, self._disposition = bytearray(), bytearray(), bytearray()
         self._name, self._in_file = "", False
         callbacks = {
             "on_part_begin": self._begin, "on_part_data": self._data, "on_part_end": self._end,
@@ -47,21 +52,21 @@ class Form:
         self._parser = MultipartParser(options[b"boundary"], callbacks)  # type: ignore[arg-type]
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Parse the next bytes of the body."""
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise InvalidRequest(f"The body is no form: {error}") from None
+            raise InvalidRequest(f"The body is not a form: {error}") from None
 
     def finish(self) -> None:
-        """The body has ended."""
+        """End the body. Raises InvalidRequest if the form is incomplete."""
         if not self._ended:
             raise InvalidRequest("The form ends before its last boundary")
         if self.filename is None:
             raise InvalidRequest("Missing required parameter: 'file'", param="file")
 
     def _begin(self) -> None:
-        self._told.clear()
+        self._disposition.clear()
         self._value.clear()
         self._name, self._in_file = "", False
 
@@ -73,16 +78,16 @@ class Form:
 
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
-            self._told[:] = self._value
+            self._disposition[:] = self._value
         self._header.clear()
         self._value.clear()
 
     def _headers_end(self) -> None:
-        _, options = parse_options_header(bytes(self._told))
+        _, options = parse_options_header(bytes(self._disposition))
         self._name = _text(options.get(b"name", b""))
         if self._name == "file":
             if self.filename is not None:
-                raise InvalidRequest("The form has two files", param="file")
+                raise InvalidRequest("The form has two files: send one", param="file")
             self.filename, self._in_file = _text(options.get(b"filename", b"")) or "file", True
         elif len(self.fields) >= MOST_FIELDS:
             raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields")
@@ -115,7 +120,10 @@ def _text(value: bytes) -> str:
 
 
 async def receive(request: Request, sink: BinaryIO, most: int) -> Form:
-    """The form in the body of ``request``, with its file in ``sink``. Raises InvalidRequest, TooLarge, SlowRequest."""
+    """Read the form in the body of ``request``, with its file in ``sink``.
+
+    Raises InvalidRequest, TooLarge or SlowRequest.
+    """
     form = Form(request.headers.get("content-type", ""), sink, most)
     seconds = BODY_SECONDS + most / SLOWEST
     try:

@@ -1,4 +1,4 @@
-"""Adapters in the settings: ``--lora-modules`` and the options that go with it, and where adapters may lie."""
+"""Adapters in the settings: ``--lora-modules``, the options beside it, and the folders of adapters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from preheat.settings import Settings
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-"""The files that an adapter is read from."""
+"""The files of an adapter."""
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that is served from the start: the ``name`` that clients use, and the folder ``path``.
-    ``base_model_name`` is what ``/v1/models`` gives as its parent.
+    """An adapter that is served from the start.
+
+    ``name`` is its name for clients, ``path`` its folder. ``base_model_name`` is its parent in ``/v1/models``.
     """
 
     name: str
@@ -29,17 +30,22 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
-    """``name=path`` or a JSON object, each. Raises SettingsError for what is neither, and for a name given twice."""
+    """Return the modules of ``given`` texts: ``name=path`` or a JSON object, each.
+
+    Raises SettingsError for any other text, and for a name given twice.
+    """
     modules = tuple(map(_module, given))
     names = [module.name for module in modules]
     for name in names:
         if names.count(name) > 1:
-            raise SettingsError(f"lora_modules: two adapters have the name {name!r}", param="lora_modules")
+            raise SettingsError(
+                f"lora_modules: two adapters have the name {name!r}; rename one of them", param="lora_modules"
+            )
     return modules
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """The names under which clients find the model itself, and no adapter."""
+    """Return the names of the model itself; no adapter has them."""
     return settings.served_model_name or (settings.model,)
 
 
@@ -64,16 +70,22 @@ def check_names(settings: Settings) -> None:
     """Raise SettingsError for an adapter that has a name of the model itself."""
     for module in lora_modules(settings.lora_modules):
         if module.name in model_names(settings):
-            raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
+            raise SettingsError(
+                f"lora_modules: {module.name!r} is a name of the model itself; rename the adapter", param="lora_modules"
+            )
 
 
 def path_below(root: str | None, path: str) -> str:
-    """The folder ``path`` of an adapter, which a client names: absolute, or below ``root``, without symbolic links.
+    """Return a client's folder ``path`` of an adapter, without symbolic links.
 
-    Raises AdapterError unless the folder and the files that are read lie below ``root`` (``--lora-root``).
+    ``path`` is absolute, or relative to ``root`` (``--lora-root``). Raises AdapterError unless the folder and its files
+    lie below ``root``.
     """
     if root is None:
-        raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
+        raise AdapterError(
+            "loading an adapter by its path needs a server that was started with --lora-root, the folder for adapters",
+            param="lora_path",
+        )
     try:
         _, folder = folder_below(root, path, ADAPTER_CONFIG, ADAPTER_TENSORS)
     except OSError as error:

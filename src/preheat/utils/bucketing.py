@@ -1,4 +1,4 @@
-"""The options of bucket ranges, and the bucketing policy that settings ask for without naming it."""
+"""The options of bucket ranges, and the choice of a bucketing policy from other settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _COUNTED = {
     "prompt_seq": "tokens of a prompt (with `unified`, of a step with prompts)",
     "decode_bs": "decoding rows",
     "decode_block": "KV blocks, summed over decoding rows",
-    "decode_seq": "tokens of a decoding row, in place of KV blocks",
+    "decode_seq": "tokens of a decoding row, instead of KV blocks",
 }
 _PARTS: dict[str, tuple[str, int, int | None]] = {
     "min": ("Smallest bucket of {}.", 1, None),
-    "step": ("Distance of buckets of {}.", 1, None),
+    "step": ("Step between buckets of {}.", 1, None),
     "max": ("Largest bucket of {}.", 1, None),
-    "pad_max": ("Most padding of `padding_aware` buckets of {}; 0: no limit.", 0, None),
-    "pad_percent": ("The same in percent.", 0, 50),
+    "pad_max": ("Maximum padding of `padding_aware` buckets of {}; 0 is no limit.", 0, None),
+    "pad_percent": ("Maximum padding of `padding_aware` buckets of {}, in percent.", 0, 50),
 }
 DEFAULT_POLICY = "unified"
 """The bucketing policy where neither an option nor the platform names one."""
@@ -30,12 +30,13 @@ SPLIT_OPTIONS = (
     *(f"prompt_bs_bucket_{part}" for part in _PARTS if part != "max"),
     *(f"{name}_bucket_{part}" for name in ("prompt_seq", "decode_block", "decode_seq") for part in _PARTS),
 )
-"""Options of buckets that mean what they say under the split policy alone."""
+"""Options of buckets that have their meaning only under the split policy."""
 
 
 def bucket_range(dimension: str, part: str) -> Any:
-    """A part of the range of a dimension's bucket sizes, by the variables of vLLM on Gaudi. Its later versions say
-    query for the length of prompts.
+    """Return the option for a ``part`` of a ``dimension``'s range of buckets.
+
+    Its names are the variables of vLLM on Gaudi. Later versions call the length of prompts query.
     """
     text, low, high = _PARTS[part]
     query = f"VLLM_PROMPT_QUERY_BUCKET_{part}".upper() if dimension == "prompt_seq" else None
@@ -45,15 +46,16 @@ def bucket_range(dimension: str, part: str) -> Any:
 
 
 def strategy_named(text: str) -> str:
-    """The strategy of this name; those of vLLM on Gaudi are understood too."""
+    """Return the strategy of this name; names of vLLM on Gaudi are understood too."""
     return {"exp": "exponential", "lin": "linear", "pad": "padding_aware"}.get(text, text)
 
 
 def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of options with the policy that understands what they set of buckets; says so once.
+    """Return ``values`` with the policy that understands their bucket ranges.
 
-    Ranges of prompts and blocks are those of vLLM on Gaudi, whose steps read prompts or decode: the split policy,
-    unless something asks for the unified one. There the largest prompt batch is the most prompts in a step.
+    The choice is logged once. Ranges of prompts and blocks come from vLLM on Gaudi, with steps that read prompts or
+    decode: the split policy. The unified policy counts if an option asks for it; there, the largest prompt batch is the
+    most prompts in a step.
     """
     chosen = dict(values)
     given = [name for name in SPLIT_OPTIONS if chosen.get(name) is not None]
@@ -61,7 +63,10 @@ def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
     if given and chosen.get("bucketing_policy") is None and not unified:
         chosen["bucketing_policy"] = "split"
         named = ", ".join(f"VLLM_{name.upper()}" for name in given)
-        warn(f"{named}: bucketing policy split, whose steps read prompts or decode; --bucketing-policy picks another")
+        warn(
+            f"{named}: bucketing policy split, with separate steps for prompts and decoding; --bucketing-policy picks "
+            "another"
+        )
     if unified and chosen.get("bucketing_policy") is None:
         chosen["bucketing_policy"] = DEFAULT_POLICY
     if chosen.get("bucketing_policy") == "split":
@@ -70,5 +75,5 @@ def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
         asked = chosen.get("max_num_prefill_seqs")
         chosen["max_num_prefill_seqs"] = prompts if asked is None else min(prompts, asked)
         most = chosen["max_num_prefill_seqs"]
-        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs {most}")
+        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: the unified policy reads it as --max-num-prefill-seqs {most}")
     return chosen

@@ -1,6 +1,7 @@
-"""Words of a command line in the forms that vLLM takes, as the parser takes them.
+"""Words of a command line in vLLM's forms, rewritten for the parser.
 
-That is: underscores in names, short names (``-tp``), ``--switch true``, and ``--object.key value`` in place of JSON.
+The forms are underscores in names, short names (``-tp``), ``--switch true``, and ``--object.key value`` in place of
+JSON.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ _LEVEL = re.compile(r"-O(\d)")
 
 
 def dashed(word: str) -> str:
-    """``word`` with dashes in the flag's name; keys behind a dot stay as they are."""
+    """Return ``word`` with dashes in the flag's name; keys behind a dot stay as they are."""
     name, equals, value = word.partition("=")
     head, dot, keys = name.partition(".")
     return head.replace("_", "-") + dot + keys + equals + value if word.startswith("--") else word
 
 
 def plain_words(words: Sequence[str], switches: Collection[str]) -> list[str]:
-    """``words`` with a long name for each flag, one form of ``switches``, and an object for all of its keys.
+    """Return ``words`` in the parser's form.
 
-    Raises SettingsError for a key without a value.
+    Each flag has its long name, each of ``switches`` one form, each dotted flag one object. Raises SettingsError for a
+    key without a value.
     """
     out: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -44,10 +46,10 @@ def plain_words(words: Sequence[str], switches: Collection[str]) -> list[str]:
         head, _, keys = _long(flag).partition(".")
         if head in dotted:
             if not equals and not rest:
-                raise SettingsError(f"{flag} needs a value behind it")
+                raise SettingsError(f"{flag} needs a value after it")
             given = value if equals else rest.popleft()
             if head not in objects:
-                out.append(head)  # its value follows when all of its keys are known
+                out.append(head)  # its value follows when all keys are known
             _merge(objects.setdefault(head, {}), _object(head, keys, given))
         elif head in switches and (said := value if equals else rest[0] if rest else "").lower() in ("true", "false"):
             out.append(head if said.lower() == "true" else f"--no-{head.removeprefix('--')}")
@@ -69,7 +71,7 @@ def _long(flag: str) -> str:
 
 
 def _object(head: str, keys: str, text: str) -> dict[str, Any]:
-    """The object that a flag and its ``keys`` give; a key that ends in a plus adds to a list."""
+    """Return the object of a flag with ``keys``; a key with a plus adds to a list."""
     if keys:
         adds = keys.endswith("+")
         return nested(keys.removesuffix("+").split("."), [read_json(text)] if adds else text)
@@ -80,7 +82,7 @@ def _object(head: str, keys: str, text: str) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Put ``more`` into an object: objects in it are merged, lists are joined, and else the last one counts."""
+    """Put ``more`` into an object: merge objects, join lists, else the last value counts."""
     for key, value in more.items():
         before = into.get(key)
         if isinstance(before, dict) and isinstance(value, dict):

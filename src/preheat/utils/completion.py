@@ -1,4 +1,4 @@
-"""Shell completion (``preheat completion``): a script that knows every command and flag, made by shtab."""
+"""Shell completion (``preheat completion``): a script with every command and flag, made by shtab."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], shell: str) -> str:
-    """What ``shell`` reads to complete the words of ``parser`` and of its ``commands``; a flag whose value is a FILE or
-    a DIR completes to one. Raises PreheatError where shtab is not installed.
+    """Return a script that completes ``parser`` and its ``commands`` in ``shell``.
+
+    A flag with a FILE or a DIR completes to one. Raises PreheatError if shtab is not installed.
     """
     try:
         import shtab

@@ -1,7 +1,8 @@
-"""What the environment sets: our variables, those of vLLM, and those of vLLM on Gaudi in its various versions.
+"""Options from the environment: our variables, and other engines'.
 
-The environment of another engine should boot this one. A variable of ours that makes no sense is an error; one of
-theirs for something that is not here is warned about, once, and has no effect.
+The other engines are vLLM, and vLLM on Gaudi in its various versions. The environment of another engine should boot
+this one. One of our variables with an invalid value is an error. Another engine's variable for a feature that is not
+here has no effect, with one warning.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ NOWHERE = {"defrag_with_graphs": "blocks are swapped without graphs"}
 
 
 def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> dict[str, Any]:
-    """The values of ``options`` that ``env`` sets. Warns of variables with our prefixes that set nothing. Raises
-    SettingsError, naming the variable, for a value that cannot be used.
+    """Return the values of ``options`` that ``env`` sets.
+
+    Warns of variables with our prefixes that set nothing. Raises SettingsError, naming the variable, for a value that
+    cannot be used.
     """
     values: dict[str, Any] = {}
     known = {name for opt in options.values() for name in opt.env_names} | {EXPONENTIAL}
@@ -37,11 +40,11 @@ def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> d
         if name == opt.env_names[0]:
             values[opt.name] = opt.convert(env[name], name)
         elif isinstance(opt.later, str):
-            warn(f"{name} without effect: {opt.later}")
+            warn(f"{name} has no effect: {opt.later}")
         else:
             value = opt.convert(_without_unknown(opt, name, env[name]), name)
             if value and opt.name in NOWHERE:
-                warn(f"{name} without effect: {NOWHERE[opt.name]}")
+                warn(f"{name} has no effect: {NOWHERE[opt.name]}")
             else:
                 values[opt.name] = value
     if EXPONENTIAL in env:
@@ -53,22 +56,24 @@ def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> d
 
 
 def _tell_unused(name: str, known: Iterable[str]) -> None:
-    """Warn of a variable that sets nothing, unless it asks for what is always so."""
+    """Warn of a variable that sets nothing, unless it asks for the usual behavior."""
     reason = why_unused(name)
     if reason is None:
         warn(f"Unknown environment variable {name} is ignored{misspelled(name, known)}")
     elif reason:
-        warn(f"{name} without effect: {reason}")
+        warn(f"{name} has no effect: {reason}")
 
 
 def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:
-    """``values`` without the file of ranges that only a variable of another engine names: it is often set there for
-    good, and means nothing where nothing is quantized by it.
+    """Return ``values`` without an unused file of ranges.
+
+    The file is unused if only another engine's variable names it. That variable is often set for good, and means
+    nothing unless the file's quantization is asked for.
     """
     ours = "quant_config" in args or "PREHEAT_QUANT_CONFIG" in env or "QUANT_CONFIG" not in env
     if ours or values.get("quantization") == "inc":
         return dict(values)
-    warn("QUANT_CONFIG without effect: quantization is not inc")
+    warn("QUANT_CONFIG has no effect: quantization is not inc")
     return {name: value for name, value in values.items() if name != "quant_config"}
 
 
@@ -79,23 +84,26 @@ def warn(message: str) -> None:
 
 
 def _without_unknown(opt: Option, name: str, text: str) -> str:
-    """A list without the entries that only the other engine knows."""
+    """Return the list ``text`` without entries that only the other engine knows."""
     if tuple not in opt.kinds or not opt.choices:
         return text
     words = [word.strip() for word in text.strip("[]").replace('"', "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in opt.choices]:
-        warn(f"{name}: {', '.join(unknown)} without effect: here there is {', '.join(opt.choices)}")
+        warn(f"{name}: {', '.join(unknown)} has no effect: the choices are {', '.join(opt.choices)}")
     return ",".join(word for word in words if word in opt.choices)
 
 
 def _exponential(text: str, strategy: str | None, ours: bool) -> str:
-    """The strategy that the older variable names, which wins over the newer one as in vLLM on Gaudi; not over ours."""
+    """Return the strategy of the older variable.
+
+    It wins over the newer one, as in vLLM on Gaudi, but not over ours.
+    """
     try:
         named = "exponential" if parse_bool(text) else "linear"
     except ValueError:
         raise SettingsError(f"{EXPONENTIAL}: {text!r} is not a yes or no (use 1/0, true/false or yes/no)") from None
     if ours and strategy is not None:
-        warn(f"{EXPONENTIAL} without effect: the bucketing strategy is {strategy}")
+        warn(f"{EXPONENTIAL} has no effect: the bucketing strategy is {strategy}")
         return strategy
     instead = f" instead of {strategy}" if strategy not in (None, named) else ""
     warn(f"{EXPONENTIAL} is deprecated: bucketing strategy {named}{instead}")

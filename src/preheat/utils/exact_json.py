@@ -1,4 +1,4 @@
-"""JSON whose numbers keep all their digits: a double has about 17, and msgpack's integers have 64 bits."""
+"""JSON with all digits of numbers: a double has about 17 digits, msgpack's integers have 64 bits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _INTEGERS = range(-(2**63), 2**64)
 
 
 def exact_number(text: str) -> float | Decimal:
-    """The number that ``text`` says: a float, unless that would be another number."""
+    """Return the number in ``text``: a float if it is exact, else a Decimal."""
     exact, near = Decimal(text), float(text)
     return near if near - near == 0 and Decimal(repr(near)) == exact else exact
 
 
 def dumps(value: Any) -> str:
-    """The JSON of ``value``, with all digits. Raises ValueError for what is no JSON."""
+    """Return the JSON of ``value``, with all digits. Raises ValueError if it is no JSON."""
     return "".join(_parts(value))
 
 
@@ -36,14 +36,14 @@ def _parts(value: Any) -> Iterator[str]:
         yield "]"
     elif isinstance(value, Decimal):
         if not value.is_finite():
-            raise ValueError(f"{value} is no number of JSON")
+            raise ValueError(f"{value} is not a number of JSON")
         yield str(value)
     else:
         yield json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def travels(value: Any) -> bool:
-    """Whether msgpack keeps all numbers of ``value``."""
+    """Return whether msgpack keeps all numbers of ``value``."""
     if isinstance(value, dict):
         return all(map(travels, value.values()))
     if isinstance(value, list | tuple):

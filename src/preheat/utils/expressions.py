@@ -1,8 +1,8 @@
-"""Matching regular expressions that a file brings, in limited time and memory.
+"""Match regular expressions from a file, in limited time and memory.
 
-Python goes back and tries again where an expression does not match: one of twenty characters can take years, and no
-thread can be stopped. So a child process matches all expressions of a file, and ends when it takes too long. This file
-is also what the child runs, so it imports nothing of preheat.
+Python backtracks where an expression does not match. An expression of twenty characters can take years, and no thread
+can be stopped. So a child process matches all expressions of a file, and ends when it takes too long. The child runs
+this file, so it imports nothing of preheat.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SECONDS = 3
-"""Of the processor, for all expressions of a file."""
+"""CPU seconds for all expressions of a file."""
 
 PATIENCE = 10.0
-"""Seconds by the clock for the same."""
+"""Seconds by the clock for all expressions of a file."""
 
 MEMORY_BYTES = 1 << 30
 
 
 class Expressions(NamedTuple):
-    """The expressions of a ``field``, in order. ``whole``: they match a whole name, and else the beginning of one."""
+    """The expressions of a ``field``, in order; ``whole``: they match a whole name, not just its beginning."""
 
     field: str
     texts: Sequence[str]
@@ -32,22 +32,22 @@ class Expressions(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The ``number`` of the first expression that matches a name, and its first ``group`` if it has one."""
+    """The ``number`` of the first expression that matches a name, and its first ``group``, if any."""
 
     number: int
     group: str | None
 
 
 Found = dict[str, Match]
-"""By name; names that nothing matches are not in it."""
+"""Matches by name; a name without a match is not in it."""
 
 
 class BadExpression(ValueError):
-    """An expression is none, or it takes too long. The message names the field."""
+    """An expression is invalid or takes too long. The message names the field."""
 
 
 def first_matches(asked: Sequence[Expressions], names: Sequence[str]) -> list[Found]:
-    """For each of ``asked``, what matches the ``names``, by Python's rules. Raises BadExpression."""
+    """Return, for each of ``asked``, the first matches in ``names``, by Python's rules. Raises BadExpression."""
     if not any(each.texts for each in asked):
         return [{} for _ in asked]
     lines, ended = _answers_of(json.dumps([asked, names]))
@@ -63,7 +63,7 @@ def first_matches(asked: Sequence[Expressions], names: Sequence[str]) -> list[Fo
 
 
 def _answers_of(question: str) -> tuple[list[str], str]:
-    """The lines that the child has answered, and how it ended before the last."""
+    """Return the lines that the child has answered, and the reason why it ended early."""
     command = [sys.executable, "-I", "-S", __file__]
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -75,13 +75,13 @@ def _answers_of(question: str) -> tuple[list[str], str]:
 
 
 def _first(texts: Sequence[str], whole: bool, names: Sequence[str]) -> dict[str, object]:
-    """The answer about the expressions of one field."""
+    """Return the answer for the expressions of one field."""
     compiled = []
     for text in texts:
         try:
             compiled.append(re.compile(text))
         except (re.error, OverflowError, RecursionError) as error:
-            return {"wrong": f"{text[:200]!r}, which is no regular expression: {error}"}
+            return {"wrong": f"{text[:200]!r}, and that is not a regular expression: {error}"}
     found = []
     for place, name in enumerate(names):
         for number, each in enumerate(compiled):
@@ -100,7 +100,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def main() -> None:
-    """Answer the question on standard input, within limits of this process."""
+    """Answer the question on standard input, within this process's limits."""
     import resource
 
     _limit(resource.RLIMIT_CPU, SECONDS)

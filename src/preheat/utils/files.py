@@ -1,7 +1,8 @@
-"""Opening files that a client, a checkpoint or an operator names.
+"""Open files that a client, a checkpoint or an operator names.
 
-A path is resolved before it is opened, and only a regular file is opened: a pipe or a device is refused at once, where
-opening it might wait for ever. What is read whole has a limit. All errors are OSErrors, whose ``strerror`` says why.
+A path is resolved before it is opened, and only a regular file is opened. A pipe or a device is refused at once, since
+opening it might wait for ever. A file that is read whole has a limit. All errors are OSErrors with the reason in
+``strerror``.
 """
 
 from __future__ import annotations
@@ -18,39 +19,41 @@ from typing import Any, BinaryIO
 from preheat.errors import ModelError
 
 CONFIG_BYTES = 16 << 20
-"""The most that is read of a configuration, a template or a list of names."""
+"""Most bytes that are read of a configuration, a template or a list of names."""
 
 TABLE_BYTES = 512 << 20
-"""The most that is read of a tokenizer, of an index of tensors or of a record."""
+"""Most bytes that are read of a tokenizer, of an index of tensors or of a record."""
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _PATH_SHOWN = 200
 
 
 def resolved(path: str | Path, below: str | Path | None = None) -> Path:
-    """``path`` without links. Raises OSError unless it is ``below`` that folder, and then unless there is something:
-    an error tells nothing about what lies elsewhere.
+    """Return ``path`` without links.
+
+    Raises OSError unless it lies ``below`` the folder of this name, and only then unless it exists. So an error tells
+    nothing about other folders.
     """
     try:
         found = Path(os.path.realpath(path))
         if below is not None and not found.is_relative_to(os.path.realpath(below)):
-            raise OSError(errno.EACCES, "it is not below the folder from which files are read", shown(path))
+            raise OSError(errno.EACCES, "it is outside the folder from which files may be read", shown(path))
         return Path(os.path.realpath(path, strict=True))
     except ValueError as error:
         raise OSError(errno.EINVAL, f"it cannot be a path: {error}", shown(path)) from None
 
 
 def regular_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> Path:
-    """The regular file behind ``path``, of at most so many bytes, for a library that opens files itself."""
+    """Return the regular file behind ``path``, of at most ``most`` bytes, for a library to open."""
     if below is None and "\0" not in str(path):
-        _check(os.stat(path), path, most)  # what is no file, as a shell's pipe, may have no path behind its links
+        _check(os.stat(path), path, most)  # a shell's pipe is no file, and may have no path behind its links
     found = resolved(path, below)
     _check(os.stat(found), path, most)
     return found
 
 
 def open_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> BinaryIO:
-    """The regular file behind ``path``, open, of at most so many bytes."""
+    """Open the regular file behind ``path``, of at most ``most`` bytes."""
     descriptor = os.open(regular_file(path, below), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         _check(os.fstat(descriptor), path, most)
@@ -61,16 +64,16 @@ def open_file(path: str | Path, below: str | Path | None = None, *, most: int | 
 
 
 def read_file(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> bytes:
-    """All bytes of the regular file behind ``path``, if they are at most so many."""
+    """Return all bytes of the regular file behind ``path``, at most ``most``."""
     with open_file(path, below, most=most) as file:
-        data = file.read(most + 1)  # it may have grown, or never have told its size
+        data = file.read(most + 1)  # the file may have grown, or never have told its size
     if len(data) > most:
         raise _too_large(path, most)
     return data
 
 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
-    """The text in a file that the command line names, which may be a pipe of the shell."""
+    """Return the text in a file that the command line names, or in a shell's pipe."""
     if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
         return read_text(path, most=most)
     with open(path, "rb") as pipe:
@@ -81,13 +84,13 @@ def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
 
 
 def new_file(path: str | Path) -> BinaryIO:
-    """A file that was not there, open to be written. Raises FileExistsError for one that was."""
+    """Open a new file to be written. Raises FileExistsError if the file exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o600), "wb", 0)
 
 
 def grown_file(path: str | Path) -> BinaryIO:
-    """The regular file ``path``, made if it is missing, open to be read and written."""
+    """Open the regular file ``path`` to be read and written; make it if it is missing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -99,7 +102,10 @@ def grown_file(path: str | Path) -> BinaryIO:
 
 
 def lock_folder(folder: Path) -> BinaryIO:
-    """A file in ``folder`` that is locked while it is open. Raises BlockingIOError where another process has it."""
+    """Return a file in ``folder`` that is locked while it is open.
+
+    Raises BlockingIOError if another process has the lock.
+    """
     file = grown_file(folder / "lock")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +116,7 @@ def lock_folder(folder: Path) -> BinaryIO:
 
 
 def same_file(one: str, other: str) -> bool:
-    """Whether both paths lead to the same file."""
+    """Return whether both paths lead to the same file."""
     try:
         return os.path.samefile(one, other)
     except (OSError, ValueError):
@@ -118,13 +124,17 @@ def same_file(one: str, other: str) -> bool:
 
 
 def read_text(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> str:
-    """The same as text, without the mark (BOM) at the beginning. Raises UnicodeDecodeError too."""
+    """Return the text of a file, without a byte order mark.
+
+    Raises UnicodeDecodeError, and the errors of :func:`read_file`.
+    """
     return read_file(path, below, most=most).decode("utf-8-sig")
 
 
 def read_json(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; without such a file, an empty one. Raises ModelError for other
-    contents.
+    """Return the JSON object in a file of a checkpoint.
+
+    Without such a file it is empty. Raises ModelError for other contents.
     """
     try:
         value = json.loads(read_text(path, below, most=most))
@@ -140,13 +150,15 @@ def read_json(path: str | Path, below: str | Path | None = None, *, most: int = 
 
 
 def folder_below(root: str | Path, path: str | Path, *files: str) -> tuple[Path, Path]:
-    """``root`` and the folder ``path``, absolute or from ``root`` on, both without links. Raises OSError unless the
-    folder lies below ``root``, and the regular files behind ``files`` that are in it.
+    """Return ``root`` and the folder ``path``, both without links.
+
+    ``path`` is absolute or relative to ``root``. Raises OSError unless the folder lies below ``root``, and unless its
+    ``files``, as far as they exist, are regular files below ``root``.
     """
     top = resolved(Path(root).expanduser())
     folder = resolved(top / path, top)
     if not folder.is_dir():
-        raise OSError(errno.ENOTDIR, "it is no folder", shown(path))
+        raise OSError(errno.ENOTDIR, "it is not a folder", shown(path))
     for name in files:
         if os.path.lexists(folder / name):
             regular_file(folder / name, top)
@@ -166,13 +178,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def shown(path: object) -> str:
-    """``path`` for a message: the end of a very long one."""
+    """Return ``path`` for a message; of a very long path, only the end."""
     text = str(path)
     return text if len(text) <= _PATH_SHOWN else f"…{text[-_PATH_SHOWN:]}"
 
 
 def why_unread(error: Exception) -> str:
-    """Why a file cannot be read, without its name."""
+    """Return the reason why a file cannot be read, without the file's name."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,4 +1,4 @@
-"""What `preheat doctor` finds."""
+"""A finding of `preheat doctor`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ Verdict = Literal["ok", "note", "fail"]
 
 
 class Finding(NamedTuple):
-    """``verdict`` on ``what`` (a few words), which is ``found``; ``advice`` says what to change. "note" is for what
-    works and may surprise, "fail" for what keeps preheat from running as asked.
+    """The ``verdict`` on a subject.
+
+    ``what`` names the subject in a few words, ``found`` is its state. ``advice`` is the remedy. "note": it works and
+    may surprise. "fail": it keeps preheat from running as asked.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Keeps long-lived objects away from the garbage collector, whose walks over them would delay requests."""
+"""Keep long-lived objects from the garbage collector: its walks over them would delay requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def settle() -> None:
+def collect_and_freeze() -> None:
     """Collect once, and never look at the remaining objects again."""
     gc.collect()
     gc.freeze()
@@ -17,8 +17,8 @@ def settle() -> None:
 
 @functools.cache
 def keep_imports() -> None:
-    """Settle after torch was imported, the first time only: its modules are most of the objects of a process."""
-    settle()
+    """Collect and freeze once torch is imported, the first time only: most objects of a process are its modules."""
+    collect_and_freeze()
 
 
 @contextmanager
@@ -34,12 +34,12 @@ def paused() -> Iterator[None]:
 
 
 def give_back_memory(shutdown_ray: bool = False) -> None:
-    """Give back the memory of engines that nothing refers to any more, on the host and on the device.
+    """Give back the memory of engines without references, on host and device.
 
-    It is vLLM's ``cleanup_dist_env_and_memory``; ``shutdown_ray``: leave Ray's cluster too.
+    The counterpart of vLLM's ``cleanup_dist_env_and_memory``. ``shutdown_ray``: leave Ray's cluster too.
     """
     gc.unfreeze()  # an engine was put away when it had booted
-    settle()
+    collect_and_freeze()
     torch, ray = sys.modules.get("torch"), sys.modules.get("ray")
     if torch is not None and torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -1,7 +1,8 @@
-"""What is given by name, in a file of options, as flags or as keywords: our options, and the flags of vLLM.
+"""Values by name: our options and vLLM's flags.
 
-A name may have dashes or underscores, begin with ``no-`` where it is a yes or no, and go on with the key of a JSON
-object behind a dot. What a flag of vLLM does that is no option here is in :mod:`preheat.utils.vllm_flags`.
+The names come from a file of options, from flags or from keywords. A name may have dashes or underscores, begin with
+``no-`` for a switch, and end with the key of a JSON object behind a dot. The module :mod:`preheat.utils.vllm_flags` has
+the flags of vLLM that are no options here.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from preheat.utils.vllm_flags import FOREIGN, INSTEAD, Foreign, refuse
 
 
 def given_options(given: Mapping[str, object], options: Mapping[str, Option], where: str = "") -> dict[str, Any]:
-    """The values that ``given`` sets, by the names of ``options``. ``where`` is the file that they are written in.
+    """Return the values that ``given`` sets, by the names of ``options``.
 
-    Raises SettingsError for a name that nobody knows, and for a value that cannot be used.
+    ``where`` is the file that sets them. Raises SettingsError for an unknown name, and for a value that cannot be used.
     """
     found: dict[str, Any] = {}
     for written, value in given.items():
@@ -35,13 +36,13 @@ def given_options(given: Mapping[str, object], options: Mapping[str, Option], wh
 
 
 def nested(keys: Iterable[str], value: object) -> dict[str, Any]:
-    """The object that has ``value`` at the end of ``keys``."""
+    """Return an object with ``value`` at the end of ``keys``."""
     first, *rest = keys
     return {first: nested(rest, value) if rest else read_json(value)}
 
 
 def read_json(value: object) -> object:
-    """``value``, read as JSON where it is text that can be."""
+    """Return ``value``; a text that is JSON is read."""
     if not isinstance(value, str):
         return value
     try:
@@ -51,7 +52,7 @@ def read_json(value: object) -> object:
 
 
 def _meant(name: str, value: object, options: Mapping[str, Option], where: str) -> Iterator[tuple[str, object]]:
-    """The options, or keys of their objects, that ``name`` sets, with the values that they get."""
+    """Yield the options, or keys of their objects, that ``name`` sets, with their values."""
     head, dot, _ = name.partition(".")
     row = FOREIGN.get(head)
     if name in options and isinstance(value, list) and (several := options[name].several) is not None:
@@ -69,7 +70,7 @@ def _meant(name: str, value: object, options: Mapping[str, Option], where: str) 
 
 
 def _is_named(text: str) -> bool:
-    """Whether ``text`` is NAME=PATH, and no path itself."""
+    """Return whether ``text`` is NAME=PATH, and not a path itself."""
     name, equals, _ = text.partition("=")
     return bool(equals) and "/" not in name and not os.path.exists(text)
 
@@ -80,7 +81,7 @@ def _of_vllm(row: Foreign, value: object) -> Iterator[tuple[str, object]]:
     elif not row.takes(value):
         raise refuse(row, value)
     elif row.verdict == "unused" and value is not False:
-        warn(f"{row.flag} without effect: {row.says}")
+        warn(f"{row.flag} has no effect: {row.says}")
 
 
 def _is_switch(name: str, options: Mapping[str, Option]) -> bool:
@@ -93,6 +94,6 @@ def _unknown(name: str, options: Mapping[str, Option], where: str) -> SettingsEr
 
 
 def instead_of(name: str, known: Iterable[str]) -> str:
-    """A hint for ``name``, which nobody knows: what it is called here, or the known one that is a typo away."""
+    """Return a hint for the unknown ``name``: its name here, or a known similar name."""
     flag = "--" + name.lstrip("-").replace("_", "-") if not name.startswith("-") or name.startswith("--") else name
     return f": write {INSTEAD[flag]}" if flag in INSTEAD else misspelled(name, known)

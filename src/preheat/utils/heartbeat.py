@@ -1,7 +1,8 @@
-"""Signs of life from the engine's process, so that the server need not wait for the time limit of a step.
+"""Signs of life from the engine's process.
 
-A thread beside the loop sends them, because a step on a CPU may rightly take minutes. It falls silent with the process,
-and while ``alive`` says that the loop waits for a device that does not answer.
+With them, the server need not wait for the time limit of a step. A thread beside the loop sends them, because a step on
+a CPU may rightly take minutes. It falls silent when the process ends, and while ``alive`` says that the loop waits for
+a device that does not answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ INTERVAL_SECONDS = 0.5
 
 
 class Heartbeat:
-    """Calls ``beat`` in a thread, every :data:`INTERVAL_SECONDS` in which ``alive()`` is true, until :meth:`stop`."""
+    """A thread that calls ``beat`` every :data:`INTERVAL_SECONDS` while ``alive()`` is true, until :meth:`stop`."""
 
     def __init__(self, beat: Callable[[], None], alive: Callable[[], bool]) -> None:
         self._beat, self._alive, self._stopped = beat, alive, threading.Event()

@@ -1,8 +1,8 @@
-"""Work on what strangers wrote, in processes of its own, whose time and memory the system bounds.
+"""Work on clients' data in processes with bounded time and memory.
 
-Neither an image nor a chat template says beforehand what it will cost. A :class:`Helper` does one job after the other
-in a child process. A job that uses too much CPU time or memory, or that nobody wants any more, ends with its process;
-the next job has a new one. The child leaves with its parent.
+The cost of an image or a chat template is not known beforehand. A :class:`Helper` does one job after the other in a
+child process. A job that uses too much CPU time or memory, or that nobody wants any more, ends with its process. The
+next job has a new process. The child ends with its parent.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from queue import LifoQueue
 from typing import Literal
 
 Work = Callable[[bytes], bytes]
-"""Does a job: from bytes to bytes."""
+"""A function that does a job: from bytes to bytes."""
 
 Reason = Literal["time", "memory", "given up", "died"]
 
 _STDIN = 0
-_LAST_SECONDS = 1.0  # for a child whose line is closed to be gone
-_NO_MEMORY = 77  # the exit status of a child that has no memory left
+_LAST_SECONDS = 1.0  # for a child to exit once its line is closed
+_NO_MEMORY = 77  # the exit status of a child without memory
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-"""Memory that a job frees goes back to the system, and one thread does it."""
+"""Settings that give freed memory back to the system, and use one thread."""
 
 
 class HelperEnded(Exception):
@@ -50,8 +50,10 @@ class HelperEnded(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """Helpers that are alike. ``entry`` ("module:function") makes the work from ``config`` in the child. A job may use
-    ``cpu_seconds`` of CPU time and ``memory`` bytes beyond what the child has when it is idle.
+    """The kind of a helper.
+
+    ``entry`` ("module:function") makes the work from ``config`` in the child. A job may use ``cpu_seconds`` of CPU time
+    and ``memory`` bytes beyond the idle child's.
     """
 
     entry: str
@@ -61,18 +63,18 @@ class Kind:
 
 
 class Helper:
-    """One process of a ``kind``, for one job at a time; it starts when it is first needed."""
+    """One process of a ``kind``, for one job at a time; the first job starts it."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self._lock = threading.Lock()  # of the two that follow
+        self._lock = threading.Lock()  # guards the next two
         self._process: subprocess.Popen[bytes] | None = None
-        self._given_up: bool | None = None  # None: there is no job
+        self._given_up: bool | None = None  # None: no job
         self._line: Connection | None = None
         self._end: Callable[[], object] = _nothing
 
     def run(self, job: bytes) -> bytes:
-        """What the work makes of ``job``. Raises HelperEnded."""
+        """Return the result of ``job``. Raises HelperEnded."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -88,7 +90,7 @@ class Helper:
                 self._given_up = None
 
     def give_up(self) -> None:
-        """End the job that runs, if one does: its ``run`` raises HelperEnded. Call it from another thread."""
+        """End the running job, if there is one: its ``run`` raises HelperEnded. Call it from another thread."""
         with self._lock:
             if self._given_up is False and self._process is not None:
                 self._given_up = True
@@ -100,7 +102,7 @@ class Helper:
         words = [kind.entry, str(theirs.fileno()), str(kind.cpu_seconds), str(kind.memory)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", "preheat.utils.helper", *words],
-            stdin=subprocess.PIPE,  # it closes with this process, which the child notices
+            stdin=subprocess.PIPE,  # closes with this process; the child notices
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it
             env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -109,11 +111,11 @@ class Helper:
         self._line = ours
         self._end()  # of the process before
         self._end = weakref.finalize(self, _end, self._process, ours)
-        with suppress(OSError):  # it has left already, which the job will find
+        with suppress(OSError):  # the child has left already; the job will notice
             ours.send_bytes(kind.config)
 
     def _ended(self) -> Reason:
-        """Why the process ended, or ends: its line is closed."""
+        """Return the reason why the process ended, or ends: its line is closed."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_SECONDS)
@@ -133,11 +135,11 @@ def _end(process: subprocess.Popen[bytes], line: Connection) -> None:
 
 
 def _nothing() -> object:
-    """There is no process yet."""
+    """Do nothing: there is no process yet."""
 
 
 class Helpers:
-    """``count`` helpers of a ``kind``, the one that was used last first."""
+    """``count`` helpers of a ``kind``; the one used last is taken first."""
 
     def __init__(self, kind: Kind, count: int) -> None:
         self.count = count
@@ -146,8 +148,8 @@ class Helpers:
             self._idle.put(Helper(kind))
 
     @contextmanager
-    def taken(self) -> Iterator[Helper]:
-        """One that is idle; waits for it."""
+    def lend(self) -> Iterator[Helper]:
+        """Wait for an idle helper, and lend it."""
         helper = self._idle.get()
         try:
             yield helper
@@ -155,17 +157,17 @@ class Helpers:
             self._idle.put(helper)
 
     def run(self, job: bytes) -> bytes:
-        """What the next idle one makes of ``job``. Raises HelperEnded."""
-        with self.taken() as helper:
+        """Return the result of ``job`` from the next idle helper. Raises HelperEnded."""
+        with self.lend() as helper:
             return helper.run(job)
 
     def run_on_each(self, job: bytes) -> list[bytes]:
-        """What each makes of ``job``, all at once: after it, all are warm. Raises HelperEnded."""
+        """Return the results of ``job`` from all helpers at once; afterwards, all are warm. Raises HelperEnded."""
         with ThreadPoolExecutor(self.count) as threads:
-            together = threading.Barrier(self.count)  # so that none is taken twice
+            together = threading.Barrier(self.count)  # so that no helper is taken twice
 
             def run() -> bytes:
-                with self.taken() as helper:
+                with self.lend() as helper:
                     together.wait()
                     return helper.run(job)
 
@@ -176,7 +178,7 @@ class Helpers:
 
 
 def main() -> None:
-    """Do what comes over the line, one job after the other, until the parent leaves."""
+    """Do the jobs that come over the line, one after the other, until the parent leaves."""
     entry, line_number, cpu_seconds, memory = sys.argv[1:]
     threading.Thread(target=_leave_with_parent, daemon=True, name="parent-exit").start()
     line = Connection(int(line_number))
@@ -194,7 +196,7 @@ def main() -> None:
 
 
 def _do(work: Work, line: Connection, cpu_seconds: float) -> None:
-    """The next job. Beyond its CPU time a signal ends this process."""
+    """Do the next job. Beyond its CPU time a signal ends this process."""
     job = line.recv_bytes()
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     line.send_bytes(work(job))
@@ -208,7 +210,7 @@ def _leave_with_parent() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Allow ``more`` bytes of data than there are now, where the system can say how many that is."""
+    """Allow ``more`` bytes of data than now, if the system can tell the present number."""
     status = Path("/proc/self/status")
     if status.exists():
         now = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData"))

@@ -1,7 +1,7 @@
-"""How many values a JSON text has, counted before it is decoded.
+"""Number of values in a JSON text, counted before the text is decoded.
 
-A decoder holds Python's lock until it is done, so that no other thread runs: how long that is depends on how many
-objects it makes. Counting them takes milliseconds for 16 MB, in numpy's loops, which other threads run beside.
+A decoder holds Python's lock until it is done, so no other thread runs. Its time depends on the number of objects that
+it makes. Counting takes milliseconds for 16 MB, in numpy's loops; other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from preheat.errors import InvalidRequest
 
 MOST_VALUES = 2**18
-"""Values in a body, or in a JSON text within it: Python's lock is held while they are made, and at times again."""
+"""Most values in a body, or in a JSON text within it; Python's lock is held while they are made, and at times again."""
 
 MOST_IDS = 5 * MOST_VALUES
-"""Values in a body of token ids, which are made faster: more than a context of a million tokens has."""
+"""Most values in a body of token ids, more than in a context of a million tokens; ids are made faster."""
 
 MOST_CONTAINERS = 2**16
-"""Lists and objects in a body, each of which takes as long as several other values."""
+"""Most lists and objects in a body; each takes as long as several other values."""
 
 _CHUNK = 1 << 18
-"""Bytes that are looked at together: their masks stay in a processor's cache."""
+"""Bytes that are counted together, so that their masks stay in a processor's cache."""
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPEN, _LOWER = ord("{"), 0x20
@@ -30,8 +30,10 @@ _OPEN, _LOWER = ord("{"), 0x20
 
 
 class JsonSize(NamedTuple):
-    """``values``: how many there are, at most: each one but the first follows a comma or opens a list or an object.
-    ``containers``: the lists and objects among them. ``members``: the values that have names, in objects.
+    """The size of a JSON text.
+
+    ``values``: their greatest possible number. Each value but the first follows a comma or an opening bracket.
+    ``containers``: the lists and objects among them. ``members``: the values with names, in objects.
     """
 
     values: int
@@ -54,7 +56,7 @@ def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | Non
 
 
 def json_size(text: bytes) -> JsonSize:
-    """The size of a JSON ``text``; of any other text, some number."""
+    """Return the size of a JSON ``text``; of any other text, some number."""
     values, containers, members, inside, escape = 1, 0, 0, False, False
     for start in range(0, len(text), _CHUNK):
         chunk = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
@@ -73,9 +75,10 @@ def json_size(text: bytes) -> JsonSize:
 
 
 def _escaped(backslashes: np.ndarray, first: bool) -> tuple[np.ndarray | None, bool]:
-    """Which bytes a backslash escapes, given whether the ``first`` one is; and whether the byte after them is.
+    """Return a mask of the escaped bytes, and the next byte's state.
 
-    A byte is escaped if the run of backslashes before it is of odd length.
+    The state is whether the byte behind them is escaped. A byte is escaped if the run of backslashes before it has odd
+    length. ``first``: the first byte is escaped. The mask is None if no byte is escaped.
     """
     if not first and not backslashes.any():
         return None, False

@@ -10,8 +10,10 @@ from preheat.errors import SettingsError
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``endpoint`` is where batches are published, under ``topic``; at most ``hwm`` wait for a slow subscriber.
-    ``replay_endpoint``, if any, is where the last ``buffer_steps`` batches may be asked for again.
+    """vLLM's KVEventsConfig.
+
+    Batches are published at ``endpoint``, under ``topic``; at most ``hwm`` wait for a slow subscriber. The last
+    ``buffer_steps`` batches may be asked for again at ``replay_endpoint``, if there is one.
     """
 
     enable_kv_cache_events: bool = False
@@ -29,7 +31,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kv_events_config(given: dict[str, Any] | None) -> KvEventsConfig:
-    """Raises SettingsError, naming the key, for what cannot be used."""
+    """Return the config ``given``. Raises SettingsError, naming the key, for a value that cannot be used."""
     try:
         config = msgspec.convert(given or {}, KvEventsConfig)
     except msgspec.ValidationError as error:

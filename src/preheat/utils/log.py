@@ -1,8 +1,8 @@
-"""The log: an event is one line of printable characters, and writing it never holds up who logs.
+"""The log: an event is one printable line, and logging never waits.
 
-Texts of clients and of checkpoints reach log lines and error lines. One formatter escapes them, for every handler. The
-lines go to standard error through a thread of their own: a pipe that nobody reads, a full disk or a terminal that is
-gone costs lines, which are counted, and nothing else.
+Texts of clients and of checkpoints reach log lines and error lines. One formatter escapes them, for every handler. A
+separate thread writes the lines to standard error. A pipe that nobody reads, a full disk or a closed terminal costs
+only lines; lost lines are counted.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any, Protocol, TextIO
 from preheat.utils.log_config import log_as
 
 HELD_BYTES = 1 << 20
-"""Most bytes that wait for the reader of standard error; what comes when they do is dropped."""
+"""Most bytes that wait for the reader of standard error; further lines are dropped."""
 
 EXIT_SECONDS = 1.0
-"""How long a process that leaves waits for the reader of its last lines."""
+"""Seconds that an ending process waits for the reader of its last lines."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 TRACEBACK = "    | "
-"""Begins each line of a traceback, so that no text in it looks like an event."""
+"""The beginning of each line of a traceback, so that no text in it looks like an event."""
 
 _FORM = "%(levelname)s %(asctime)s [%(process)d] %(name)s: %(message)s"
 
 
 def one_line(text: str) -> str:
-    """``text`` with all that is not printable escaped as in JSON: line breaks, controls, marks of direction."""
+    """Return ``text`` with unprintable characters escaped as in JSON: line breaks, controls, marks of direction."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
@@ -51,20 +51,20 @@ def _escaped(char: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with each of its lines as :func:`one_line` shows it."""
+    """Return ``text`` with :func:`one_line` applied to each line."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def without_controls(text: str) -> str:
-    """``text`` with what a terminal obeys escaped, but for tabs and line breaks."""
+    """Return ``text`` with a terminal's control characters escaped, except tabs and line breaks."""
     return _CONTROLS.sub(lambda found: _escaped(found[0]), text)
 
 
 class LineFormatter(logging.Formatter):
-    """Formats an event as one line, and a traceback behind it as lines that begin with :data:`TRACEBACK`."""
+    """Formatter of an event as one line, and of a traceback as lines that begin with :data:`TRACEBACK`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another formatter may have left its own
+        record.exc_text = None  # another formatter may have left its text
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -82,9 +82,9 @@ def _marked(text: str) -> str:
 
 
 class BackgroundStream(io.TextIOBase):
-    """Writes to the file of ``stream`` in a thread, in order, and drops what does not fit into ``held`` bytes.
+    """A writer to the file of ``stream``, in a thread and in order.
 
-    Neither ``write`` nor ``flush`` ever waits; :meth:`drain` does.
+    Text beyond ``held`` waiting bytes is dropped. Neither ``write`` nor ``flush`` ever waits; :meth:`drain` does.
     """
 
     def __init__(self, stream: TextIO, held: int = HELD_BYTES) -> None:
@@ -117,7 +117,7 @@ class BackgroundStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Hand ``text`` to the thread, or drop it and count it. A fork has no thread: it writes here."""
+        """Hand ``text`` to the thread, or drop it and count it. A fork has no thread, so it writes directly."""
         data = text.encode(self.encoding, "backslashreplace")
         if os.getpid() != self._process:
             os.write(self._fd, data)
@@ -126,7 +126,7 @@ class BackgroundStream(io.TextIOBase):
             if self._held + len(data) > self._most:
                 self._dropped += 1
             elif data:
-                self._put(self._told() + data)
+                self._put(self._drop_notice() + data)
         return len(text)
 
     def drain(self, seconds: float) -> bool:
@@ -134,7 +134,7 @@ class BackgroundStream(io.TextIOBase):
         if os.getpid() != self._process:
             return True
         with self._lock:
-            if told := self._told():
+            if told := self._drop_notice():
                 self._put(told)
         end = time.monotonic() + seconds
         while self._held and time.monotonic() < end:
@@ -145,8 +145,8 @@ class BackgroundStream(io.TextIOBase):
         self._held += len(data)
         self._queue.put(data)
 
-    def _told(self) -> bytes:
-        """A line about what was dropped, if anything was."""
+    def _drop_notice(self) -> bytes:
+        """Return a line about dropped lines, if there were any."""
         count, self._dropped = self._dropped, 0
         return b"WARNING %d lines were dropped here: standard error was not read\n" % count if count else b""
 
@@ -159,11 +159,11 @@ class BackgroundStream(io.TextIOBase):
                 self._dropped += not written
 
     def _written(self, data: bytes) -> bool:
-        """Whether the whole of ``data`` could be written; waits for the reader."""
+        """Write ``data``, and wait for the reader. Return whether all could be written."""
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # another process has made the file so
+            except BlockingIOError:  # another process has made the file non-blocking
                 select.select([], [self._fd], [], 1.0)
             except OSError:  # closed, full or gone
                 return False
@@ -177,7 +177,7 @@ def protect_stderr() -> None:
         return
     try:
         background = BackgroundStream(stream)
-    except OSError:  # it has no file
+    except OSError:  # the stream has no file
         return
     sys.stderr = background
     atexit.register(background.drain, EXIT_SECONDS)
@@ -185,7 +185,7 @@ def protect_stderr() -> None:
 
 def leave(status: int) -> None:
     """End the process with ``status`` after its last output, but within :data:`EXIT_SECONDS`, whatever hangs."""
-    with contextlib.suppress(Exception):  # what is being written may be half there
+    with contextlib.suppress(Exception):  # a stream may be in the middle of a write
         exit_after(EXIT_SECONDS, status)
         sys.stdout.flush()
         if isinstance(sys.stderr, BackgroundStream):
@@ -201,7 +201,7 @@ def exit_after(seconds: float, status: int) -> None:
 
 
 class Logged(Protocol):
-    """Settings of the log: the least level, and a file that says more."""
+    """Settings of the log: the least level, and a file with more settings."""
 
     @property
     def log_level(self) -> str: ...
@@ -228,7 +228,7 @@ def _uncaught(kind: type[BaseException], error: BaseException | None, trace: Tra
 
 
 def line_handler(form: str) -> logging.Handler:
-    """A handler that writes events of this ``form`` to standard error, each on one line."""
+    """Return a handler that writes events of this ``form`` to standard error, each on one line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(form, "%m-%d %H:%M:%S"))
     return handler

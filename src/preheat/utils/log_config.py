@@ -1,4 +1,4 @@
-"""A file that says how to log (``--log-config-file``): a JSON object for Python's ``logging.config.dictConfig``."""
+"""The file of ``--log-config-file``: a JSON object for Python's ``logging.config.dictConfig``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from preheat.errors import SettingsError
 from preheat.utils.files import read_given, why_unread
 
 _NAMES = {"vllm.logging_utils.NewLineFormatter": "preheat.utils.log.LineFormatter"}
-"""What files that were written for vLLM name, and what it is here."""
+"""Classes that files written for vLLM name, and their counterparts here."""
 
 
 def log_as(path: str) -> None:
-    """Log as the file at ``path`` says. Raises SettingsError if it cannot be read or says nothing that is understood.
+    """Log by the file at ``path``. Raises SettingsError if the file cannot be read or used.
 
-    What it says of the logger ``vllm`` counts for ours, ``preheat``, if that is not named. Loggers that are not named
-    stay as they are, and one with handlers of its own hands nothing on, unless the file says otherwise.
+    Settings of the logger ``vllm`` count for ours, ``preheat``, if the file does not name ours. Loggers without an
+    entry stay as they are. A logger with handlers of its own passes no events on, unless the file says otherwise.
     """
     try:
         config = json.loads(read_given(path))
@@ -27,8 +27,8 @@ def log_as(path: str) -> None:
     except Exception as error:  # a handler that the file names may raise anything
         cause = error.__cause__ or error
         raise SettingsError(
-            f"log_config_file {path} is no JSON object that logging.config.dictConfig takes: {error}"
-            f"{'' if cause is error else f' ({cause})'}",
+            f"log_config_file {path} is not a JSON object that logging.config.dictConfig accepts: "
+            f"{error}{'' if cause is error else f' ({cause})'}",
             param=_PARAM,
         ) from error
 
@@ -37,7 +37,7 @@ _PARAM = "log_config_file"
 
 
 def _ours(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with our names."""
+    """Return ``config`` with our names."""
     config = {"disable_existing_loggers": False, **config}
     loggers = {name: dict(asked) for name, asked in config.get("loggers", {}).items()}
     for name in [name for name in loggers if name.split(".")[0] == "vllm"]:
@@ -53,5 +53,5 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(asked: dict[str, Any]) -> dict[str, Any]:
-    """A formatter or a handler with our classes."""
+    """Return a formatter or a handler with our classes."""
     return {key: _NAMES.get(value, value) if isinstance(value, str) else value for key, value in asked.items()}

@@ -13,7 +13,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BLOCK = 1 << 18
 RESET_PEAK = "5"
-"""What the kernel takes, written to clear_refs, as "forget the peak of the resident set"."""
+"""The value that makes the kernel forget the peak of the resident set, written to clear_refs."""
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -21,12 +21,12 @@ MEMORY_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller, "" in version 2: files with a group's limit and use, and the line of memory.stat that says how much of
-the use is a file cache that the kernel drops when memory is short."""
+"""By controller ("" in version 2): the files of a group's limit and use, and a line of memory.stat. The line counts the
+part of the use that is file cache; the kernel drops it when memory is short."""
 
 
 def free_memory() -> int:
-    """What the kernel says is available without swapping, and no more than a container may have."""
+    """Return the memory that the kernel calls available, without swapping, within a container's limits."""
     size = _kib(Path("/proc/meminfo"), "MemAvailable:")
     if size is None:
         raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")
@@ -38,8 +38,10 @@ def free_memory() -> int:
 
 
 def left_in_groups(groups: str, mount: Path) -> list[int]:
-    """Bytes that each control group with a limit has left; ``groups`` as in /proc/self/cgroup. A container may see its
-    own group as the root of ``mount``, so every folder from there to the group counts.
+    """Return the bytes that each control group with a limit has left.
+
+    ``groups`` is as in /proc/self/cgroup. A container may see its own group as the root of ``mount``, so every folder
+    from there to the group counts.
     """
     found = []
     for line in groups.splitlines():
@@ -55,7 +57,7 @@ def left_in_groups(groups: str, mount: Path) -> list[int]:
 
 
 def _left(group: Path, limit: str, used: str, cached: str) -> int | None:
-    """Bytes that ``group`` has left; None without a limit."""
+    """Return the bytes that ``group`` has left; None without a limit."""
     try:
         most, now = int((group / limit).read_text()), int((group / used).read_text())
         lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -65,36 +67,35 @@ def _left(group: Path, limit: str, used: str, cached: str) -> int | None:
 
 
 def total_memory() -> int:
-    """The memory of the machine."""
+    """Return the memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
 def used_memory() -> int:
-    """The resident set of this process."""
+    """Return the resident set of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def give_back_large_blocks() -> None:
-    """Let the C library give each large block back to the kernel when it is freed.
+    """Let the C library give large blocks back to the kernel at once.
 
-    It would keep them, up to 32 MB each,
-    once some were freed.
+    It does so when a block is freed. Otherwise it would keep freed blocks of up to 32 MB each.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 def trim() -> None:
-    """Let the C library give the kernel what it holds unused, where it can."""
+    """Let the C library give unused memory to the kernel, where it can."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_memory(run: Callable[[], None]) -> int:
-    """Run ``run``; by how much the resident set of this process exceeded meanwhile what it was before, at most.
+    """Run ``run``. Return a bound on the growth of the process's resident set meanwhile.
 
-    The kernel keeps the peak. Where it does not let a process begin a new one, the peak is that of the whole life of
-    the process, which is not less.
+    The kernel keeps the peak. Where a process may not reset the peak, the peak of its whole life counts instead: it is
+    not less.
     """
     before = used_memory()
     try:
@@ -109,7 +110,10 @@ def peak_memory(run: Callable[[], None]) -> int:
 
 
 def _kib(path: Path, name: str) -> int | None:
-    """The line ``name`` of a file of the kernel, which counts in KiB, in bytes; None if there is none."""
+    """Return the value of the line ``name`` in a file of the kernel, if there is one.
+
+    The file counts in KiB, the value in bytes.
+    """
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Modules that are only names for what lies elsewhere: imported as any other, made from a table and of no file."""
+"""Modules without files, made from a table of names of other modules' objects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 Names = Mapping[str, Callable[[], object]]
-"""The names in a module, and what gives the object of each."""
+"""The names in a module, and a function that returns the object of each."""
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds modules below ``package`` that have no file, once Python has looked for one. ``table`` is the module, with
-    ``modules()``, ``names(module)`` and ``program(module)``, that lists them and says what ``python -m`` runs; it is
-    imported when the first one is asked for.
+    """Finder and loader of modules below ``package`` without files.
+
+    It comes after Python's own search. ``table`` is a module with ``modules()``, ``names(module)`` and
+    ``program(module)``. They return the modules, a module's names, and the program of ``python -m``. The first search
+    imports the table.
     """
 
     def __init__(self, package: str, table: str) -> None:
@@ -37,7 +39,7 @@ class AliasFinder(MetaPathFinder, Loader):
         return None
 
     def get_code(self, fullname: str) -> CodeType:
-        """What ``python -m`` runs."""
+        """Return the program of ``python -m``, compiled."""
         program = importlib.import_module(self._table).program(fullname.removeprefix(f"{self._package}."))
         return compile(program, fullname, "exec")
 

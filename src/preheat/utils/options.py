@@ -1,6 +1,7 @@
-"""Options: each is declared once as a dataclass field and read from a flag, the environment, a file or a keyword.
+"""Options: each is declared once, as a field of a dataclass.
 
-:mod:`preheat.settings` lists the options; this module parses, checks and documents them.
+Its value comes from a flag, the environment, a file or a keyword. The module :mod:`preheat.settings` lists the options;
+this module parses, checks and documents them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option. ``kinds`` are the Python types of its values; a ``bool`` does not count as an ``int``.
+    """One option.
 
-    ``later`` is the reason why values other than the default are rejected: the feature is not implemented. A mapping
-    gives the reasons for single values. ``env`` is vLLM's variable, ``later_env`` what its later versions call it. A
-    list's flag takes several words, or with ``one_word`` one: it is repeated for more, so that the word behind it is
-    never taken for another. ``unset`` are values that other engines write for the default. ``several`` is the option
-    that is meant where this one is given several times, or as NAME=VALUE.
+    ``kinds`` are the Python types of its values; a ``bool`` does not count as an ``int``. ``later`` is the reason why
+    values other than the default are rejected: the feature is not implemented. A mapping gives the reasons for single
+    values. ``env`` is vLLM's variable, ``later_env`` its name in later versions. A list's flag takes several words.
+    With ``one_word`` it takes one word and is repeated for more, so the next word is never part of the list. ``unset``
+    are values that other engines write for the default. ``several`` is the option that replaces this one if it is given
+    several times, or as NAME=VALUE.
     """
 
     name: str
@@ -60,11 +62,11 @@ class Option:
 
     @property
     def env_names(self) -> tuple[str, ...]:
-        """The environment variables of this option; the first that is set counts."""
+        """The environment variables of this option; the first one that is set counts."""
         return tuple(name for name in (f"PREHEAT_{self.name.upper()}", self.later_env, self.env) if name)
 
     def convert(self, value: object, source: str) -> Any:
-        """``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
+        """Return ``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
         if isinstance(value, list | tuple) and tuple in self.kinds:
             value = _words(value)
         elif isinstance(value, str | int) and str(value).lower() in self.unset:
@@ -87,7 +89,7 @@ class Option:
                     param=self.name,
                 )
         if any("\0" in text for text in _texts(value)):
-            raise SettingsError(f"{source} has a NUL byte, which no path and no name may have", param=self.name)
+            raise SettingsError(f"{source} has a NUL byte, and paths and names cannot have one", param=self.name)
         if isinstance(value, int) and abs(value) > max(LARGEST, self.high or 0):
             raise SettingsError(f"{source}: {brief(value)} must be at most {LARGEST}", param=self.name)
         if isinstance(value, int | float) and not self._in_range(value):
@@ -136,7 +138,7 @@ class Option:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in ``value``."""
+    """Yield all texts in ``value``."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -146,7 +148,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _show(value: object) -> str:
-    """``value`` as it is written in the environment."""
+    """Return ``value`` in the form of the environment."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, tuple):
@@ -171,7 +173,7 @@ def _parse_list(text: str) -> tuple[str, ...]:
 
 
 def _words(items: Iterable[object]) -> tuple[str, ...]:
-    """The words of a list, of which each may be a JSON list itself, as vLLM takes them: ``["GET", "POST"]``."""
+    """Return the words of a list; an item may be a JSON list, as in vLLM: ``["GET", "POST"]``."""
     return tuple(word for item in items for word in _listed(item))
 
 
@@ -183,7 +185,7 @@ def _listed(item: object) -> tuple[str, ...]:
 
 
 def _word(item: object) -> str:
-    """An item of a list as its flag takes it: an object as JSON."""
+    """Return an item of a list in the form of its flag: an object as JSON."""
     return json.dumps(item) if isinstance(item, dict) else str(item)
 
 
@@ -196,9 +198,10 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_count(text: str) -> int:
-    """Parse a whole number, of which vLLM writes many short: ``8k`` is 8,000, ``8K`` 8,192, ``1.5m`` 1,500,000.
+    """Parse a whole number, or a short form of vLLM.
 
-    Raises ValueError for anything else, and for a fraction of a power of two.
+    ``8k`` is 8,000, ``8K`` 8,192, ``1.5m`` 1,500,000. Raises ValueError for anything else, and for a fraction of a
+    power of two.
     """
     scale = _SCALES.get(text[-1:])
     if scale is None:
@@ -232,14 +235,17 @@ _EXPECTED: dict[type, str] = {
 
 
 def option(default: Any, help: str, *, group: str, secret: bool = False, **more: Any) -> Any:  # noqa: A002
-    """An option as a dataclass field; ``more`` are fields of :class:`Option`. A ``secret`` is hidden in the repr."""
+    """Return an option as a dataclass field.
+
+    ``more`` are fields of :class:`Option`. A ``secret`` is hidden in the repr.
+    """
     declared = {"default": default, "help": help, "group": group, **more}
     return dataclasses.field(default=default, metadata={"option": declared}, repr=not secret)
 
 
 @functools.cache
 def registry(cls: type) -> dict[str, Option]:
-    """The options that dataclass ``cls`` declares, by name, in order."""
+    """Return the options that dataclass ``cls`` declares, by name, in order."""
     hints = typing.get_type_hints(cls)
     return {
         field.name: Option(name=field.name, kinds=_kinds(hints[field.name]), **field.metadata["option"])
@@ -255,7 +261,7 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """Add ``options`` as flags, in their groups. Flags that are not given are absent from the namespace.
 
-    Options that are not implemented are left out of the help; giving one is an error that says why.
+    The help leaves out options that are not implemented; giving one is an error with the reason.
     """
     groups: dict[str, Any] = {}
     for opt in options:

@@ -1,5 +1,7 @@
-"""How a prompt's hidden states become its embedding: what the checkpoint says, as sentence-transformers writes it down,
-and what ``--runner``, ``--convert``, ``--task`` and ``--pooler-config`` say.
+"""How a prompt's hidden states become its embedding.
+
+The checkpoint decides, in the files of sentence-transformers, and so do the options ``--runner``, ``--convert``,
+``--task`` and ``--pooler-config``.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from preheat.utils.files import read_text, shown, why_unread
 PoolingType = Literal["LAST", "MEAN"]
 
 READING = "sentence_bert_config.json"
-"""How sentence-transformers reads texts."""
+"""The file of sentence-transformers about reading texts."""
 
 PROMPTS = "config_sentence_transformers.json"
-"""What it puts before them."""
+"""The file of sentence-transformers with the prefixes of texts."""
 
 _KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
 _MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "lasttoken": "LAST", "mean": "MEAN"}
@@ -28,7 +30,7 @@ _HEADED, _HEADLESS = (
     ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel"),
     ("Model", "ForTextEncoding"),
 )
-"""How names of architectures end that have an output head, and of those that have none (source: vLLM's defaults)."""
+"""The ends of architectures' names with an output head, and without one (source: vLLM's defaults)."""
 
 _MODULES = "Transformer", "Pooling", "Normalize"
 """The modules of sentence-transformers that are served."""
@@ -36,10 +38,12 @@ _MODULES = "Transformer", "Pooling", "Normalize"
 
 @dataclass(frozen=True)
 class Pooling:
-    """``type`` LAST takes the state of the last token, MEAN the mean over all; ``normalize`` gives it length 1.
-    ``matryoshka``: its beginning is an embedding too; ``dimensions`` lists of which lengths, none of any.
-    ``max_length``: the most tokens of a text, where that is less than what the model can. ``prompts``: what stands
-    before a text of a kind ("query", "document"), which a request may name.
+    """How hidden states are pooled.
+
+    ``type`` LAST takes the state of the last token, MEAN the mean over all; ``normalize`` scales it to length 1.
+    ``matryoshka``: the beginning of an embedding is an embedding too; ``dimensions`` are its allowed lengths, empty:
+    any. ``max_length``: the most tokens of a text, if less than the model's limit. ``prompts``: the prefixes of texts,
+    by kind ("query", "document"); a request may name a kind.
     """
 
     type: PoolingType = "LAST"
@@ -51,8 +55,10 @@ class Pooling:
 
 
 def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Pooling | None:
-    """How the engine of ``settings`` pools; None: it generates. ``folder`` holds the checkpoint, ``config`` is its
-    config.json. Raises SettingsError for options that contradict each other, ModelError for modules not served.
+    """Return how the engine of ``settings`` pools; None: it generates.
+
+    ``folder`` holds the checkpoint, ``config`` is its config.json. Raises SettingsError for options that contradict
+    each other, ModelError for modules that are not served.
     """
     given = _given(settings)
     headless = any(map(_is_headless, config.get("architectures") or ()))
@@ -73,13 +79,14 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
 
 
 def _is_headless(architecture: object) -> bool:
-    """Whether an architecture has no output head, by the end of its name."""
+    """Return whether an architecture has no output head, by the end of its name."""
     return str(architecture).endswith(_HEADLESS) and not str(architecture).endswith(_HEADED)
 
 
 def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
-    """auto, generate or pooling, as all of the options together say. A ``headless`` model pools as it is, and any other
-    must be converted to.
+    """Return "auto", "generate" or "pooling", by all options together.
+
+    A ``headless`` model pools as it is; any other model must be converted.
     """
     said = {
         "runner": settings.runner,
@@ -103,7 +110,7 @@ def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
 
 
 def _given(settings: Any) -> dict[str, Any]:
-    """The fields of :class:`Pooling` that ``--pooler-config`` sets."""
+    """Return the fields of :class:`Pooling` that ``--pooler-config`` sets."""
     if settings.pooler_config and settings.override_pooler_config:
         raise SettingsError("override_pooler_config is an older name of pooler_config: give one", param="pooler_config")
     stated = settings.pooler_config or settings.override_pooler_config or {}
@@ -115,7 +122,8 @@ def _given(settings: Any) -> dict[str, Any]:
             found["type"] = str(stated[name]).upper()
     if found.get("type", "LAST") not in ("LAST", "MEAN"):
         raise SettingsError(
-            f"pooler_config: pooling_type {found['type']} is not served, LAST and MEAN are", param="pooler_config"
+            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST and MEAN",
+            param="pooler_config",
         )
     for name in ("normalize", "use_activation"):
         if name in stated:
@@ -126,24 +134,24 @@ def _given(settings: Any) -> dict[str, Any]:
 
 
 def _of_checkpoint(folder: Path) -> Pooling:
-    """What modules.json and the module of pooling say; without them the last token's, normalized."""
+    """Return the pooling of modules.json and of its Pooling module; without them the last token's, normalized."""
     if not os.path.lexists(folder / "modules.json"):
         return Pooling()
     modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
-            f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
+            f"{folder / 'modules.json'}: module {unknown[0]} is not supported; supported are {', '.join(_MODULES)}"
         )
     kinds = dict(modules)
     if "Pooling" not in kinds:
-        raise ModelError(f"{folder / 'modules.json'} has no Pooling: say how with --pooler-config")
+        raise ModelError(f"{folder / 'modules.json'} has no Pooling module: name the pooling with --pooler-config")
     path = folder / kinds["Pooling"] / "config.json"
     config = _read(path)
     stated = config.get("pooling_mode")
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [stated] if isinstance(stated, str) else flags
     if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
+        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken and mean")
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
     reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}
@@ -154,7 +162,7 @@ def _of_checkpoint(folder: Path) -> Pooling:
 
 
 def _prompts(path: Path) -> dict[str, str]:
-    """What sentence-transformers puts before texts, by their kind."""
+    """Return the prefixes of texts, by kind, from a file of sentence-transformers."""
     prompts = _read(path).get("prompts") if os.path.lexists(path) else None
     if not isinstance(prompts, dict | None) or not all(isinstance(text, str) for text in (prompts or {}).values()):
         raise ModelError(f"{path}: prompts must be an object of texts by name")
@@ -162,7 +170,7 @@ def _prompts(path: Path) -> dict[str, str]:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """The class of each module, and its folder."""
+    """Return the class and the folder of each module."""
     try:
         found = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(path)]
     except (KeyError, TypeError):

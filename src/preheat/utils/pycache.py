@@ -1,5 +1,6 @@
-"""A bytecode cache for installations without bytecode, as in many containers: torch alone is a thousand modules, which
-the interpreter would compile at every start, for two seconds.
+"""A bytecode cache for installations without bytecode, as in many containers.
+
+Torch alone is a thousand modules. The interpreter would compile them at every start, for two seconds.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ FOLDER = "bytecode"
 
 @contextmanager
 def kept(root: Path | None, module: str = "torch") -> Iterator[None]:
-    """Imports inside write their bytecode to a folder of ``root`` and read it from there, by Python's own rules.
+    """Keep the bytecode of imports inside in a folder of ``root``.
 
-    Nothing changes without a root, or if ``module`` has bytecode already. None is ever written beside the sources.
+    They write it there and read it from there, by Python's own rules. Nothing changes without a root, or if ``module``
+    has bytecode already. No bytecode is ever written beside the sources.
     """
     spec = importlib.util.find_spec(module) if root is not None else None
     if root is None or spec is None or spec.cached is None or Path(spec.cached).exists():

@@ -1,7 +1,7 @@
-"""Where the reasoning of an answer begins and ends: one decision, for grammars and for parsers.
+"""Beginning and end of an answer's reasoning, for grammars and parsers.
 
-A grammar sees tokens and a parser sees text. Both say what they see as a :class:`Sign`, and :func:`phase_after` has the
-same answer for both.
+A grammar sees tokens and a parser sees text. Both turn their input into a :class:`Sign`, and :func:`phase_after` has
+the same answer for both.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import Enum
 from types import MappingProxyType
 
 SPACE = " \t\n\r\v\f"
-"""White space, as ``bytes.isspace`` has it."""
+"""White space, as defined by ``bytes.isspace``."""
 
 
 class Sign(Enum):
-    """What a token or a piece of text means for the reasoning."""
+    """The meaning of a token or a piece of text for the reasoning."""
 
     START = "start"
     END = "end"
@@ -25,7 +25,7 @@ class Sign(Enum):
 
 
 class Phase(Enum):
-    """How far an answer is. ``UNKNOWN``: its first sign that is no white space decides whether it has reasoning."""
+    """The progress of an answer. ``UNKNOWN``: the first sign that is no white space decides about reasoning."""
 
     UNKNOWN = "unknown"
     WITHIN = "within"
@@ -34,7 +34,7 @@ class Phase(Enum):
 
     @property
     def is_content(self) -> bool:
-        """The reasoning is over or never began: what follows is content, whatever it looks like."""
+        """Whether the reasoning is over or never began: all later text is content, whatever it looks like."""
         return self in (Phase.ENDED, Phase.NEVER)
 
 

@@ -1,4 +1,4 @@
-"""Names of vLLM's library that can have no meaning here: they are there, and using one says why not."""
+"""Names of vLLM's library without a meaning here: they exist, and using one raises an error."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from preheat.errors import InvalidRequest
 
 
 class NotHere(InvalidRequest, AttributeError):
-    """A name of vLLM's that has no meaning here was used. The message says why, and what to use instead."""
+    """The use of a vLLM name that has no meaning here. The message has the reason and a replacement."""
 
 
 class Refused:
-    """Stands for ``name``. Calling it, looking up an attribute of it, or making a class below it, raises NotHere with
-    the ``reason``; an annotation may name it.
+    """A substitute for ``name``; an annotation may use it.
+
+    Calling it, reading an attribute of it, or making a class below it raises NotHere with the ``reason``.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -39,7 +40,7 @@ class Refused:
     __ror__ = __or__
 
     def __getattr__(self, name: str) -> Never:
-        if name.startswith("__"):  # what Python itself looks for
+        if name.startswith("__"):  # Python itself looks for such names
             raise AttributeError(name)
         self._refuse()
 

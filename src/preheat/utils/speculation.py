@@ -1,7 +1,7 @@
-"""What is asked of speculation: the options of vLLM, new and old, as one :class:`Speculation`.
+"""The options of speculation, vLLM's new and old ones, as one :class:`Speculation`.
 
-``--speculative-config`` takes vLLM's JSON object; the flags of older versions say the same in other words. A key that
-is not served is refused by name, with what to do instead.
+``--speculative-config`` takes vLLM's JSON object; the flags of older versions are other names of its keys. A key that
+is not served is refused by name, with a replacement.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_TOKENS = 128
 """Most draft tokens of a row, as in vLLM."""
 
 AUTO, AUTO_MOST = "auto", 7
-"""The number of draft tokens that is chosen from measurements, and the most that it chooses unless told."""
+"""The value that lets measurements choose the number of draft tokens, and their greatest choice by default."""
 
 _NO_HEADS = "its heads draft without the target's noise and its checkpoints are out of use"
 REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "medusa": _NO_HEADS,
         "mlp_speculator": _NO_HEADS,
-        "eagle": "heads of EAGLE-1 and 2 are other networks, which eagle3 replaces: use a head of EAGLE-3",
+        "eagle": "heads of EAGLE-1 and 2 are other networks, replaced by eagle3: use a head of EAGLE-3",
         "mtp": "layers of the checkpoint that draft belong to families that are not supported yet",
         "ngram_gpu": "the lookup runs on the host: write ngram",
     }
@@ -42,7 +42,7 @@ _BY_BITS = "a draft is kept if it is the token that plain decoding draws, and no
 REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "draft_tensor_parallel_size": "this version runs on one device: leave it at 1",
-        "quantization": "a draft's weights are those of its checkpoint",
+        "quantization": "a draft's weights are used as its checkpoint stores them",
         "max_model_len": "the draft reads as far as the target does",
         "revision": "give the draft as a directory",
         "code_revision": "no code of a checkpoint is ever run",
@@ -53,7 +53,7 @@ REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
         "acceptance_method": _BY_BITS,
         "posterior_threshold": _BY_BITS,
         "posterior_alpha": _BY_BITS,
-        "draft_sample_method": "drafts are drawn with the target's noise and parameters, which keeps most of them",
+        "draft_sample_method": "drafts are drawn with the target's noise and parameters, so most of them are kept",
         "num_speculative_tokens_per_batch_size": "--speculative-k auto chooses by measurements of every batch size",
         "disable_by_batch_size": "--speculative-k auto chooses by measurements of every batch size",
         "parallel_drafting": "drafts are drawn one after the other",
@@ -65,11 +65,12 @@ REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """What drafts, and how much. ``tokens`` is the most drafts of a row; with ``auto`` fewer may be chosen.
+    """The method of drafting, and its limits.
 
-    ``lookup`` are the least and the most tokens that the n-gram method matches. ``depth`` is that of the suffix trees,
-    in tokens, ``requests`` the most past answers that they keep, ``factor`` the most drafts for each matched token and
-    ``likely`` the least share of past continuations that a draft must have.
+    ``tokens`` is the most drafts of a row; with ``auto`` fewer may be chosen. ``lookup`` are the least and the most
+    tokens that the n-gram method matches. The other fields belong to the suffix method. ``depth`` is the depth of its
+    trees, in tokens. ``requests`` is the most past answers in the trees. ``factor`` is the most drafts for each matched
+    token. ``likely`` is the least share of past continuations that a draft must have.
     """
 
     method: Method
@@ -84,7 +85,7 @@ class Speculation:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The tokens of a row that verify steps are padded to, ascending: what is known last, and its drafts."""
+        """The widths of verify steps, ascending: a row's last known token and its drafts, with padding."""
         if not self.auto:
             return (self.tokens + 1,)
         return tuple(sorted({min(1 + count, self.tokens + 1) for count in (1, 2, 4, 7, 15, 31, 63, MAX_TOKENS)}))
@@ -122,7 +123,7 @@ _ONLY = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 
 
 def speculation(settings: Any) -> Speculation | None:
-    """What the ``settings`` ask for; None: nothing. Raises SettingsError, naming the key or the option."""
+    """Return the speculation of ``settings``; None without one. Raises SettingsError, naming the key or the option."""
     asked = _asked(settings)
     if not asked:
         return None
@@ -132,7 +133,7 @@ def speculation(settings: Any) -> Speculation | None:
             if key.startswith(prefix) and method != only:
                 raise _error(f"{key} belongs to method {only}, and the method is {method}: leave it out")
     if method == "grammar" and (why := why_none(settings)):
-        raise _error(f"method grammar drafts what grammars force, and there are none: {why}")
+        raise _error(f"method grammar drafts tokens that grammars force, and there are no grammars: {why}")
     tokens, auto = _tokens(asked, auto=settings.speculative_k == AUTO)
     least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
     most = max(5, least or 0) if most is None else most
@@ -153,7 +154,10 @@ def speculation(settings: Any) -> Speculation | None:
 
 
 def _asked(settings: Any) -> dict[str, Any]:
-    """All that is asked for, by vLLM's keys. SettingsError for a key that is not served, or told twice."""
+    """Return all options of speculation, by vLLM's keys.
+
+    Raises SettingsError for a key that is not served, or has two values.
+    """
     given = dict(settings.speculative_config or {})
     flags = {
         "model": settings.speculative_model,
@@ -173,7 +177,7 @@ def _asked(settings: Any) -> dict[str, Any]:
         _check(key, value)
     if not given and settings.speculative_k == AUTO:
         raise SettingsError(
-            "speculative_k auto needs something that drafts: give --speculative-config too", param="speculative_k"
+            "speculative_k auto needs a method of drafting: give --speculative-config too", param="speculative_k"
         )
     return given
 
@@ -191,7 +195,7 @@ def _check(key: str, value: object) -> None:
 
 
 def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
-    """The method, and the draft model of one that has it."""
+    """Return the method, and its draft model, if it has one."""
     model, method = asked.get("model"), asked.get("method")
     if model is not None and model.strip("[]") in ("ngram", "suffix"):
         if method not in (None, model.strip("[]")):
@@ -200,7 +204,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
     if method is None:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
-        raise _error(f'nothing says what drafts: give a "method" ({", ".join(get_args(Method))}) or a "model"')
+        raise _error(f'no method of drafting is named: give a "method" ({", ".join(get_args(Method))}) or a "model"')
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
     makers: dict[str, Method] = {name: name for name in get_args(Method)}
@@ -214,7 +218,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
 
 
 def _tokens(asked: Mapping[str, Any], *, auto: bool) -> tuple[int, bool]:
-    """The most drafts of a row, and whether fewer may be chosen."""
+    """Return the most drafts of a row, and whether fewer may be chosen."""
     tokens = asked.get("num_speculative_tokens")
     if isinstance(tokens, str):
         if tokens != AUTO:

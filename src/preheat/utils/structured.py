@@ -1,5 +1,6 @@
-"""Structured outputs in the settings: ``--structured-outputs-config``, whose names are vLLM's, and the grammars that a
-boot compiles before the first request.
+"""Structured outputs in the settings: ``--structured-outputs-config``, and the grammars compiled at boot.
+
+The names are vLLM's. The boot compiles its grammars before the first request.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _OTHERS = ("outlines", "lm-format-enforcer")
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``backend`` serves all requests: ``guidance`` is llguidance, ``auto`` is that too, ``none`` refuses them. The
-    others are those of a request: the two that disable hold for all requests, ``whitespace_pattern`` for those that
-    say nothing about white space.
+    """vLLM's config of structured outputs.
+
+    ``backend`` serves all requests: ``guidance`` and ``auto`` are llguidance, ``none`` refuses them. The other fields
+    are fields of requests. Both ``disable_`` fields hold for all requests, ``whitespace_pattern`` for requests that say
+    nothing about white space.
     """
 
     backend: str = "auto"
@@ -38,7 +41,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields
 
 
 def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfig:
-    """The option as a struct. Raises SettingsError for what it cannot be."""
+    """Return the option as a struct. Raises SettingsError if a value cannot be used."""
     name = "structured_outputs_config"
     try:
         config = msgspec.convert(given or {}, StructuredOutputsConfig)
@@ -58,7 +61,7 @@ def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfi
 
 
 def library_of(settings: Any) -> str:
-    """The library of grammars; "" for none. Raises SettingsError for one that is not installed."""
+    """Return the library of grammars; "" for none. Raises SettingsError if it is not installed."""
     library = BACKENDS[structured_config(settings.structured_outputs_config).backend]
     if library and find_spec(library) is None:
         raise SettingsError(
@@ -69,13 +72,13 @@ def library_of(settings: Any) -> str:
 
 
 def library_version(settings: Any) -> str:
-    """The library and its version: with another one the same grammar may allow other tokens."""
+    """Return the library and its version; in another version, the same grammar may allow other tokens."""
     library = library_of(settings)
     return f"{library} {metadata.version(library)}"
 
 
 def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:
-    """``params`` with what the server wishes for all requests."""
+    """Return ``params`` with the server's own ``config``."""
     about_json = params.kind in ("json", "json_object", "structural_tag")
     closed = config.disable_additional_properties and params.kind in ("json", "structural_tag")
     if about_json and config.disable_any_whitespace:
@@ -91,15 +94,17 @@ JSON_OBJECT: Mapping[str, StructuredOutputsParams] = MappingProxyType(
 
 
 class _Line(StructuredOutputsParams, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """``structured_outputs`` of a request, and how the grammar is called in the log and the plan."""
+    """``structured_outputs`` of a request, and the name of the grammar in the log and the plan."""
 
     name: str = ""
 
 
 @cache
 def read_preloads(path: str | None) -> Mapping[str, StructuredOutputsParams]:
-    """The grammars of ``--preload-grammars`` by name: each line of the file is the ``structured_outputs`` of a request
-    as a JSON object, with a ``name`` beside. Raises SettingsError, naming the line.
+    """Return the grammars of ``--preload-grammars`` by name.
+
+    Each line of the file is the ``structured_outputs`` of a request as a JSON object, with a ``name`` beside. Raises
+    SettingsError, naming the line.
     """
     if path is None:
         return MappingProxyType({})
@@ -125,14 +130,14 @@ def read_preloads(path: str | None) -> Mapping[str, StructuredOutputsParams]:
 
 
 def preloads_of(settings: Any) -> Mapping[str, StructuredOutputsParams]:
-    """The grammars that a boot with these settings compiles, by name; none where it has no structured outputs."""
+    """Return the grammars that a boot with these settings compiles, by name; none without structured outputs."""
     if why_none(settings):
         return MappingProxyType({})
     return MappingProxyType({**JSON_OBJECT, **read_preloads(settings.preload_grammars)})
 
 
 def why_none(settings: Any) -> str:
-    """Why a boot with these settings has no structured outputs; "" if it has."""
+    """Return the reason why a boot with these settings has no structured outputs; "" if it has."""
     if settings.skip_tokenizer_init:
         return "there is no tokenizer (--skip-tokenizer-init)"
     if structured_config(settings.structured_outputs_config).backend == "none":

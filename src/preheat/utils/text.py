@@ -1,4 +1,4 @@
-"""Words for messages: numbers as people write them, and the name that was probably meant."""
+"""Words for messages: numbers in plain digits, and the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _TYPO = 2
 
 
 def plain_number(value: float) -> str:
-    """``value`` in digits, without an exponent where it is whole: 2147483647, 0.01."""
+    """Return ``value`` in digits; a whole number has no exponent: 2147483647, 0.01."""
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first ``names``, and how many more there are."""
+    """Return the first ``names``, and the number of the others."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def brief(value: object) -> str:
-    """``value`` as Python writes it, cut off where it is long."""
+    """Return ``value`` as Python writes it, cut off if it is long."""
     text = repr(value[:_TEXT_SHOWN] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close.
+    """Return ``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close.
 
     A name of abbreviated words is close to the shortest one that has these words in this order, as ``max-len`` is to
     ``max-model-len``.
@@ -42,13 +42,19 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def misspelled(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` with the known name that a typo of one or two letters made ``name``; else empty."""
+    """Return ``"; did you mean X?"`` with a known name that differs by a typo; else empty.
+
+    A typo is one or two letters.
+    """
     nearest = min(((_edits(name, each), each) for each in known), default=(_TYPO + 1, ""))
     return f"; did you mean {nearest[1]}?" if nearest[0] <= min(_TYPO, len(name) // 4) else ""
 
 
 def _edits(name: str, other: str) -> int:
-    """How many letters to add, drop or replace to make ``other`` of ``name``; more than a typo needs if many."""
+    """Return how many letters to change to make ``other`` of ``name``.
+
+    A change adds, drops or replaces a letter. Any number above a typo's stands for many.
+    """
     if abs(len(name) - len(other)) > _TYPO:
         return _TYPO + 1
     row = list(range(len(other) + 1))
@@ -64,6 +70,6 @@ def _words(name: str) -> list[str]:
 
 
 def _abbreviates(short: list[str], words: list[str]) -> bool:
-    """Whether each of the ``short`` words begins one of ``words``, in their order."""
+    """Return whether each of the ``short`` words begins one of ``words``, in their order."""
     rest = iter(words)
     return all(any(word.startswith(start) for word in rest) for start in short)

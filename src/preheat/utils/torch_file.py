@@ -1,8 +1,8 @@
-"""Reads the file of one tensor that ``torch.save`` has written, without torch and without running anything in it.
+"""Read a tensor's file of ``torch.save``, without torch.
 
-The file is a zip, uncompressed: ``data.pkl`` says what the tensor is like, ``data/0`` has its bytes. The pickle is
-followed step by step here, as far as a plain tensor needs it: what it would call is only looked at, and any other
-instruction is an error. Source: ``torch/serialization.py``, the format since 1.6.
+Nothing in the file is run. The file is a zip, uncompressed: ``data.pkl`` describes the tensor, ``data/0`` has its
+bytes. The pickle is followed step by step here, as far as a plain tensor needs it. Its calls are only looked at, and
+any other instruction is an error. Source: ``torch/serialization.py``, the format since 1.6.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ DTYPES = {"FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MAX_PICKLE = 1 << 12
-"""Bytes of ``data.pkl``, which describes one tensor: torch writes a few hundred."""
+"""Most bytes of ``data.pkl``, the description of one tensor: torch writes a few hundred."""
 
 MAX_ENTRIES = 16
-"""Files in the zip: torch writes six."""
+"""Most files in the zip: torch writes six."""
 
 MAX_PARTS = 64
-"""Values in what the pickle makes, each counted as often as it occurs: a tensor of three dimensions has about 20."""
+"""Most values in the pickle's result, each counted as often as it occurs: a tensor of three dimensions has about 20."""
 
 INTEGER_BITS = 63
-"""Bits of a number in the pickle: torch's shapes, strides and offsets are 64-bit integers."""
+"""Most bits of a number in the pickle: torch's shapes, strides and offsets are 64-bit integers."""
 
-_FEW = "it is no file of torch.save: that has few parts, none of which are compressed"
+_FEW = "it is not a file of torch.save: such a file has few parts, and none are compressed"
 _LARGE = "its description is larger than that of one plain tensor"
-_ENTRY = b"PK\1\2"  # begins each entry of a zip's directory
+_ENTRY = b"PK\1\2"  # the beginning of each entry of a zip's directory
 
 _CALLS = ("torch._utils _rebuild_tensor_v2", "collections OrderedDict")
 _PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "GLOBAL"}
@@ -40,7 +40,7 @@ _MARK = object()
 
 
 class TorchTensor(NamedTuple):
-    """``data`` are the bytes of numbers of type ``dtype``, torch's name of it, little-endian, in order."""
+    """A tensor; ``data`` are its numbers in order, little-endian, of type ``dtype``, a name of torch."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,27 +48,27 @@ class TorchTensor(NamedTuple):
 
 
 class _Called(NamedTuple):
-    """What the pickle would call, and with what."""
+    """A call in the pickle, and its arguments; it is never made."""
 
     function: str
     args: Any
 
 
 class _Stored(NamedTuple):
-    """A tuple that names what lies elsewhere in the file."""
+    """A tuple that names another part of the file."""
 
     parts: Any
 
 
 def read_tensor(file: bytes) -> TorchTensor:
-    """The tensor in ``file``. Raises ValueError, saying what else it is."""
-    if file.count(_ENTRY) > MAX_ENTRIES:  # before the directory is read, which takes long for many entries
+    """Return the tensor in ``file``. Raises ValueError, with the reason, if there is none."""
+    if file.count(_ENTRY) > MAX_ENTRIES:  # before the directory is read: many entries take long
         raise ValueError(_FEW)
     try:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
             return _tensor(archive)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
-        raise ValueError(f"it is no file of torch.save ({error})") from error
+        raise ValueError(f"it is not a file of torch.save ({error})") from error
 
 
 def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
@@ -76,7 +76,7 @@ def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
         raise ValueError(_FEW)
     if "data.pkl" not in members or members["data.pkl"].file_size > MAX_PICKLE:
-        raise ValueError("it is no file of torch.save with one tensor")
+        raise ValueError("it is not a file of torch.save with one tensor")
     if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
         raise ValueError("its bytes are not little-endian")
     dtype, key, offset, shape = _described(_followed(archive.read(members["data.pkl"])))
@@ -86,12 +86,12 @@ def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     first, last = offset * size, (offset + math.prod(shape)) * size
     data = archive.read(members[f"data/{key}"])
     if last > len(data):
-        raise ValueError(f"the tensor has shape {list(shape)}, but its numbers are fewer")
+        raise ValueError(f"the tensor has shape {list(shape)}, but the file has fewer numbers")
     return TorchTensor(dtype, shape, data[first:last])
 
 
 def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
-    """Type, name of the numbers, the place of the first one, and shape."""
+    """Return type, name of the numbers' file, offset of the first number, and shape."""
     match found:
         case _Called("torch._utils _rebuild_tensor_v2", (_Stored(parts), int(offset), tuple(shape), tuple(stride), *_)):
             pass
@@ -106,20 +106,21 @@ def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
         raise ValueError(f"its numbers are of torch.{parts[1].removeprefix('torch ').removesuffix('Storage').lower()};"
                          f" {', '.join(ITEM_BYTES)} are taken")  # fmt: skip
     if offset < 0 or not all(type(side) is int and side > 0 for side in shape):
-        raise ValueError(f"its shape {list(shape)} is not one of numbers")
+        raise ValueError(f"its shape {list(shape)} must be numbers above 0")
     if stride != tuple(math.prod(shape[at + 1 :]) for at in range(len(shape))):
         raise ValueError("its numbers are not in order: call contiguous() before it is saved")
     return dtype, key, offset, shape
 
 
 def _parts(value: object) -> int:
-    """How many values ``value`` is made of, itself included."""
+    """Return the number of values in ``value``, itself included."""
     return 1 + sum(map(_parts, value)) if isinstance(value, tuple) else 1
 
 
 def _small(value: Any) -> Any:
-    """``value``, if it has few parts: a tuple of a tuple twice, made again and again, would double them each time.
-    Raises ValueError.
+    """Return ``value``. Raises ValueError if it has many parts.
+
+    A tuple of a tuple twice, made again and again, would double its parts each time.
     """
     if _parts(value) > MAX_PARTS or (isinstance(value, int) and value.bit_length() > INTEGER_BITS):
         raise ValueError(_LARGE)
@@ -127,7 +128,10 @@ def _small(value: Any) -> Any:
 
 
 def _followed(pickle: bytes) -> object:
-    """What the pickle describes; nothing in it is called. Each value on the stack is small, and so is the stack."""
+    """Return the result that the pickle describes; nothing in it is called.
+
+    Each value on the stack is small, and so is the stack.
+    """
     stack: list[Any] = []
     memo: dict[object, Any] = {}
     try:

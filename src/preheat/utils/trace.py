@@ -19,43 +19,46 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Describe = Callable[[tuple[Any, ...], Any], dict[str, Any]]
-"""The arguments of an event, from the positional arguments and the result of the call."""
+"""A function of the positional arguments and the result of a call; it returns the arguments of the event."""
 
 Span = Callable[..., AbstractContextManager[None]]
 """See :meth:`Trace.span`."""
 
 
 class Call(Protocol):
-    """Calls ``function``; a trace shows the call as an event ``name``."""
+    """A function that calls ``function``; a trace shows the call as an event ``name``."""
 
     def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def untraced(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Just call ``function``."""
+    """Call ``function``, without an event."""
     return function(*args, **kwargs)
 
 
 class Trace:
-    """Writes no events; see :class:`Tracer`."""
+    """A trace without events; see :class:`Tracer`."""
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """An event that lasts as long as the block; ``args`` are shown with it."""
+        """Return a context manager that makes an event ``name``; ``args`` are shown with it."""
         return nullcontext()
 
     def calls(self, describe: Mapping[str, Describe]) -> Call:
-        """A function that calls others and makes each call an event; ``describe`` gives its arguments, by name."""
+        """Return a function that makes an event of each call.
+
+        ``describe`` has functions for the events' arguments, by the calls' names.
+        """
         return untraced
 
     def close(self) -> None:
-        """Write no more."""
+        """Write no more events."""
 
 
 no_span = Trace().span
 
 
 class Tracer(Trace):
-    """Writes events to ``path``, a new file. Times are microseconds of the monotonic clock."""
+    """A trace with events in ``path``, a new file. Times are microseconds of the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._pid = path, os.getpid()
@@ -104,8 +107,9 @@ class Tracer(Trace):
 
 
 def open_trace(enabled: bool, folder: Path | None = None, *, prefix: str = "preheat") -> Trace:
-    """A trace in ``PREFIX_trace_PID.json`` in ``folder`` (default: the working directory), or the same with a number
-    if that exists. Raises OSError if it cannot be written.
+    """Return a trace in ``PREFIX_trace_PID.json`` in ``folder`` (default: the working directory).
+
+    If the file exists, the name gets a number. Raises OSError if it cannot be written.
     """
     if not enabled:
         return Trace()

@@ -1,7 +1,7 @@
-"""Flags of vLLM that are no option here: one table of what happens with each of them.
+"""Flags of vLLM that are no option here: one table of their effects.
 
-A flag of vLLM whose meaning we have is an option, in :mod:`preheat.settings`. Every other flag is a row below: it sets
-an option of another name, it is taken because it asks for what we always do, or it is refused with the reason. The
+A flag of vLLM with a meaning here is an option, in :mod:`preheat.settings`. Every other flag is a row below. It sets an
+option of another name, it is taken because it asks for our usual behavior, or it is refused with the reason. The
 parser, files of options, keywords of ``LLM`` and docs/vllm-flags.md all read this table.
 
 Flags are written as in a usage line, several in one text:
@@ -37,40 +37,40 @@ SETS: Mapping[str, str] = {
 
 ALWAYS: Mapping[str, str] = {
     "the usage has prompt_tokens_details.cached_tokens in every answer": "--enable-prompt-tokens-details",
-    "/load counts": "--enable-server-load-tracking",
-    "/tokenizer_info is served, to those who have a key where there are keys": "--enable-tokenizer-info-endpoint",
-    "X-Request-Id is in every answer": "--enable-request-id-headers",
+    "/load always counts requests": "--enable-server-load-tracking",
+    "/tokenizer_info is always served; with --api-key it needs a key": "--enable-tokenizer-info-endpoint",
+    "every answer has X-Request-Id": "--enable-request-id-headers",
     "requests are not logged unless --access-log or --enable-log-requests asks for it": (
         "--disable-uvicorn-access-log --disable-access-log-for-endpoints= --disable-log-requests"
     ),
     "prompts and answers are never logged": "--max-log-len= --enable-log-deltas",
-    "figures are in /metrics and not in the log": "--disable-log-stats --aggregate-engine-logging",
-    "sums of ranks are gathered and added in one order": "--disable-custom-all-reduce",
+    "statistics are in /metrics and never in the log": "--disable-log-stats --aggregate-engine-logging",
+    "partial sums of ranks are gathered and added in one order": "--disable-custom-all-reduce",
     "steps are scheduled by their padded tokens, up to --max-num-batched-tokens": "--use-padding-aware-scheduling",
     "the engine runs in one process of its own": "--disable-frontend-multiprocessing",
-    "every size of the plan is warmed up, for contexts of any length": (
+    "every size in the plan is warmed up, for any context length": (
         "--max-seq-len-to-capture= --max-context-len-to-capture= --enable-cutedsl-warmup"
     ),
-    "there is one manager of blocks": "--use-v2-block-manager",
-    "reasoning is read as --reasoning-parser says": "--enable-reasoning",
+    "there is only one block manager": "--use-v2-block-manager",
+    "--reasoning-parser alone turns reasoning on": "--enable-reasoning",
     "images are never kept in the HTTP process": "--disable-mm-preprocessor-cache",
 }
-"""Flags that ask for what is always so."""
+"""Flags that ask for our usual behavior, by the behavior."""
 
 UNUSED: Mapping[str, str] = {
     "no code of a checkpoint is ever run": "--trust-remote-code --code-revision=",
-    "sequences that make room are computed again": "--swap-space=",
+    "preempted sequences are computed again, never swapped": "--swap-space=",
     "weights are read by several threads already": "--max-parallel-loading-workers=",
-    "the log's least level is --log-level": "--uvicorn-log-level=",
-    "the tokenizer runs in threads of the HTTP process": (
+    "--log-level sets the lowest level to log": "--uvicorn-log-level=",
+    "the tokenizer always runs in threads of the HTTP process": (
         "--tokenizer-pool-size= --tokenizer-pool-type= --tokenizer-pool-extra-config= --renderer-num-workers="
     ),
-    "steps are prepared ahead where --async-scheduling says": "--disable-async-output-proc",
-    "prompts are split wherever --enable-chunked-prefill says, images too": "--skip-mm-profiling",
+    "--async-scheduling decides whether steps are prepared ahead": "--disable-async-output-proc",
+    "--enable-chunked-prefill decides whether prompts are split, also with images": "--skip-mm-profiling",
 }
 """Flags that are taken with a warning: nothing here depends on them."""
 
-_KERNELS = "kernels are chosen by the plan; how programs run is --execution-mode"
+_KERNELS = "the plan chooses kernels; --execution-mode sets the way to run programs"
 _BUCKETS = (
     "every size of the plan is captured; VLLM_DECODE_BS_BUCKET_* and its siblings space them, see docs/warm-up.md"
 )
@@ -78,14 +78,14 @@ _RANKS = "ranks are processes of one host, or of several nodes through Ray, see 
 _REPLICAS = "the replicas of --data-parallel-size are processes of one host, behind one server: leave it out"
 _EXPERTS = "experts are spread by --tensor-parallel-size"
 _CHECKPOINT = "checkpoints are read in one way: config.json, safetensors and tokenizer.json of one directory"
-_NO_CODE = "no code is loaded by name"
-_IMAGES = "images are read as docs/images.md says, with no such choice"
-_LOG = "prompts and answers are never logged; the log has --log-level, and a line of each request --enable-log-requests"
-_METRICS = "figures are those of /metrics, see docs/metrics.md; spans of requests: --otlp-traces-endpoint"
-_CACHE = "the cache keeps what each layer needs, in blocks of --block-size"
-_HOST = "weights stay on the device; blocks of the cache move to the host with --kv-offloading-size"
+_NO_CODE = "code is never loaded by name"
+_IMAGES = "images are always read as docs/images.md describes"
+_LOG = "prompts and answers are never logged; use --log-level, and --enable-log-requests for a line about each request"
+_METRICS = "statistics are in /metrics, see docs/metrics.md; for spans of requests use --otlp-traces-endpoint"
+_CACHE = "the KV cache keeps all keys and values that each layer needs, in blocks of --block-size"
+_HOST = "weights stay on the device; --kv-offloading-size moves blocks of the KV cache to the host"
 _DRAFTS = "a draft is kept if it is the token that plain decoding draws, see docs/speculation.md"
-_MIXED = "how much a long prompt may delay those who decode is bounded by --max-num-mixed-tokens"
+_MIXED = "use --max-num-mixed-tokens to limit the delay of decoding sequences by long prompts"
 
 REFUSED: Mapping[str, str] = {
     _KERNELS: """--attention-backend= --attention-config={} --all2all-backend= --compilation-config={}
@@ -99,7 +99,7 @@ REFUSED: Mapping[str, str] = {
         --cpu-distributed-timeout-seconds= --dcp-q-replicate --dcp-comm-backend= --dcp-kv-cache-interleave-size=1
         --cp-kv-cache-interleave-size=1 --decode-context-parallel-size=1 --prefill-context-parallel-size=1
         --enable-hc-sp --enable-batch-sharded-sampling""",
-    "Ray runs the ranks with --distributed-executor-backend ray": "--worker-use-ray --engine-use-ray",
+    "use --distributed-executor-backend ray": "--worker-use-ray --engine-use-ray",
     "name the devices in CUDA_VISIBLE_DEVICES": "--device-ids=",
     "bind the process with numactl": "--numa-bind --numa-bind-nodes= --numa-bind-cpus=",
     _REPLICAS: """--data-parallel-size-local= --data-parallel-rank= --data-parallel-start-rank= --data-parallel-address=
@@ -107,25 +107,29 @@ REFUSED: Mapping[str, str] = {
         --data-parallel-multi-port-external-lb --data-parallel-supervisor-port= --dp-supervisor-probe-interval-s=
         --dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --dp-sync-interval= --headless
         --disable-nccl-for-dp-synchronization""",
-    "one HTTP process serves all replicas: run several servers behind a load balancer for more": "--api-server-count=1",
+    "one HTTP process serves all replicas; for more, run several servers behind a load balancer": (
+        "--api-server-count=1"
+    ),
     _EXPERTS: """--enable-expert-parallel --enable-ep-weight-filter --enable-elastic-ep --elastic-ep-max-dp-size=
         --enable-eplb --eplb-config={} --num-redundant-experts=0 --eplb-window-size= --eplb-step-interval=
         --eplb-log-balancedness --expert-placement-strategy=linear""",
-    "a step is one batch": """--enable-dbo --dbo-prefill-token-threshold= --dbo-decode-token-threshold= --ubatch-size=0
-        --enable-microbatching""",
+    "a step is always one batch": """--enable-dbo --dbo-prefill-token-threshold= --dbo-decode-token-threshold=
+        --ubatch-size=0 --enable-microbatching""",
     _CHECKPOINT: """--hf-config-path= --config-format=auto|hf --quantization-config= --allow-deprecated-quantization
         --safetensors-load-strategy=auto|lazy --safetensors-prefetch-num-threads= --safetensors-prefetch-block-size=
         --model-loader-extra-config={} --pt-load-map-location=cpu --ignore-patterns=original/**/*
         --tokenizer-mode=auto|hf|fast --quantization-param-path= --qlora-adapter-name-or-path=
         --override-neuron-config= --model-weights=""",
-    "give --tokenizer as a directory, or its files beside the model's, which --revision pins": "--tokenizer-revision=",
-    "each family of models has one implementation": "--model-impl=auto|vllm --model-class-overrides={}",
+    "give --tokenizer as a directory, or put its files beside the model's and pin both by --revision": (
+        "--tokenizer-revision="
+    ),
+    "each model family has only one implementation": "--model-impl=auto|vllm --model-class-overrides={}",
     _NO_CODE: """--logits-processors= --logits-processor-pattern= --worker-cls=auto --worker-extension-cls=
         --scheduler-cls= --tool-parser-plugin= --reasoning-parser-plugin= --io-processor-plugin=
         --additional-config={}""",
-    "sleep has one way, see docs/sleep.md": """--sleep-mode-backend= --sleep-mode-offload-cudagraph
+    "there is only one kind of sleep, see docs/sleep.md": """--sleep-mode-backend= --sleep-mode-offload-cudagraph
         --sleep-preserve-parameter-names= --enable-cumem-allocator --enable-nccl-comm-suspend""",
-    "there are no state-space models here": """--mamba-backend= --mamba-block-size= --mamba-cache-dtype=auto
+    "state-space models are not supported": """--mamba-backend= --mamba-block-size= --mamba-cache-dtype=auto
         --mamba-cache-mode=none --mamba-cache-philox-rounds= --mamba-config={} --mamba-ssm-cache-dtype=auto
         --mamba-ssu-algorithm= --enable-mamba-cache-stochastic-rounding --enable-mamba-shared-prefix-checkpoint
         --enable-mamba-fine-grained-prefix-cache --use-replayssm --replayssm-buffer-len= --max-num-active-seqs=""",
@@ -136,63 +140,67 @@ REFUSED: Mapping[str, str] = {
         --enable-mm-processor-stats --disable-chunked-mm-input --enable-multimodal-encoder-data-parallel""",
     "processed images are not kept in the HTTP process: write 0, or leave it out": """--mm-processor-cache-gb=0
         --mm-processor-cache-type=lru --mm-shm-cache-max-object-size-mb=""",
-    "there are no videos here": "--video-pruning-rate= --video-pruning-method=",
+    "videos are not supported": "--video-pruning-rate= --video-pruning-method=",
     "adapters serve every module that PEFT names in them, of the language model": """--enable-tower-connector-lora
         --lora-target-modules= --default-mm-loras={} --enable-moe-shared-loras --enable-mixed-moe-lora-format
         --specialize-active-lora --long-lora-scaling-factors=""",
     "an adapter that trained a bias or new tokens is refused": "--enable-lora-bias --lora-extra-vocab-size=",
-    "prompt adapters are not here: merge them, or train a LoRA adapter": """--enable-prompt-adapter --prompt-adapters=
-        --max-prompt-adapters= --max-prompt-adapter-token=""",
+    "prompt adapters are not supported: merge them, or train a LoRA adapter": """--enable-prompt-adapter
+        --prompt-adapters= --max-prompt-adapters= --max-prompt-adapter-token=""",
     _LOG: """--logging-config= --enable-log-outputs --log-error-stack
         --enable-logging-iteration-details""",
     _METRICS: """--show-hidden-metrics-for-version= --per-request-spec-decode-metrics=none --kv-cache-metrics
         --kv-cache-metrics-sample= --custom-histogram-buckets={} --cudagraph-metrics --enable-mfu-metrics
         --enable-layerwise-nvtx-tracing --enable-per-request-metrics --jit-monitor-mode= --jit-monitor-verbose
         --ray-workers-use-nsight""",
-    "a trace of the start and of every step is VLLM_PROFILER_ENABLED": "--profiler-config={}",
+    "set VLLM_PROFILER_ENABLED for a trace of the start and of every step": "--profiler-config={}",
     _CACHE: """--disable-hybrid-kv-cache-manager --disable-sliding-window --kv-cache-dtype-skip-layers=
         --kv-sharing-fast-prefill --prefix-cache-retention-interval= --prefix-match-unit= --swa-bounded-replay""",
-    "hashes of blocks are of one kind": "--prefix-caching-hash-algo=sha256",
+    "there is only one hash for blocks": "--prefix-caching-hash-algo=sha256",
     "scales of the first pass differ from boot to boot: measure them with preheat calibrate": "--calculate-kv-scales",
     _HOST: """--cpu-offload-gb=0 --cpu-offload-params= --kv-offloading-backend=native --offload-backend=auto
         --offload-group-size=0 --offload-num-in-group= --offload-params= --offload-prefetch-step=""",
-    "one engine reads prompts and decodes": """--kv-transfer-config= --ec-transfer-config= --ec-manager-config={}
+    "one engine both reads prompts and decodes": """--kv-transfer-config= --ec-transfer-config= --ec-manager-config={}
         --tokens-only --enable-scale-out""",
     _MIXED: """--long-prefill-token-threshold=0 --long-prefill-token-threshold-adaptive --max-long-partial-prefills=1
         --max-num-partial-prefills=1 --max-num-scheduled-tokens= --prefill-schedule-interval=1
         --scheduler-delay-factor=0""",
-    "a request is admitted when a block is free; what does not fit later is computed again": """--watermark=0
+    "a request is admitted when a block is free; sequences that later do not fit are computed again": """--watermark=0
         --scheduler-reserve-full-isl""",
-    "how many may wait is --max-queued-requests, and how long a body is --max-body-bytes": "--max-num-queued-tokens=",
-    "sequences that make room are computed again, which needs no choice": "--preemption-mode=recompute",
+    "use --max-queued-requests to limit waiting sequences, and --max-body-bytes to limit their size": (
+        "--max-num-queued-tokens="
+    ),
+    "preempted sequences are always computed again": "--preemption-mode=recompute",
     _DRAFTS: """--spec-decoding-acceptance-method= --typical-acceptance-sampler-posterior-threshold=
         --typical-acceptance-sampler-posterior-alpha= --disable-logprobs-during-spec-decoding""",
-    "write --speculative-config, whose keys docs/speculation.md lists": """--num-lookahead-slots=
+    "use --speculative-config; docs/speculation.md lists its keys": """--num-lookahead-slots=
         --speculative-max-model-len= --speculative-draft-tensor-parallel-size=1 --speculative-model-quantization=
         --speculative-disable-by-batch-size= --speculative-disable-mqa-scorer""",
-    "vLLM's flag is --num-scheduler-steps; --async-scheduling prepares a step while one runs": "--num-scheduler-seqs=",
-    "an event is sent for each step": "--multi-step-stream-outputs",
-    "logprobs are those of the model's own distribution": "--logprobs-mode=raw_logprobs",
-    "tokens are drawn in one way, which seeds repeat": "--use-fp64-gumbel --watermark-config=",
-    "answers have tokens and logprobs alone": "--enable-return-routed-experts --return-sampling-mask",
-    "prompt_logprobs score tokens that are given; preheat verify repeats requests": "--enable-trace-replay",
-    "a process that fails ends, to be started again": "--enable-fault-tolerance --fault-tolerance-config=",
-    "variables that are not understood are warned about by name": "--fail-on-environ-validation",
-    "write reasoning_effort in --default-chat-template-kwargs": "--reasoning-effort-map={}",
-    "how a model marks what it thinks is --reasoning-parser": "--reasoning-config={} --cohere-is-reasoning-model",
-    "tools are called by the client": "--tool-server=",
-    "let the proxy wait longer than a prompt takes: streams send no comments": "--sse-keep-alive-interval=0",
-    "the start is described by its record, at /warmup": "--fingerprint-mode=none --fingerprint-value=",
-    "there is HTTP alone": "--grpc --grpc-port=",
-    "write --max-header-bytes, which bounds all headers of a request": (
+    "use --async-scheduling to prepare the next step during the current one": "--num-scheduler-seqs=",
+    "an event is always sent for each step": "--multi-step-stream-outputs",
+    "logprobs are always computed from the model's own distribution": "--logprobs-mode=raw_logprobs",
+    "there is one way to draw tokens, and a seed repeats it": "--use-fp64-gumbel --watermark-config=",
+    "answers contain only tokens and logprobs": "--enable-return-routed-experts --return-sampling-mask",
+    "use prompt_logprobs to score given tokens, and preheat verify to repeat requests": "--enable-trace-replay",
+    "a failed process ends; let a supervisor start it again": "--enable-fault-tolerance --fault-tolerance-config=",
+    "unknown variables only cause a warning with their name": "--fail-on-environ-validation",
+    "set reasoning_effort in --default-chat-template-kwargs": "--reasoning-effort-map={}",
+    "use --reasoning-parser for the marks of a model's reasoning": "--reasoning-config={} --cohere-is-reasoning-model",
+    "the client calls tools, never the server": "--tool-server=",
+    "streams send no keep-alive comments: give the proxy a longer timeout than a prompt takes": (
+        "--sse-keep-alive-interval=0"
+    ),
+    "the record at /warmup describes the start": "--fingerprint-mode=none --fingerprint-value=",
+    "only HTTP is served": "--grpc --grpc-port=",
+    "use --max-header-bytes to limit all headers of a request": (
         "--h11-max-header-count= --h11-max-incomplete-event-size="
     ),
-    "/openapi.json describes the endpoints; there are no pages": "--enable-offline-docs",
-    "certificates are read once, at the start: restart to change them": "--enable-ssl-refresh",
-    "this is of models that are not here": (
+    "/openapi.json describes the endpoints; there are no documentation pages": "--enable-offline-docs",
+    "certificates are read once, at the start: restart the server to change them": "--enable-ssl-refresh",
+    "the models that need it are not supported": (
         "--engram-config= --diffusion-config= --enable-flash-late-interaction --omni"
     ),
-    "answers have the form of OpenAI, Anthropic or vLLM": "--cohere-format=",
+    "answers have only the formats of OpenAI, Anthropic and vLLM": "--cohere-format=",
 }
 """Flags that are refused, by the reason."""
 
@@ -217,7 +225,7 @@ INSTEAD: Mapping[str, str] = {
     "--served-name": "--served-model-name",
     "--tensor-paralel-size": "--tensor-parallel-size",
 }
-"""Flags that others have, or that people try, and the flag that they mean."""
+"""Flags of other engines, or of people's guesses, and the flag that is meant."""
 
 SHORT: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
@@ -248,15 +256,17 @@ SHORT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A flag of vLLM. ``says`` is the option that it sets, or why it is taken or refused. ``taken`` are the values of a
-    refused flag that are what we do; a switch has none.
+    """A flag of vLLM.
+
+    ``says`` is the option that it sets, or the reason why it is taken or refused. ``accepted`` are the values of a
+    refused flag that ask for our usual behavior; a switch has none.
     """
 
     flag: str
     verdict: Verdict
     says: str
     switch: bool
-    taken: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -269,14 +279,14 @@ class Foreign:
         return (f"sets {self.says}" if self.verdict == "sets" else self.says).replace("%", "%%")
 
     def takes(self, value: object) -> bool:
-        """Whether ``value``, parsed or as text, asks for nothing but what we do."""
+        """Return whether ``value``, parsed or as text, asks only for our usual behavior."""
         if self.verdict != "refused" or value is None:
             return True
-        return _same(value, "false") if self.switch else any(_same(value, each) for each in self.taken)
+        return _same(value, "false") if self.switch else any(_same(value, each) for each in self.accepted)
 
 
 def _same(value: object, text: str) -> bool:
-    """Whether ``value`` is what ``text`` says, as a number, as JSON or in words of any case."""
+    """Return whether ``value`` equals ``text``, as a number, as JSON or in words of any case."""
     if isinstance(value, list | tuple):
         return len(value) == 1 and _same(value[0], text)
     return bool(_read(value) == _read(text))
@@ -311,20 +321,22 @@ FOREIGN: Mapping[str, Foreign] = dict(
 
 
 def add_flags_of_vllm(parser: argparse.ArgumentParser) -> None:
-    """Add the rows as flags of ``parser``; those that are refused are left out of its help."""
-    group = parser.add_argument_group("Flags of vLLM", "Taken: they set an option above, or ask for what is so anyway.")
+    """Add the rows as flags of ``parser``; its help leaves out refused flags."""
+    group = parser.add_argument_group(
+        "Flags of vLLM", "Accepted: they set an option above, or ask for the only behavior."
+    )
     for row in FOREIGN.values():
         if row.flag in parser._option_string_actions:
             continue
         keywords: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS, "help": row.help}
         if row.switch:
             keywords["action"] = argparse.BooleanOptionalAction
-        elif row.verdict == "refused" and not row.taken:
+        elif row.verdict == "refused" and not row.accepted:
             keywords["nargs"] = "*"
         group.add_argument(row.flag, **keywords)
 
 
 def refuse(row: Foreign, value: object) -> SettingsError:
-    """The error for a ``value`` of ``row`` that it does not take."""
-    shown = "" if row.switch or not row.taken else f" {value} is not {' or '.join(row.taken)}"
+    """Return the error for a ``value`` that the flag of ``row`` does not take."""
+    shown = "" if row.switch or not row.accepted else f" {value} is not {' or '.join(row.accepted)}"
     return SettingsError(f"{row.flag}{shown}: {row.says}", param=row.name)

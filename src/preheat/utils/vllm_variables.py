@@ -1,8 +1,8 @@
-"""Environment variables of vLLM that are of no option here: one table of what is said about each of them.
+"""Environment variables of vLLM without an option here: one table of the reasons.
 
-Those that set an option are declared with it, in :mod:`preheat.settings`. An environment that was made for vLLM never
-keeps a server from starting: what has no effect is warned about, once, with the reason. A name that ends in an
-underscore stands for all that begin so, and the longest one counts.
+A variable that sets an option is declared with it, in :mod:`preheat.settings`. An environment that was made for vLLM
+never keeps a server from starting: a variable without effect causes one warning, with the reason. A name that ends in
+an underscore stands for all names with this beginning; the longest beginning counts.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ ALWAYS = """VLLM_USE_V1 VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK VLLM_USAGE_SOURCE 
     VLLM_NO_DEPRECATION_WARNING VLLM_ENABLE_V1_MULTIPROCESSING VLLM_CONFIGURE_LOGGING VLLM_USE_RUST_FRONTEND
     VLLM_TARGET_DEVICE VLLM_USE_PRECOMPILED VLLM_PRECOMPILED_ VLLM_MAIN_CUDA_VERSION VLLM_VERSION_OVERRIDE
     VLLM_BUILD_ VLLM_DOCKER_BUILD_CONTEXT VLLM_TEST_ VLLM_CI_ VLLM_SERVICE_ VLLM_PORT VLLM_PORT_"""
-"""Variables of how vLLM is built, tested and counted, or of what is always so; and those that Kubernetes sets for a
-service that is named vllm. Nothing is said about them."""
+"""Variables about the building, testing and counting of vLLM, or about our usual behavior, and the variables that
+Kubernetes sets for a service named vllm. Nothing is said about them."""
 
-_KERNELS = "kernels are chosen by the plan; how programs run is --execution-mode"
-_COMPILED = "programs are compiled and kept as docs/warm-up.md says, in --cache-dir"
+_KERNELS = "the plan chooses kernels; --execution-mode sets the way to run programs"
+_COMPILED = "programs are compiled and kept in --cache-dir, see docs/warm-up.md"
 _RANKS = "ranks are processes of one host, or of several nodes through Ray, see docs/parallel.md"
 _REPLICAS = "the replicas of --data-parallel-size are processes of one host"
-_DEVICE = "the device has no such choice here"
+_DEVICE = "the device has no such setting"
 _LOG = "the log goes to standard error, from --log-level up; prompts and answers are never logged"
-_TRANSFER = "one engine reads prompts and decodes"
-_MEDIA = "images are read as docs/images.md says; there is neither video nor audio"
+_TRANSFER = "one engine both reads prompts and decodes"
+_MEDIA = "images are always read as docs/images.md describes; video and audio are not supported"
 _CHECKPOINT = "checkpoints are read in one way"
-_TOOLS = "tools are called by the client"
+_TOOLS = "the client calls tools, never the server"
 
 UNUSED: Mapping[str, str] = {
-    "the cached context of a prompt is no part of a program": "VLLM_PROMPT_CTX_BUCKET_",
+    "the cached context of a prompt is not part of a program": "VLLM_PROMPT_CTX_BUCKET_",
     "both phases follow VLLM_BUCKETING_STRATEGY": "VLLM_PROMPT_BUCKETING_STRATEGY VLLM_DECODE_BUCKETING_STRATEGY",
     _KERNELS: """VLLM_ATTENTION_BACKEND VLLM_FLASH_ATTN_ VLLM_USE_FLASHINFER_ VLLM_FLASHINFER_ VLLM_USE_TRITON_
         VLLM_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM_
@@ -54,7 +54,7 @@ UNUSED: Mapping[str, str] = {
     _DEVICE: "VLLM_XLA_ VLLM_TPU_ VLLM_NEURON_ VLLM_XPU_ VLLM_IPEX_ VLLM_ZENTORCH_ VLLM_CUDART_SO_PATH VLLM_CUDA_",
     _LOG: """VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOGGING_COLOR VLLM_LOG_
         VLLM_DEBUG_LOG_ VLLM_TRACE_FUNCTION VLLM_DEBUG_WORKSPACE VLLM_DEBUG_MFU_METRICS VLLM_KV_EVENTS_USE_""",
-    "a trace of the start and of every step is VLLM_PROFILER_ENABLED": (
+    "set VLLM_PROFILER_ENABLED for a trace of the start and of every step": (
         "VLLM_TORCH_PROFILER_ VLLM_TORCH_CUDA_PROFILE VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_NVTX_SCOPES_FOR_PROFILING "
         "VLLM_PROFILER_"
     ),
@@ -64,30 +64,32 @@ UNUSED: Mapping[str, str] = {
     _CHECKPOINT: """VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH VLLM_S3_ VLLM_DIST_S3_ VLLM_FORCE_FP8_
         VLLM_LOAD_ VLLM_SAFETENSORS_""",
     _TOOLS: "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_ VLLM_TOOL_JSON_ VLLM_USE_MCP_",
-    "no code is loaded by name": "VLLM_PLUGINS VLLM_LORA_RESOLVER_ VLLM_LOGITS_PROCESSOR_THREADS",
-    "nothing that comes from outside is unpickled": "VLLM_ALLOW_INSECURE_SERIALIZATION",
-    "a length beyond the model's positions is refused: replace them with --hf-overrides": (
+    "code is never loaded by name": "VLLM_PLUGINS VLLM_LORA_RESOLVER_ VLLM_LOGITS_PROCESSOR_THREADS",
+    "data from outside is never unpickled": "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "a length beyond the model's positions is refused: raise the positions with --hf-overrides": (
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
     ),
-    "write --kv-cache-memory-bytes, which counts bytes": "VLLM_CPU_KVCACHE_SPACE",
-    "write --num-threads, and bind the process with numactl": (
+    "use --kv-cache-memory-bytes, in bytes": "VLLM_CPU_KVCACHE_SPACE",
+    "use --num-threads, and bind the process with numactl": (
         "VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_SIM_MULTI_NUMA VLLM_CPU_"
     ),
-    "a server whose engine has died ends": "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
-    "how long a step may take is VLLM_ENGINE_ITERATION_TIMEOUT_S": "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
-    "a start has no limit of time; /ready says how far it is": "VLLM_ENGINE_READY_TIMEOUT_S",
+    "a server ends when its engine dies": "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+    "use VLLM_ENGINE_ITERATION_TIMEOUT_S to limit the time of a step": "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+    "a start has no time limit; /ready reports its progress": "VLLM_ENGINE_READY_TIMEOUT_S",
     "grammars are compiled within --grammar-compile-timeout-s": (
         "VLLM_XGRAMMAR_CACHE_MB VLLM_XGRAMMAR_ VLLM_V0_USE_OUTLINES_CACHE VLLM_V1_USE_OUTLINES_CACHE "
         "VLLM_REGEX_COMPILATION_TIMEOUT_S"
     ),
-    "calls are read without regular expressions": "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS",
-    "a row whose logits are not finite ends with an error": "VLLM_COMPUTE_NANS_IN_LOGITS",
-    "answers are read as they come": "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE",
-    "steps are prepared ahead where --async-scheduling says": "VLLM_ENABLE_ASYNC_SCHEDULING",
-    "the cache keeps what each layer needs": "VLLM_PREFIX_CACHE_ VLLM_MAMBA_ VLLM_SSM_CONV_STATE_LAYOUT",
+    "tool calls are read without regular expressions": "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS",
+    "a row always ends with an error if its logits are not finite": "VLLM_COMPUTE_NANS_IN_LOGITS",
+    "answers are always processed as they arrive": "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE",
+    "use --async-scheduling to choose whether steps are prepared ahead": "VLLM_ENABLE_ASYNC_SCHEDULING",
+    "the KV cache keeps all keys and values that each layer needs": (
+        "VLLM_PREFIX_CACHE_ VLLM_MAMBA_ VLLM_SSM_CONV_STATE_LAYOUT"
+    ),
     "weights stay on the device": "VLLM_WEIGHT_OFFLOADING_",
-    "how many sequences a request may have is bounded": "VLLM_MAX_N_SEQUENCES",
-    "figures are in /metrics, see docs/metrics.md": "VLLM_METRICS_ VLLM_KV_CACHE_METRICS_",
+    "the number of sequences of a request is limited": "VLLM_MAX_N_SEQUENCES",
+    "statistics are in /metrics, see docs/metrics.md": "VLLM_METRICS_ VLLM_KV_CACHE_METRICS_",
 }
 """Variables that are warned about, by the reason."""
 
@@ -99,11 +101,14 @@ def _reasons() -> Iterator[tuple[str, str]]:
 
 
 VARIABLES: Mapping[str, str] = dict(_reasons())
-"""The reason why each variable has no effect; empty: it asks for what is always so."""
+"""The reason why each variable has no effect; empty if it asks for our usual behavior."""
 
 
 def why_unused(name: str) -> str | None:
-    """The reason why a variable of vLLM has no effect, empty if nothing need be said; None if it is not known."""
+    """Return the reason why a variable of vLLM has no effect.
+
+    It is empty if nothing need be said, None for an unknown variable.
+    """
     if name in VARIABLES:
         return VARIABLES[name]
     start = max((each for each in VARIABLES if each.endswith("_") and name.startswith(each)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""``weight_transfer_config``: vLLM's WeightTransferConfig, and what requests say of a transfer."""
+"""``weight_transfer_config``: vLLM's WeightTransferConfig, and the requests of a transfer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ITEM_BYTES = {
 """The types of tensors that may be announced, by torch's names, and the bytes of a number."""
 
 MOST_SIDES, MOST_NUMBERS = 8, 2**48
-"""Of a tensor that is announced."""
+"""Most sides and most numbers of an announced tensor."""
 
 TIMEOUT = 300.0
-"""Seconds that an engine waits for a trainer, or for its next tensor, unless told. Source: vLLM's client."""
+"""Default seconds that an engine waits for a trainer, or for its next tensor. Source: vLLM's client."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +31,10 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def transfer_config(given: dict[str, Any] | None) -> TransferConfig | None:
-    """None: they do not. Raises SettingsError, naming the key, for what cannot be used."""
+    """Return the config ``given``; None if weights do not travel.
+
+    Raises SettingsError, naming the key, for a value that cannot be used.
+    """
     if given is None:
         return None
     try:
@@ -41,7 +44,7 @@ def transfer_config(given: dict[str, Any] | None) -> TransferConfig | None:
 
 
 class TransferGroup(msgspec.Struct, frozen=True):
-    """Where a trainer and engines meet, ``world_size`` in all: this engine is rank ``rank_offset``, the trainer 0."""
+    """The group of a trainer, rank 0, and engines, ``world_size`` in all; this engine is rank ``rank_offset``."""
 
     master_address: str
     master_port: int
@@ -50,7 +53,7 @@ class TransferGroup(msgspec.Struct, frozen=True):
     timeout: float = TIMEOUT
 
     def check(self) -> None:
-        """Raise InvalidRequest for what is no place in a group."""
+        """Raise InvalidRequest if the group has no such rank, or a value is out of range."""
         for name, low, high in (("master_port", 1, 65535), ("rank_offset", 1, self.world_size - 1)):
             if not low <= getattr(self, name) <= high:
                 raise InvalidRequest(f"{name} must be {low} to {high}, not {getattr(self, name)}", param=name)
@@ -71,7 +74,10 @@ class Announced(NamedTuple):
 
 
 def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> list[Announced]:
-    """The tensors in order. Raises InvalidRequest unless there is a type and a shape for each, and no name twice."""
+    """Return the announced tensors in order.
+
+    Raises InvalidRequest unless each tensor has a type and a shape, and no name comes twice.
+    """
     if not len(names) == len(dtype_names) == len(shapes) > 0:
         raise InvalidRequest(
             f"update_info has {len(names)} names, {len(dtype_names)} dtype_names and {len(shapes)} shapes: give one of "
@@ -89,7 +95,7 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
             )
         if not _is_shape(each.shape):
             raise InvalidRequest(
-                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} sides and "
+                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} dimensions and "
                 f"{MOST_NUMBERS:,} numbers",
                 param="update_info",
             )
@@ -97,16 +103,16 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
 
 
 def _is_shape(shape: list[int]) -> bool:
-    """Whether ``shape`` has few sides, and sides that are small; of others not even the product is computed."""
+    """Return whether ``shape`` has few and small sides; only then is their product computed."""
     if len(shape) > MOST_SIDES or not all(0 <= side <= MOST_NUMBERS for side in shape):
         return False
     return math.prod(shape) <= MOST_NUMBERS
 
 
 def backend_of(config: TransferConfig | None) -> TransferBackend:
-    """Raises InvalidRequest if weights do not travel."""
+    """Return the backend of ``config``. Raises InvalidRequest if weights do not travel."""
     if config is None:
         raise InvalidRequest(
-            'The engine was started without --weight-transfer-config, such as {"backend": "nccl"}, which transfers need'
+            'Weight transfers need an engine started with --weight-transfer-config, such as {"backend": "nccl"}'
         )
     return config.backend

@@ -1,6 +1,8 @@
-"""The check at boot for adapters: a context has the same logits with an adapter alone and in any company, in any place
-and after others were there; and without one, the same beside those that have some. The adapters are random ones, the
-same at every boot.
+"""The check at boot for adapters.
+
+A context has the same logits with its adapter in every slot and every batch. The context is computed alone and beside
+other rows, in any adapter slot, and in a slot that held another adapter. A context without an adapter has the same
+logits beside rows with adapters. The adapters are random, the same at every boot.
 """
 
 from __future__ import annotations
@@ -22,29 +24,31 @@ LONGEST = 37
 
 
 class _Beside(NamedTuple):
-    """A neighbour in a step, and the place of its adapter."""
+    """A row of the same step, and its adapter slot."""
 
     row: Row
-    place: int
+    adapter_slot: int
 
 
 class AdapterCheck:
-    """Compares with the first run of the process, see :meth:`first`."""
+    """Compares the context's logits with the first run of the process, see :meth:`first`."""
 
     def __init__(self, runner: CheckRunner) -> None:
-        seats = runner.executor.adapters
-        assert seats is not None, "there are no places for adapters"
-        self._runner, self._seats, limits = runner, seats, runner.plan.limits
+        adapter_slots = runner.executor.adapters
+        assert adapter_slots is not None, "there are no adapter slots"
+        self._runner, self._adapter_slots, limits = runner, adapter_slots, runner.plan.limits
         length = max(min(LONGEST, limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
         while length > 1 and not runner.bucket_of([Row(0, length)]):
             length //= 2
         self._tokens = np.random.default_rng(2).integers(runner.vocab_size, size=length, dtype=np.int32)
-        self._adapters = [random_adapter(seats, number) for number in range(2)]
+        self._adapters = [random_adapter(adapter_slots, number) for number in range(2)]
         self._expected: list[Tensor] = []
 
     def first(self) -> Tensor:
-        """The context's logits alone, with each adapter and without: fp32 [3, vocab] on the host; the first call
-        computes them. The adapter of a small rank comes first, into a place that is empty.
+        """Return the context's logits alone, with each adapter and without.
+
+        They are fp32 [3, vocab] on the host. The first call computes them. The adapter of a small rank is loaded first,
+        into an empty slot.
         """
         if not self._expected:
             for number in (1, 0):
@@ -55,7 +59,10 @@ class AdapterCheck:
         return torch.stack(self._expected)
 
     def run(self) -> int:
-        """Compare; how often that was possible. Raises NotInvariant, and CheckFailed if an adapter changes nothing."""
+        """Compare and return how often.
+
+        Raises NotInvariant, and CheckFailed if an adapter changes nothing.
+        """
         first, second, base = self.first()
         if any(torch.equal(one, other) for one, other in ((first, second), (first, base), (second, base))):
             raise CheckFailed("adapters: a context has the same logits with different adapters, or without one")
@@ -67,16 +74,16 @@ class AdapterCheck:
                     raise NotInvariant(f"adapters: a context has other logits {way} than alone, by up to {gap:.3g}")
                 count += 1
         finally:
-            for place in range(self._seats.places):
-                self._runner.executor.clear_adapter(place)
+            for adapter_slot in range(self._adapter_slots.count):
+                self._runner.executor.clear_adapter(adapter_slot)
         return count
 
     def _ways(self, first: Tensor, second: Tensor, base: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """What is computed, what it should be, and what it is."""
-        last = self._seats.places - 1
+        """Yield the name of each way, its expected logits and its logits."""
+        last = self._adapter_slots.count - 1
         self._load(0, 1)
         self._load(last, 0)
-        yield "in another place", first, self._logits(last)
+        yield "in another adapter slot", first, self._logits(last)
         yield "with its last token alone", first, self._decoded(last)
         for company in self._companies(last):
             for before in (False, True):
@@ -88,37 +95,46 @@ class AdapterCheck:
                 )
         yield "without an adapter, with its last token alone", base, self._decoded(NO_ADAPTER)
         self._load(last, 1)
-        yield "in a place in which another was", second, self._logits(last)
+        yield "in a slot that another adapter had", second, self._logits(last)
         self._load(last, 0)
         yield "after it was loaded again", first, self._logits(last)
 
     def _companies(self, last: int) -> Iterator[list[_Beside]]:
-        """Neighbours with the same adapter, with another one, if there is a place for it, and with none."""
+        """Yield other rows for the same step.
+
+        They have the same adapter, another one if there is a slot for it, and none.
+        """
         mixes, length = self._runner.plan.policy.mixed_steps, len(self._tokens)
         some = [Row(9, 1), Row(0, 17), Row(0, 3)] if mixes else [Row(0, 17), Row(0, 3)]
-        for places in ([last, 0, NO_ADAPTER], [last] * 3):
-            company = [_Beside(*each) for each in zip(some, places, strict=False)]
+        for adapter_slots in ([last, 0, NO_ADAPTER], [last] * 3):
+            company = [_Beside(*each) for each in zip(some, adapter_slots, strict=False)]
             while company and not self._runner.bucket_of([Row(0, length), *(each.row for each in company)]):
                 company.pop()
             if company:
                 yield company
 
-    def _load(self, place: int, number: int) -> None:
-        self._runner.executor.load_adapters([(place, self._adapters[number])])
+    def _load(self, adapter_slot: int, number: int) -> None:
+        self._runner.executor.load_adapters([(adapter_slot, self._adapters[number])])
 
-    def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
-        """Of the context in one step, with the adapter in ``place``."""
+    def _logits(self, adapter_slot: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
+        """Return the logits of the context in one step.
+
+        The adapter is in ``adapter_slot``.
+        """
         runner = self._runner
         with runner.neighbours([each.row for each in company]) as others, runner.sequence(self._tokens) as slot:
-            runner.slots.adapter[slot] = place
-            runner.slots.adapter[others] = [each.place for each in company]
+            runner.slots.adapter[slot] = adapter_slot
+            runner.slots.adapter[others] = [each.adapter_slot for each in company]
             return runner.step(slot, before=others) if before else runner.step(slot, behind=others)
 
-    def _decoded(self, place: int) -> Tensor:
-        """The same, its last token in a step of its own."""
+    def _decoded(self, adapter_slot: int) -> Tensor:
+        """Return the logits of the context, computed in two steps.
+
+        The last token has a step of its own.
+        """
         runner, length = self._runner, len(self._tokens)
         with runner.sequence(self._tokens) as slot:
-            runner.slots.adapter[slot] = place
+            runner.slots.adapter[slot] = adapter_slot
             if length > 1:
                 runner.lengthen(slot, length - 1)
                 runner.step(slot)

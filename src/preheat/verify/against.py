@@ -22,7 +22,7 @@ VOCAB_SIZE = 4_000
 """Ids below this exist in every tokenizer."""
 
 MAX_MODEL_LEN = 2_048
-"""If the server does not say."""
+"""The context length of a server that does not tell its own."""
 
 TIMEOUT_SECONDS = 600.0
 MOST = 64
@@ -46,7 +46,7 @@ class Server:
         self._more: dict[str, Any] = {"return_token_ids": True}
 
     def run(self, prompts: Sequence[Prompt], at_once: int) -> list[Seen]:
-        """What is seen of ``prompts``, sent ``at_once`` at a time."""
+        """Return the tokens and logprobs of ``prompts``, sent ``at_once`` at a time."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(self._ask, prompts))
 
@@ -75,14 +75,20 @@ class Server:
 
 
 def _neutral(name: str) -> tuple[object, ...]:
-    """Values that need not be sent; other servers may not know the field."""
+    """Return the values of a field that need not be sent.
+
+    Other servers may not know the field.
+    """
     return {"top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}.get(name, ())
 
 
 def verify_server(
     url: str, size: Size, prompts: Sequence[Prompt] | None = None, api_key: str | None = None
 ) -> Iterator[PathResult]:
-    """The paths that a client can cause in a server. Raises PreheatError if the server does not answer as expected."""
+    """Yield the paths that a client can cause in a server.
+
+    Raises PreheatError for unexpected answers.
+    """
     try:
         server = Server(url, api_key)
         prompts = prompts or make_prompts(size, VOCAB_SIZE, server.max_model_len)
@@ -98,4 +104,4 @@ def verify_server(
             f"{url} answers with status {error.code}: {error.read(300).decode(errors='replace')}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, http.client.HTTPException) as error:
-        raise PreheatError(f"{url} is no OpenAI-compatible server that gives logprobs: {error!r}") from None
+        raise PreheatError(f"{url} is not an OpenAI-compatible server that gives logprobs: {error!r}") from None

@@ -1,4 +1,7 @@
-"""The path of ``preheat verify`` for beam search: each search alone, with nothing in the cache, then all at once."""
+"""The path of ``preheat verify`` for beam search.
+
+Each search runs alone, with nothing in the cache, then all run at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ ASKED = SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=2 * WIDTH
 
 
 def beam_search(engine: Engine, longest: int) -> PathResult:
-    """Prompts of ``longest`` tokens at most, whose beams leave blocks behind that those of the next step find."""
+    """Search from prompts of up to ``longest`` tokens.
+
+    Each step finds the blocks of the step before in the cache.
+    """
     draw = random.Random(COUNT)
     longest = max(min(longest, engine.ready.max_model_len - TOKENS), 1)
     prompts = [[draw.randrange(engine.vocab_size) for _ in range(draw.randint(1, longest))] for _ in range(COUNT)]
@@ -27,7 +33,10 @@ def beam_search(engine: Engine, longest: int) -> PathResult:
 
 
 def _search(engine: Engine, prompts: list[list[int]], *, cold: bool) -> list[Seen]:
-    """The best sequences of each prompt; if ``cold``, every request is computed alone and from its beginning."""
+    """Return the best sequences of each prompt.
+
+    If ``cold``, compute each request alone and from its beginning.
+    """
     params = BeamSearchParams(WIDTH, TOKENS)
     searches = [Beams(params, len(prompt), ()) for prompt in prompts]
     for _ in range(TOKENS):

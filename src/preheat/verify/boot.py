@@ -1,7 +1,8 @@
-"""The cross-check at boot: the logits of a few contexts must have the same bits by every path.
+"""The cross-check at boot.
 
-All paths are compared with the first run of the process, before anything is warm. They run last in the warm-up,
-through the packer and the executor that serve, on blocks that go back to the pool.
+The logits of a few contexts must have the same bits by every path. All paths are compared with the first run of the
+process, before anything is warm. They run last in the warm-up, through the packer and the executor that serve, on
+blocks that go back to the pool.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from preheat.warmup.record import Record
 DIGEST_BYTES = 16
 
 SIMULATED = "simulated-"
-"""How the digest of a fake device begins: it is never taken for one of the device."""
+"""The prefix of a fake device's digest.
+
+It is then never taken for a real device's.
+"""
 
 
 Which = Literal["usual", "shortest", "long"]
@@ -48,7 +52,7 @@ Which = Literal["usual", "shortest", "long"]
 
 
 class BootCheck:
-    """Runs the plan's checks. What they compare with is computed once, by :meth:`begin`."""
+    """Runs the plan's checks against the logits that :meth:`begin` computes once."""
 
     def __init__(
         self, runner: CheckRunner, record: Record, facts: Facts, grammars: Grammars | str = "structured outputs are off"
@@ -68,7 +72,10 @@ class BootCheck:
         self._adapters = AdapterCheck(runner) if "adapters" in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
-        """The lengths of the contexts, each halved until there is a bucket for it."""
+        """Return the lengths of the contexts.
+
+        Each is halved until there is a bucket for it.
+        """
         found = []
         for wanted in context_lengths(self.runner.plan.limits, facts):
             length = wanted
@@ -79,7 +86,10 @@ class BootCheck:
 
     @cached_property
     def _expected(self) -> list[tuple[Tensor, Bucket | None]]:
-        """Each context's logits, alone in one step, and that step's bucket; their digest goes into the record."""
+        """Each context's logits, alone in one step, and the step's bucket.
+
+        Their digest goes into the record.
+        """
         found, bits = [], hashlib.blake2b(digest_size=DIGEST_BYTES)
         for tokens in [*self._contexts, *self._long]:
             (logits,) = large_steps(self.runner, tokens)
@@ -93,41 +103,44 @@ class BootCheck:
         return found
 
     def begin(self) -> None:
-        """Compute what the checks compare with. Call it before anything has run: a check that computes it itself cannot
-        see a first run that differs.
+        """Compute the expected logits; call it before anything else has run.
+
+        A check that computes them itself cannot see a first run that differs.
         """
         _ = self._expected
 
     def run(self, name: str) -> None:
-        """Run one check of :data:`CHECKS`. Raises NotInvariant, with path, bucket and layer, for the first logits that
-        differ, CheckFailed for logits that are not finite or draws that are not the contract's, and NothingToRun if no
-        context can take the path.
+        """Run one check of :data:`CHECKS`.
+
+        Raises NotInvariant, with path, bucket and layer, for the first logits that differ. Raises CheckFailed for
+        logits that are not finite or draws that break the contract. Raises NothingToRun if no context can take the
+        path.
         """
         self._running = name
         self._record.proof.compared += CHECKS[name](self) or 0
 
     def check_grammars(self) -> None:
-        """Raises NothingToRun if there are none."""
+        """Check grammars. Raises NothingToRun if there are none."""
         if isinstance(self._grammars, str):
             raise NothingToRun(self._grammars)
         GrammarCheck(self.runner, self._grammars).run()
 
     def check_images(self) -> int:
-        """Images, or prompts that are embeddings: an engine has one of them."""
+        """Check images, or prompts that are embeddings: an engine has one of them."""
         assert self._images is not None, "the plan has no such check"
         return self._images.run()
 
     def check_adapters(self) -> int:
-        """See :class:`AdapterCheck`."""
+        """Check adapters, see :class:`AdapterCheck`."""
         assert self._adapters is not None, "the plan has no such check"
         return self._adapters.run()
 
     def check_pooled(self) -> int:
-        """Every context; how many ways were compared."""
+        """Check the pooling of every context and return how many ways were compared."""
         return sum(check_pooled(self.runner, tokens) for tokens in self._contexts)
 
     def compare(self, path: ContextPath, which: Which) -> int:
-        """Compare the contexts' logits by ``path`` with the expected ones; how often that was possible."""
+        """Compare the contexts' logits by ``path`` with the expected ones and return how often."""
         count, reason = 0, "no context within the limits takes this path"
         contexts = zip([*self._contexts, *self._long], self._expected, strict=True)
         usual = len(self._contexts)
@@ -150,20 +163,23 @@ class BootCheck:
                 raise CheckFailed(f"finite: {count} are not finite {where}; {self._not_finite(tokens)}")
 
     def _not_finite(self, tokens: np.ndarray) -> str:
-        """What first gives something that is not finite when ``tokens`` are run again, operation by operation."""
+        """Return the first output that is not finite.
+
+        ``tokens`` run again, operation by operation.
+        """
         runner = self.runner
         runner.eager = True
         try:
             for _ in large_steps(runner, tokens):
                 for number, residual in enumerate(runner.layers):
                     if not residual.isfinite().all():
-                        return f"the first layer whose output is not finite is layer {number}"
-            return f"the outputs of all {len(runner.layers)} layers are finite, what follows them is not"
+                        return f"the first layer with an output that is not finite is layer {number}"
+            return f"the outputs of all {len(runner.layers)} layers are finite, but the logits are not"
         finally:
             runner.eager = False
 
     def _compare(self, path: ContextPath, tokens: np.ndarray, expected: Tensor, usual: Bucket | None) -> int:
-        """Compare one context's logits with the ``expected`` ones; how often that was possible."""
+        """Compare one context's logits with the ``expected`` ones and return how often."""
         count = 0
         with closing(path(self.runner, tokens)) as ways:
             for logits in ways:
@@ -178,7 +194,7 @@ class BootCheck:
         raise NotInvariant(f"{self._running}: {found}, by up to {gap:.3g}; {self._where(path, tokens, count)}")
 
     def _where(self, path: ContextPath, tokens: np.ndarray, way: int) -> str:
-        """The first layer that differs when both are run again, operation by operation."""
+        """Return the first layer that differs when both run again, operation by operation."""
         runner = self.runner
         runner.eager = True
         try:
@@ -189,8 +205,8 @@ class BootCheck:
                 if not same_bits(one, other):
                     return f"the first layer that differs is layer {number}"
             if not same_bits(right, wrong):
-                return f"all {len(layers)} layers agree, what follows them differs"
-            return "run again, operation by operation, both agree: what differs is in the program"
+                return f"all {len(layers)} layers agree, but the logits differ"
+            return "run again, operation by operation, both agree: the difference is in the program"
         except NothingToRun as error:
             return f"the layer is unknown: {error}"
         finally:
@@ -198,20 +214,23 @@ class BootCheck:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of floats are equal bit for bit, NaN and the sign of zero included."""
+    """Return whether two tensors of floats are equal bit for bit.
+
+    NaN and the sign of zero are included.
+    """
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @dataclass(frozen=True)
 class OfContexts:
-    """A check that computes ``which`` contexts by a ``path``, and does something ``more``."""
+    """A check that computes ``which`` contexts by a ``path`` and then calls ``more``."""
 
     path: ContextPath
     which: Which = "usual"
     more: Callable[[CheckRunner], object] = lambda runner: None
 
     def __call__(self, check: BootCheck) -> int:
-        """How often logits were compared."""
+        """Run the check and return how often logits were compared."""
         count = check.compare(self.path, self.which)
         self.more(check.runner)
         return count
@@ -244,4 +263,4 @@ CHECKS: Mapping[str, Callable[[BootCheck], int | None]] = {
     "windows": lambda check: check_windows(check.runner),
     "eager": OfContexts(paths.eager),
 }
-"""How each check of :data:`preheat.verify.names.CHECKS` runs; some say how often they compared."""
+"""The function of each check of :data:`preheat.verify.names.CHECKS`; some return how often they compared."""

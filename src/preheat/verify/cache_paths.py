@@ -1,7 +1,7 @@
-"""The paths of ``preheat verify`` for what is kept in blocks: prompts that are nearly the same, prompts that were given
-up, many blocks that move at once, and answers that are read as prompts.
+"""The paths of ``preheat verify`` on cached blocks.
 
-How many tokens a prompt finds in the prefix cache is compared with the rule itself, too.
+Prompts that are nearly the same, prompts that were given up, many blocks that move at once, and answers that are read
+as prompts. The number of cached tokens of a prompt is compared with the rule itself, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ ONE_TOKEN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=Tru
 
 
 def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
-    """Prompts that differ in one token of a block, in where they end, in their salt or in their adapter, one of
-    ``names``, each served alone behind those before it. None where nothing is kept, or where no prompt has two blocks.
+    """Serve prompts that are nearly equal.
+
+    They differ in one token, in their end, in their salt or in their adapter, one of ``names``. Each is served alone
+    behind the earlier ones. Returns None where nothing is kept or where no prompt has two blocks.
     """
     limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
     if not engine.loop.scheduler.prefix.enabled or limits.max_model_len < 3 * size + 2 * OUTPUTS:
@@ -46,7 +48,10 @@ def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
 
 
 def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
-    """Each of ``asked`` alone in an empty cache, then all, one behind the other."""
+    """Compare prompts alone and together.
+
+    Each of ``asked`` runs alone in an empty cache, then all run in turn in one cache.
+    """
     first, found, states = list[Seen](), list[Seen](), list[RequestState]()
     for prompt in asked:
         engine.forget_prefixes()
@@ -68,13 +73,14 @@ def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
 
 
 def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[RequestState]) -> list[int]:
-    """How many tokens of each prompt were computed before in full blocks, behind the same tokens, for the same salt and
-    with the same adapter.
+    """Return how many tokens of each prompt were computed before in full blocks.
+
+    The blocks must lie behind the same tokens, for the same salt and with the same adapter.
     """
     size, known, found = engine.loop.scheduler.limits.block_size, set[tuple[str, str, bytes]](), list[int]()
     digests = {} if isinstance(engine.loop.adapters, str) else engine.loop.adapters.digests
     for prompt, state in zip(asked, states, strict=True):
-        computed = [*prompt.tokens, *_said(state)][:-1]  # what was drawn last was never read
+        computed = [*prompt.tokens, *_said(state)][:-1]  # the last token was drawn and never read
         keys = [
             (prompt.salt, digests.get(prompt.lora_name, ""), repr(computed[:end]).encode())
             for end in range(size, len(computed) + 1, size)
@@ -86,8 +92,9 @@ def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[Re
 
 
 def given_up(engine: Engine) -> PathResult | None:
-    """Prompts whose clients leave when the first chunk ends beside a block's end, then the same prompts again. None
-    where nothing is kept.
+    """Cancel prompts after their first chunk, then run them again.
+
+    The chunk ends beside a block's end. Returns None where nothing is kept.
     """
     limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
     step, longest = limits.max_num_batched_tokens, limits.max_model_len - OUTPUTS
@@ -107,13 +114,14 @@ def given_up(engine: Engine) -> PathResult | None:
 
 
 def _cut(count: int, longest: int) -> list[int]:
-    """``count`` tokens as prompts of ``longest`` at most."""
+    """Return ``count`` tokens as lengths of prompts, ``longest`` at most."""
     return [min(longest, count - at) for at in range(0, count, longest)]
 
 
 def moved(engine: Engine) -> PathResult | None:
-    """A context in blocks that were the last pairs of swaps of all sizes that free blocks fill up. None where blocks do
-    not move.
+    """Move a context's blocks by swaps of several sizes.
+
+    They are the last pairs of a swap, for all sizes that free blocks can fill. Returns None where blocks do not move.
     """
     if not engine.loop.packer.plan.policy.compacts:
         return None
@@ -133,8 +141,10 @@ def _seen(logits: Tensor) -> Seen:
 
 
 def answers_as_prompts(path: str, engine: Engine, prompts: Sequence[Prompt], first: Sequence[Seen]) -> PathResult:
-    """Each prompt and all but the last token of its answer as one prompt. ``first`` and the answers are of the last run
-    of ``engine``: what decoding saw at its last position, reading sees.
+    """Compare decoding with reading.
+
+    Each prompt and its answer without the last token is one prompt. ``first`` and the answers are of the last run of
+    ``engine``. The logits at the last position must be the same.
     """
     longer = [
         replace(prompt, tokens=[*prompt.tokens, *answer.tokens[:-1]], params=ONE_TOKEN)
@@ -151,7 +161,7 @@ def _tokens(engine: Engine, count: int, seed: int) -> list[int]:
 
 
 def _with_another(tokens: Sequence[int], at: int, vocab_size: int) -> list[int]:
-    """``tokens`` with another one at ``at``."""
+    """Return ``tokens`` with another token at ``at``."""
     return [*tokens[:at], (tokens[at] + 1) % vocab_size, *tokens[at + 1 :]]
 
 

@@ -1,7 +1,8 @@
-"""Test sequences on real blocks of the pool, and steps of them through the packer and the executor that serve.
+"""Test sequences on real blocks of the pool.
 
-A test sequence owns a slot, as every running one. Rows follow the scheduler's rules: one that lacks a single token
-decodes, one that lacks more prefills, and a row samples once it lacks nothing.
+Their steps go through the packer and the executor that serve. A test sequence owns a slot, as every running one. Rows
+follow the scheduler's rules: a row that lacks a single token decodes, a row that lacks more prefills, and a row samples
+once it lacks nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
 
 ZEROS, NOT_NUMBERS = 0, 255
-"""Bytes of which a block may be full: numbers of every type are then 0, or NaN."""
+"""Fill bytes of a block: numbers of every type are then 0, or NaN."""
 
 
 class Row(NamedTuple):
-    """A row that shares a step: it has ``cached`` tokens and lacks some more."""
+    """Another row of a step: it has ``cached`` tokens and lacks ``lacking`` more."""
 
     cached: int
     lacking: int
@@ -38,11 +39,11 @@ class Row(NamedTuple):
 
 @dataclass
 class CheckRunner:
-    """``images`` says where images are kept, for sequences with some. ``bucket`` is that of the last step. ``eager``
-    runs steps operation by operation; ``layers`` are then the last step's residual stream after each layer, [hidden]
-    each, at the token whose logits are returned.
+    """Runs test sequences through the packer and the executor that serve.
 
-    A sequence that finds too few free slots or blocks raises NothingToRun.
+    ``images`` is the encoder cache, for sequences with images. ``bucket`` is the last step's. ``eager`` runs steps
+    operation by operation; ``layers`` are then the last step's residual stream after each layer, [hidden] each, at the
+    token of the returned logits. A sequence that finds too few free slots or blocks raises NothingToRun.
     """
 
     pool: BlockPool
@@ -75,10 +76,11 @@ class CheckRunner:
         prompt: int | None = None,
         segments: Sequence[Segment] = (),
     ) -> Iterator[int]:
-        """The slot of a sequence of ``tokens``, int32, on blocks of its own; both are given back afterwards.
+        """Yield the slot of a sequence of ``tokens``, int32.
 
-        The blocks of its first ``cached`` tokens, a multiple of the block size, are those of slot ``of``. The first
-        ``prompt`` tokens, by default all, are its prompt, with images at ``segments``; it has generated the others.
+        It has blocks of its own. Slot and blocks are given back afterwards. The blocks of its first ``cached`` tokens,
+        a multiple of the block size, are the first blocks of slot ``of``. The first ``prompt`` tokens, by default all,
+        are its prompt, with images at ``segments``; it has generated the others.
         """
         slots, shared = self.slots, cached // self.slots.block_size
         slot = self._take_slot(tokens, cached, prompt=prompt, segments=segments)
@@ -94,8 +96,9 @@ class CheckRunner:
 
     @contextmanager
     def poisoned(self, tokens: np.ndarray, cached: int = 0) -> Iterator[int]:
-        """As :meth:`sequence`, on blocks that are full of NaN, which are the keys and values of its first ``cached``
-        tokens.
+        """Yield a slot as :meth:`sequence`, on blocks full of NaN.
+
+        NaN is also the content of the keys and values of its first ``cached`` tokens.
         """
         with self.sequence(tokens) as slot:
             blocks = self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist()
@@ -110,7 +113,10 @@ class CheckRunner:
 
     @contextmanager
     def neighbours(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Slots for ``rows`` whose results are not read: their blocks are the pad block."""
+        """Yield slots for other rows of a step.
+
+        Nobody reads their results, and their blocks are the pad block.
+        """
         taken: list[int] = []
         try:
             for number, (cached, lacking) in enumerate(rows, 1):
@@ -137,7 +143,10 @@ class CheckRunner:
         return slot
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
-        """A slot for ``request``, of which ``tokens`` are known. The caller gives it back."""
+        """Return a slot for ``request``, with ``tokens`` known.
+
+        The caller gives it back.
+        """
         if not self.slots.num_free:
             raise NothingToRun(f"all {self.slots.num_slots} slots are taken")
         return self.slots.take(request, tokens)
@@ -148,7 +157,10 @@ class CheckRunner:
         return self.pool.allocate(count)
 
     def restore(self, slot: int, of: int, count: int) -> None:
-        """Let ``slot`` have the first ``count`` blocks of slot ``of`` by way of the host, into blocks of its own."""
+        """Copy blocks of slot ``of`` to ``slot`` by way of the host.
+
+        The first ``count`` blocks go into the own blocks of ``slot``.
+        """
         tier, slots = self.pool.tier, self.slots
         if tier is None:
             raise NothingToRun("nothing is kept on the host")
@@ -162,11 +174,14 @@ class CheckRunner:
         slots.cached_len[slot] = count * slots.block_size
 
     def lengthen(self, slot: int, known: int) -> None:
-        """Let the sequence have ``known`` tokens."""
+        """Set the number of the sequence's known tokens."""
         self.slots.device_len[slot] = known
 
     def bucket_of(self, rows: Sequence[Row]) -> Bucket | None:
-        """The bucket of a step in which ``rows`` compute everything they lack; None if there is none."""
+        """Return the bucket of a step of ``rows``, or None.
+
+        The rows compute everything they lack.
+        """
         limits, lacking = self.plan.limits, [row.lacking for row in rows]
         lengths = [sum(row) for row in rows]
         blocks = sum(-(-length // limits.block_size) for length in lengths)
@@ -184,7 +199,10 @@ class CheckRunner:
         self._run(self._schedule([slot], [count]))
 
     def hidden(self, slot: int, count: int) -> list[np.ndarray]:
-        """Compute the next ``count`` tokens of ``slot``; the hidden states of those that it is to report."""
+        """Compute the next ``count`` tokens of ``slot``.
+
+        Returns the hidden states that it reports.
+        """
         batch = self.packer.pack(self._schedule([slot], [count]))
         self.bucket = batch.bucket
         states = self.executor.execute(batch).hidden or {}
@@ -192,7 +210,7 @@ class CheckRunner:
         return states.get(0, [])
 
     def draw(self, slot: int) -> int:
-        """The token after all of ``slot``, as :func:`preheat.core.marked` marks it."""
+        """Return the token behind all tokens of ``slot``, as :func:`preheat.core.marked` marks it."""
         batch = self.packer.pack(self._schedule([slot]))
         self.bucket = batch.bucket
         (token,) = self.executor.execute(batch).tokens.tolist()
@@ -200,23 +218,30 @@ class CheckRunner:
         return int(token)
 
     def step(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
-        """The logits after the last token of ``slot``, fp32 [vocab] on the host, from a step in which it and its
-        neighbours compute everything they lack; decoding rows go first.
+        """Return the logits after the last token of ``slot``, fp32 [vocab] on the host.
+
+        ``slot`` and the rows ``before`` and ``behind`` it compute everything they lack in one step; decoding rows go
+        first.
         """
         schedule = self._schedule([*before, slot, *behind])
         row = int(np.flatnonzero(schedule.slots == slot)[0])
-        return self._run(schedule, row)[row].cpu().clone()  # on a host they may be what the next step overwrites
+        return self._run(schedule, row)[row].cpu().clone()  # on a host the next step may overwrite them
 
     def write(self, slot: int, begin: int, tokens: np.ndarray) -> None:
-        """Let the sequence have ``tokens`` from its token ``begin`` on, of which none are computed, and end there."""
+        """Replace the sequence from its token ``begin`` on by ``tokens``.
+
+        None of the new tokens are computed.
+        """
         slots = self.slots
         slots.tokens[slot, begin : begin + len(tokens)] = tokens
         slots.cached_len[slot] = min(slots.cached_len[slot], begin)
         slots.device_len[slot] = begin + len(tokens)
 
     def verify(self, slot: int, before: Sequence[int] = ()) -> Tensor:
-        """The logits after each token that ``slot`` lacks, fp32 [tokens, vocab] on the host: all but the first of them
-        are drafts. It computes them behind neighbours that decode.
+        """Return the logits after each token that ``slot`` lacks.
+
+        They are fp32 [tokens, vocab] on the host. All tokens but the first are drafts. The slot computes them behind
+        the decoding rows ``before``.
         """
         slots, chosen = self.slots, np.array([*before, slot], np.int64)
         extend = slots.device_len[chosen] - slots.cached_len[chosen]
@@ -225,7 +250,10 @@ class CheckRunner:
         return self._run(schedule, len(before))[len(before) :].cpu().clone()
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
-        """A step in which each of ``chosen`` computes ``extend`` tokens, by default everything it lacks."""
+        """Return a step of the slots ``chosen``.
+
+        Each computes ``extend`` tokens, by default everything it lacks.
+        """
         cached = self.slots.cached_len[np.array(chosen)]
         lacking = self.slots.device_len[np.array(chosen)] - cached
         some = lacking if extend is None else np.array(extend, np.int32)
@@ -238,7 +266,7 @@ class CheckRunner:
         return schedule
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
-        """The logits of the step; :attr:`layers` are kept for ``row``."""
+        """Run the step and return its logits; keep :attr:`layers` for ``row``."""
         batch = self.packer.pack(schedule)
         self.bucket, self.layers = batch.bucket, []
         token, final = int(schedule.extend[: row + 1].sum()) - 1, self.executor.decoder.spec.num_layers - 1
@@ -253,14 +281,18 @@ class CheckRunner:
         return logits
 
     def swap_sizes(self, slot: int) -> list[int]:
-        """The least size of a swap that moves the blocks of ``slot``, and those that other free blocks fill up."""
+        """Return the swap sizes that can move the blocks of ``slot``.
+
+        They are the least size, and larger sizes that free blocks can fill.
+        """
         count = int(self.slots.num_blocks[slot])
         sizes = [size for size in SWAP_SIZES if size >= count]
         return [size for size in sizes if size == sizes[0] or 2 * size - count <= self.pool.num_free]
 
     def move(self, slot: int, size: int) -> None:
-        """Swap the blocks of ``slot`` with free ones, as compaction does: the last pairs of ``size``, behind as many of
-        other free blocks as there are.
+        """Swap the blocks of ``slot`` with free ones, as compaction does.
+
+        They are the last pairs of a swap of ``size``, behind as many pairs of other free blocks as there are.
         """
         slots, count = self.slots, int(self.slots.num_blocks[slot])
         others = max(min(size - count, (self.pool.num_free - count) // 2), 0)

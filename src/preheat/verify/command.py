@@ -1,4 +1,7 @@
-"""``preheat verify`` for the command line. Torch is imported only where an engine is booted."""
+"""``preheat verify`` for the command line.
+
+Torch is imported only where an engine is booted.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
 
 
 def fuzz(boot: Boot, settings: Settings, asked: Asked, say: Say) -> Verdict:
-    """Rounds of random loads; for each that differs, the command that runs it again."""
+    """Run rounds of random loads.
+
+    Print the command that repeats a round if it differs.
+    """
     from preheat.verify.fuzz import Fuzz
 
     rounds = Fuzz(boot, settings, asked.random_models, asked.fuzz_seed)
@@ -90,7 +96,10 @@ def server(settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
 
 
 def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
-    """Compare this boot's digest with the one stored in ``path``: the exit status, 0 if the bits are equal."""
+    """Compare this boot's digest with the one stored in ``path``.
+
+    Returns the exit status, 0 if the bits are equal.
+    """
     stored = read_proof(path)
     transport = InlineTransport()
     boot(settings, transport)
@@ -108,7 +117,7 @@ def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
 
 
 def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
-    """All results, each printed as it arrives."""
+    """Return all results, each printed as it arrives."""
     say(header())
     found = []
     for result in results:
@@ -118,6 +127,6 @@ def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
 
 
 def _encoded(settings: Settings, given: list[str | list[int]]) -> list[list[int]]:
-    """Token ids of the user's prompts."""
+    """Return the token ids of the user's prompts."""
     tokenizer = Tokenizer(find_tokenizer(settings))
     return [tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in given]

@@ -1,4 +1,7 @@
-"""Runs of the same prompts, compared position by position with the first one; the results as a table."""
+"""Runs of the same prompts, compared position by position.
+
+They are compared with the first run; the results are a table.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ PAGE = "{:<28}{:>9}{:>6}{:>12}  {}"
 
 
 class Seen(NamedTuple):
-    """What was seen of a prompt's output: at each position the ``bits`` to compare, and a ``level``, whose difference
-    says how far two positions are apart.
+    """A prompt's output: the ``bits`` to compare at each position, and a ``level``.
+
+    The difference of levels says how far two positions are apart.
     """
 
     bits: Sequence[object]
@@ -22,7 +26,10 @@ class Seen(NamedTuple):
 
 
 class Divergence(msgspec.Struct):
-    """Where a run first differs from the first one: at ``position`` of the output of ``prompt``, by ``gap``."""
+    """The first difference of a run.
+
+    It is at ``position`` of the output of ``prompt``, by ``gap``.
+    """
 
     run: int
     prompt: int
@@ -34,7 +41,10 @@ class Divergence(msgspec.Struct):
 
 
 class PathResult(msgspec.Struct):
-    """``identical`` of the ``prompts`` had the first run's bits at every position of every run of the path."""
+    """The result of a path.
+
+    ``identical`` prompts had the first run's bits at every position of every run.
+    """
 
     path: str
     prompts: int
@@ -45,12 +55,12 @@ class PathResult(msgspec.Struct):
 
     @property
     def share(self) -> str:
-        """In percent; never rounded up to 100."""
+        """Identical prompts in percent; never rounded up to 100."""
         hundredths = self.identical * 10_000 // max(self.prompts, 1)
         return f"{hundredths / 100:.2f} %"
 
     def with_wrong(self, wrong: Sequence[Divergence]) -> Self:
-        """The same, with what is ``wrong`` in all runs if these agree."""
+        """Return the result with ``wrong`` prompts added, unless the runs differ already."""
         if wrong and self.first is None:
             self.identical -= len({each.prompt for each in wrong})
             self.first = wrong[0]
@@ -58,7 +68,10 @@ class PathResult(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """All results. ``digest`` covers the first run; ``blocked_reason`` says why the check at boot failed."""
+    """All results of a verification.
+
+    ``digest`` covers the first run. ``blocked_reason`` is the failure of the check at boot.
+    """
 
     paths: list[PathResult]
     positions: int = 0
@@ -92,17 +105,17 @@ def _first_difference(one: Seen, other: Seen) -> tuple[int, float] | None:
 
 
 def header() -> str:
-    """The first line of the table."""
+    """Return the first line of the table."""
     return PAGE.format("path", "prompts", "runs", "identical", "first divergence")
 
 
 def line(result: PathResult) -> str:
-    """The line of one path."""
+    """Return the line of one path."""
     said = str(result.first) if result.first else result.note
     return PAGE.format(result.path, f"{result.prompts:,}", result.runs, result.share, said).rstrip()
 
 
 def summary(verdict: Verdict) -> str:
-    """The lines below the table."""
+    """Return the lines below the table."""
     check = verdict.blocked_reason or (verdict.proof and verdict.proof.digest) or "did not run"
     return f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\ncheck at boot: {check}"

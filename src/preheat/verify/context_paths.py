@@ -1,7 +1,7 @@
-"""The paths that must give the same logits: a function each, for the rows of :mod:`preheat.verify.boot`.
+"""The paths that must give the same logits.
 
-Each takes a context, int32 tokens, and yields the logits after its last token, fp32 [vocab], once for each way in which
-the path can compute them.
+Each is a function, for the rows of :mod:`preheat.verify.boot`. Each takes a context, int32 tokens, and yields the
+logits after its last token, fp32 [vocab], once for each way of computing them by the path.
 """
 
 from __future__ import annotations
@@ -20,32 +20,38 @@ from preheat.verify.check_runner import CheckRunner, Row
 from preheat.warmup.dummy_batch import rows_of
 
 Ways = Generator[Tensor, None, None]
-"""Logits, each computed in its own way. Slots are taken until the generator ends or is closed."""
+"""Logits, each computed in its own way.
+
+Slots are taken until the generator ends or is closed.
+"""
 
 ContextPath = Callable[[CheckRunner, np.ndarray], Ways]
 
 RAGGED = (37, 1, 101, 5, 260)
-"""The lengths of the chunks that a context is cut into, repeated as needed."""
+"""The lengths of a context's chunks, repeated as needed."""
 
 DECODED = 3
 """Tokens at the end of a context that are computed one by one."""
 
 BESIDE = (Row(9, 1), Row(0, 17), Row(0, 3))
-"""Neighbours in a step: one decodes, two prefill."""
+"""Other rows of a step: one decodes, two prefill."""
 
 
 POISONED = Row(5, 1)
-"""A neighbour whose cached keys and values are NaN."""
+"""Another row of a step, with NaN as its cached keys and values."""
 
 
 def alone(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context in one step of its own; all other paths are compared with it."""
+    """Compute the whole context in one step of its own.
+
+    All other paths are compared with it.
+    """
     with runner.sequence(tokens) as slot:
         yield runner.step(slot)
 
 
 def eager(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The same, operation by operation."""
+    """Compute the whole context alone, operation by operation."""
     before, runner.eager = runner.eager, True
     try:
         yield from alone(runner, tokens)
@@ -54,7 +60,10 @@ def eager(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In front of and behind neighbours that prefill and, where steps mix, decode."""
+    """Compute it in front of and behind other rows.
+
+    They prefill and, where steps mix, decode.
+    """
     mixes = runner.plan.policy.mixed_steps
     rows = [row for row in BESIDE if mixes or row.lacking > 1]
     while rows and not runner.bucket_of([Row(0, len(tokens)), *rows]):
@@ -65,7 +74,10 @@ def beside(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context, then its last token, in the next bucket, with just enough neighbours to need it."""
+    """Compute the context, then its last token, in the next bucket.
+
+    There are just enough other rows to need the bucket.
+    """
     for last in (len(tokens), 1):
         row = Row(len(tokens) - last, last)
         usual = runner.bucket_of([row])
@@ -76,7 +88,10 @@ def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
-    """Neighbours of the same phase as ``row``, twice as many or as long each time, while there is a bucket for them."""
+    """Yield more and more rows of the same phase as ``row``.
+
+    They are twice as many or as long each time, while there is a bucket for them.
+    """
     size = 1
     rows = [Row(5, 1)] if row.lacking == 1 else [Row(0, 2)]
     while runner.bucket_of([row, *rows]):
@@ -86,7 +101,10 @@ def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
 
 
 def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The whole context, and its last token, in every bucket of the plan that can hold them."""
+    """Compute it in every bucket of the plan that holds it.
+
+    The whole context is computed, and its last token alone.
+    """
     for bucket in runner.plan.dispatcher.buckets:
         for last in (len(tokens), 1):
             row = Row(len(tokens) - last, last)
@@ -97,7 +115,7 @@ def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
-    """Neighbours with which a step with ``row`` needs ``bucket``, if there are any."""
+    """Return the rows with which ``row`` needs ``bucket``, if any."""
     size = runner.plan.dispatcher.example(bucket)
     rows, tokens = size.rows - 1, size.tokens - row.lacking
     blocks = max(size.blocks - -(-sum(row) // runner.slots.block_size), 0)
@@ -108,7 +126,7 @@ def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
 
 
 def chunks(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In ragged chunks, and in two halves."""
+    """Compute it in ragged chunks, and in two halves."""
     for sizes in (RAGGED, (-(-len(tokens) // 2),)):
         with runner.sequence(tokens) as slot:
             left, sizes_again = len(tokens), itertools.cycle(sizes)
@@ -119,7 +137,7 @@ def chunks(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """With the first block, then all full blocks, shared with another sequence."""
+    """Share the first block, then all full blocks, with another sequence."""
     size = runner.slots.block_size
     most = (len(tokens) - 1) // size * size
     if not most or runner.slots.num_free < 2:
@@ -132,7 +150,7 @@ def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def offloaded(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """With all full blocks brought back from the host into blocks that held something else."""
+    """Bring all full blocks back from the host into blocks with other contents."""
     count = (len(tokens) - 1) // runner.slots.block_size
     if not count or runner.slots.num_free < 2:
         return
@@ -144,7 +162,7 @@ def offloaded(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The last tokens one by one, alone and beside others that decode."""
+    """Compute the last tokens one by one, alone and beside other decoding rows."""
     rows = [Row(cached, 1) for cached in (5, 33, 0)]
     while rows and not runner.bucket_of([Row(len(tokens) - 1, 1), *rows]):
         rows.pop()
@@ -158,8 +176,10 @@ def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """On blocks that hold NaN, as the numbers of another request may have left them, as a whole and with its last token
-    alone; then its last token beside a row that reads NaN.
+    """Compute it on blocks that hold NaN.
+
+    Another request may have left such numbers. It runs as a whole and with its last token alone; then its last token
+    runs beside a row that reads NaN.
     """
     with runner.poisoned(tokens) as slot:
         yield runner.step(slot)
@@ -181,14 +201,19 @@ def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Preempted after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
+    """Preempt it after its last tokens were generated.
+
+    All blocks are lost; prompt and output are computed again.
+    """
     with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
         yield runner.step(slot)
 
 
 def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In two steps, cut behind its first token, at the end of a block, in the middle and before its last token: the
-    second step reads from the cache what the first one rounded, and has to see its own keys and values rounded too.
+    """Compute it in two steps, with cuts at several positions.
+
+    It is cut behind its first token, at a block's end, in the middle and before its last token. The second step reads
+    the rounded keys and values of the first one from the cache. It must see its own keys and values rounded too.
     """
     length, block = len(tokens), runner.slots.block_size
     for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
@@ -197,7 +222,10 @@ def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In as few steps as hold it; the long context is compared with this."""
+    """Compute it in as few steps as hold it.
+
+    The long context is compared with this.
+    """
     size = len(tokens)
     while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
         size //= 2
@@ -205,7 +233,10 @@ def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """In steps that end beside the thirds, then its last token alone: steps see one, two and three KV splits."""
+    """Compute it in steps that end beside the thirds.
+
+    Its last token has a step of its own. Steps see one, two and three KV splits.
+    """
     third = len(tokens) // 3
     sizes = [third - 7, third, len(tokens) - 2 * third + 6]
     if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
@@ -214,7 +245,7 @@ def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
-    """In steps of these sizes and one more for the rest."""
+    """Compute it in steps of ``sizes`` and one more for the rest."""
     with runner.sequence(tokens) as slot:
         for size in sizes:
             runner.read(slot, size)
@@ -222,8 +253,9 @@ def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> 
 
 
 def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Behind neighbours that prefill, in the largest step that they can fill: more rows than any part of a linear layer
-    that is computed in parts.
+    """Compute it behind rows that prefill, in the largest step that they can fill.
+
+    A linear layer may compute its rows in parts; this step has more rows than one part.
     """
     row = Row(0, len(tokens))
     buckets = [bucket for bucket in runner.plan.dispatcher.buckets if bucket.phase != "decode"]
@@ -236,7 +268,10 @@ def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The last token, again and again, after the blocks were moved in swaps of every size that free blocks fill up."""
+    """Compute the last token again after swaps of the blocks.
+
+    There is one swap of every size that free blocks can fill.
+    """
     with _all_but(runner, tokens, 1) as slot:
         for size in runner.swap_sizes(slot):
             runner.move(slot, size)
@@ -245,8 +280,10 @@ def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Its last tokens as drafts that are right, alone and behind others that decode, and where every bucket is tried in
-    each that has drafts; then as drafts that were wrong and are computed over.
+    """Compute its last tokens as drafts.
+
+    They are right drafts, alone and behind decoding rows, then wrong drafts that are computed over. Where every bucket
+    is tried, the right drafts run in each bucket with drafts.
     """
     count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
     rows = [Row(cached, 1) for cached in (5, 33, 0)]
@@ -270,7 +307,7 @@ def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 @contextmanager
 def _all_but(runner: CheckRunner, tokens: np.ndarray, last: int) -> Iterator[int]:
-    """A sequence that lacks its ``last`` tokens."""
+    """Yield a sequence that lacks its ``last`` tokens."""
     with runner.sequence(tokens) as slot:
         if len(tokens) > last:
             runner.lengthen(slot, len(tokens) - last)

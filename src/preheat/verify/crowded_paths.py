@@ -1,7 +1,7 @@
-"""The paths of ``preheat verify`` in which answers are interrupted: blocks run out in the middle of most of them.
+"""The paths of ``preheat verify`` with interrupted answers.
 
-What a resumed sequence has said must count as before, in its penalties and in its grammar. Runs that are wrong in the
-same way would agree, so tokens and texts are compared with rules.
+Blocks run out in the middle of most of them. The output of a resumed sequence must count as before, in its penalties
+and in its grammar. Runs that are wrong in the same way would agree, so tokens and texts are compared with rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ MOST = 24
 """Tokens of an answer."""
 
 LIKED, BIAS = 3, 100.0
-"""Tokens of which every answer consists, and what is added to their logits: penalties alone say which one is next."""
+"""The number of tokens in every answer, and their bias.
+
+With the bias on their logits, penalties alone decide the next token.
+"""
 
 PENALTIES = (
     SamplingParams(temperature=0.0, frequency_penalty=2.0),
@@ -32,12 +35,12 @@ PENALTIES = (
 
 DIGITS, LETTERS = "0123456789", "abcdef"
 COUNTING = StructuredOutputsParams(regex="".join(f"{digit}[{LETTERS}]" for digit in DIGITS) * 20)
-"""A text that says at every second character how far it is."""
+"""A text that shows its position at every second character."""
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """``count`` prompts of ``length`` tokens, which have blocks for half of their ``outputs``."""
+    """``count`` prompts of ``length`` tokens, with blocks for half of their ``outputs``."""
 
     count: int
     length: int
@@ -45,7 +48,10 @@ class Crowd:
 
     @classmethod
     def of(cls, engine: Engine, outputs: int) -> Self | None:
-        """As many as the engine takes at once. None if it has enough blocks for all of their answers."""
+        """Return as many prompts as the engine takes at once.
+
+        Returns None if it has blocks for all of their answers.
+        """
         limits, usable = engine.loop.scheduler.limits, engine.loop.scheduler.pool.num_usable
         size, count, outputs = limits.block_size, min(limits.max_num_seqs, usable), min(outputs, MOST)
         room = limits.max_model_len - outputs
@@ -54,8 +60,9 @@ class Crowd:
         return cls(count, length, outputs) if outputs > 1 and length > 0 and lacking else None
 
     def prompts(self, engine: Engine, params: list[SamplingParams]) -> list[Prompt]:
-        """Random ones, with each of ``params`` in turn. Answers end one after the other, so that a sequence that is
-        resumed takes the slot of another one.
+        """Return random prompts, with each of ``params`` in turn.
+
+        Answers end one after the other, so that a resumed sequence takes the slot of another one.
         """
         draw = random.Random(31)
         return [
@@ -67,12 +74,18 @@ class Crowd:
         ]
 
     def _length(self, number: int) -> int:
-        """The tokens of an answer: those that come last, which are interrupted, are the longest."""
+        """Return the tokens of an answer.
+
+        The last sequences are interrupted and have the longest answers.
+        """
         return max(self.outputs - (self.count - 1 - number) % 4, 1)
 
 
 def penalties_interrupted(engine: Engine, outputs: int) -> PathResult | None:
-    """Compare each token with the contract, behind all that were drawn before it. None with blocks for all answers."""
+    """Compare each token with the contract, given all earlier draws.
+
+    Returns None with blocks for all answers.
+    """
     crowd = Crowd.of(engine, outputs)
     if crowd is None:
         return None
@@ -85,7 +98,10 @@ def penalties_interrupted(engine: Engine, outputs: int) -> PathResult | None:
 
 
 def grammars_interrupted(engine: Engine, outputs: int) -> PathResult | None:
-    """Check that each text counts on where it was. None with blocks for all answers, or without grammars."""
+    """Check that each text counts on.
+
+    Returns None with blocks for all answers, or without grammars.
+    """
     crowd, grammars = Crowd.of(engine, outputs), engine.loop.grammars
     if crowd is None or isinstance(grammars, str):
         return None
@@ -107,7 +123,10 @@ def grammars_interrupted(engine: Engine, outputs: int) -> PathResult | None:
 
 
 def _first_wrong(text: str) -> int:
-    """The first character of ``text`` that :data:`COUNTING` does not allow there; -1 if there is none."""
+    """Return the first character of ``text`` that :data:`COUNTING` forbids there.
+
+    Returns -1 if there is none.
+    """
     for place, character in enumerate(text):
         allowed = LETTERS if place % 2 else DIGITS[place // 2 % len(DIGITS)]
         if character not in allowed:

@@ -1,5 +1,6 @@
-"""The sampler's check at boot: from logits that are known, the draws of the contract (:mod:`preheat.verify.rule`) and
-no others.
+"""The sampler's check at boot.
+
+Known logits give exactly the draws of the contract (:mod:`preheat.verify.rule`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from preheat.verify.check_runner import CheckRunner
 from preheat.verify.rule import drawn
 
 LOGITS = (3.0, 2.5, 2.5, 1.0, 0.0, -0.5, 2.0, 1.5)
-"""Of the tokens that can be drawn. Every dtype holds them."""
+"""The logits of the tokens that can be drawn. Every dtype holds them."""
 
 IMPOSSIBLE = -128.0
 """All other logits: further behind than noise ever reaches."""
 
 
 class DrawRow(NamedTuple):
-    """A row to draw for: its settings and key, and that it has generated ``position`` tokens. Its one prompt token,
-    stops and the keys of a logit_bias are places in `LOGITS`.
+    """A row to draw for.
+
+    It has settings, a key, and a ``position``, the number of generated tokens. Its one prompt token, its stops and the
+    keys of a logit_bias are indices in `LOGITS`.
     """
 
     params: SamplingParams
@@ -59,14 +62,17 @@ ROWS = (
     DrawRow(SamplingParams(seed=929, temperature=4.0, top_k=3), position=1),
     DrawRow(SamplingParams(temperature=0.0, logit_bias={4: 4.0})),
 )
-"""Seeds of rows with top_k, top_p and min_p are such that what is just left out would be drawn, and of the second one
-with top_k what is just kept is, whatever the size of the vocabulary.
+"""The rows to draw for.
+
+Seeds of rows with top_k, top_p and min_p would draw the first token that is left out. The second row with top_k draws
+the last token that is kept. Both hold for any size of the vocabulary.
 """
 
 
 def check_draws(runner: CheckRunner) -> None:
-    """Draw for `ROWS` through the sampler that serves. Raises CheckFailed for the first token that is not the
-    contract's, NothingToRun if there are too few tokens.
+    """Draw for `ROWS` through the sampler that serves.
+
+    Raises CheckFailed for the first token that breaks the contract, NothingToRun if there are too few tokens.
     """
     ids, line = known_logits(runner)
     longest = runner.slots.max_model_len - 2
@@ -84,8 +90,10 @@ def check_draws(runner: CheckRunner) -> None:
 
 
 def known_logits(runner: CheckRunner) -> tuple[list[int], torch.Tensor]:
-    """The ids of the tokens that can be drawn, in the order of `LOGITS`, and all logits, fp32 [vocab] on the device.
-    Raises NothingToRun if there are too few tokens.
+    """Return the ids of tokens that can be drawn, and all logits.
+
+    Ids are in the order of `LOGITS`; logits are fp32 [vocab] on the device. Raises NothingToRun if there are too few
+    tokens.
     """
     vocab = runner.vocab_size
     if vocab < 2 * len(LOGITS):
@@ -97,8 +105,9 @@ def known_logits(runner: CheckRunner) -> tuple[list[int], torch.Tensor]:
 
 
 def check_drafted_draws(runner: CheckRunner) -> None:
-    """Draw for the `ROWS` that have generated tokens at all of their positions at once, as where those are drafts.
-    Raises as :func:`check_draws`.
+    """Draw for `ROWS` at several positions at once.
+
+    These are all positions of their generated tokens, as if the tokens were drafts. Raises as :func:`check_draws`.
     """
     try:
         ids, line = known_logits(runner)
@@ -119,8 +128,8 @@ def check_drafted_draws(runner: CheckRunner) -> None:
 
 
 def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int], line: torch.Tensor) -> list[int]:
-    """The sampler's tokens of one sequence at several positions."""
-    (slot,) = taken = taken_slots(runner, [row], ids, len(ROWS) + ROWS.index(row))
+    """Return the sampler's tokens of one sequence at several positions."""
+    (slot,) = taken = take_slots(runner, [row], ids, len(ROWS) + ROWS.index(row))
     try:
         slots = np.full(len(positions), slot)
         at = np.array(positions, np.int32) + runner.slots.prompt_len[slot]
@@ -132,9 +141,11 @@ def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int
             runner.slots.give_back(each)
 
 
-def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
-    """A slot for each of ``rows``, which the caller gives back; none is left taken after an error. Their requests count
-    from ``number``: the sampler would take an equal one for the same sequence.
+def take_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
+    """Return a slot for each of ``rows``.
+
+    The caller gives it back, and none is left taken after an error. Requests count from ``number``: the sampler would
+    take an equal request for the same sequence.
     """
     taken: list[int] = []
     try:
@@ -149,8 +160,8 @@ def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number
 
 
 def _drawn(runner: CheckRunner, rows: list[DrawRow], ids: list[int], line: torch.Tensor) -> list[int]:
-    """The sampler's tokens, all rows in one step."""
-    taken = taken_slots(runner, rows, ids, ROWS.index(rows[0]))
+    """Return the sampler's tokens, all rows in one step."""
+    taken = take_slots(runner, rows, ids, ROWS.index(rows[0]))
     try:
         slots = np.array(taken, np.int64)
         logits = line.expand(len(rows), -1).contiguous()
@@ -162,7 +173,7 @@ def _drawn(runner: CheckRunner, rows: list[DrawRow], ids: list[int], line: torch
 
 
 def _request(row: DrawRow, ids: list[int], id: int = OWN_ID) -> Request:
-    """The row's request, with token ids for places."""
+    """Return the row's request, with token ids for indices."""
     bias = row.params.logit_bias
     named = {ids[place]: change for place, change in bias.items()} if bias else None
     return Request(
@@ -172,10 +183,13 @@ def _request(row: DrawRow, ids: list[int], id: int = OWN_ID) -> Request:
 
 
 def _output(row: DrawRow, ids: list[int]) -> list[int]:
-    """What the row has generated: the best token first, then the second one again and again."""
+    """Return the row's generated tokens.
+
+    The best token comes first, then the second one again and again.
+    """
     return [ids[min(number, 1)] for number in range(row.position)]
 
 
 def contract(row: DrawRow, ids: list[int]) -> tuple[int, bool]:
-    """The token that the contract has for a row, and whether nothing comes close to it."""
+    """Return the contract's token for a row, and whether nothing comes close to it."""
     return drawn(np.array(LOGITS), np.array(ids), _request(row, ids), _output(row, ids))

@@ -1,4 +1,7 @@
-"""An engine driven by hand: requests go in at a chosen pace, digests of their logits come out."""
+"""An engine driven by hand.
+
+Requests go in at a chosen pace, digests of their logits come out.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +38,36 @@ Prompts = Callable[["Engine"], list[Prompt]]
 """Makes prompts that fit the model and the limits of an engine."""
 
 OWN_IDS = 1 << 40
-"""The ids of requests that no frontend made begin here: a frontend counts from one."""
+"""The first id of requests that no frontend made: a frontend counts from one."""
 
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 Pace = Callable[[int], int]
-"""How many more requests arrive before the next step, given the number that are running."""
+"""The number of requests that arrive before the next step, given the number that are running."""
 
 
 def at_once(_: int) -> int:
-    """All at the beginning."""
+    """Let all requests arrive at the beginning."""
     return 1 << 30
 
 
 def trickling(draw: random.Random) -> Pace:
-    """None to three before each step."""
+    """Return a pace of 0 to 3 requests before each step."""
     return lambda running: draw.randrange(4)
 
 
 def in_groups(sizes: Iterable[int]) -> Pace:
-    """Groups of these sizes, each after the previous one has finished."""
+    """Return a pace of groups of ``sizes``, each after the previous one has finished."""
     sizes = iter(sizes)
     return lambda running: 0 if running else next(sizes)
 
 
 class Answer(NamedTuple):
-    """What a request was told, and how many of its tokens the prefix cache had."""
+    """The answer to a request.
+
+    ``cached`` is the number of its prompt's tokens that the prefix cache had.
+    """
 
     tokens: list[int]
     prompt_logprobs: list[TokenLogprobs | None]
@@ -71,7 +77,10 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """A booted loop with a logit watcher; ``answers`` are those of the last run, in the order of its prompts."""
+    """A booted loop with a logit watcher.
+
+    ``answers`` are the last run's, in the order of its prompts.
+    """
 
     def __init__(self, boot: Boot, settings: Settings) -> None:
         self._transport, self._settings = InlineTransport(), settings
@@ -85,7 +94,10 @@ class Engine:
 
     @cached_property
     def frontend(self) -> Frontend:
-        """A frontend of this engine that handles token ids. What it sends crosses as it does between two processes."""
+        """A frontend of this engine that handles token ids.
+
+        Messages are encoded as between two processes.
+        """
         folder = find_model(self._settings, with_weights=False)
         tokenizer = NoTokenizer(folder, ModelFiles(folder, self._settings.hf_overrides))
         frontend = Frontend(
@@ -96,7 +108,7 @@ class Engine:
 
     @property
     def keeps_ties(self) -> bool:
-        """Whether top_k keeps all that equal its last token."""
+        """Whether top_k keeps all tokens that equal its last one."""
         return self._settings.handle_topk_duplicates
 
     @property
@@ -109,13 +121,16 @@ class Engine:
         return self.loop.scheduler.stats()
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, and forget what is encoded."""
+        """Empty the prefix cache and the encoder cache."""
         self.loop.scheduler.pool.forget_contents()
         if self.loop.scheduler.images is not None:
             self.loop.scheduler.images.forget()
 
     def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
-        """Run ``prompts``; what was seen of each. Raises PreheatError if the engine fails a request."""
+        """Run ``prompts`` and return the output of each.
+
+        Raises PreheatError if the engine fails a request.
+        """
         first = self._take_ids(len(prompts))
         ids = range(first, first + len(prompts))
         waiting = deque(prompt.request(id) for id, prompt in zip(ids, prompts, strict=True))
@@ -137,8 +152,9 @@ class Engine:
         return [Seen(seen[id].bits[:count], seen[id].levels[:count]) for id, count in counts]
 
     def run_behind(self, others: Sequence[Prompt], prompts: Sequence[Prompt], steps: int) -> list[Seen]:
-        """Run ``prompts`` behind ``others``, all of which are cancelled at once after so many ``steps``, as where their
-        clients leave; what was seen of ``prompts``.
+        """Run ``prompts`` behind ``others`` and return the output of ``prompts``.
+
+        All ``others`` are cancelled at once after ``steps`` steps, as if their clients left.
         """
         first, left = self._take_ids(len(others)), steps
         for id, prompt in enumerate(others, first):
@@ -162,7 +178,7 @@ class Engine:
         return []
 
     def serve(self, prompts: Sequence[Prompt]) -> list[RequestState]:
-        """Answer ``prompts`` all at once, as clients are: through the frontend."""
+        """Answer ``prompts`` all at once through the frontend, as for clients."""
         states = [
             self.frontend.prepare(prompt.tokens, prompt.params, cache_salt=prompt.salt, lora_name=prompt.lora_name)
             for prompt in prompts
@@ -178,24 +194,27 @@ class Engine:
         return states
 
     def seen_of(self, choice: Choice) -> Seen:
-        """What was seen of a choice that was served last."""
+        """Return the output of a choice that was served last."""
         seen, count = self._seen[choice.id], len(choice.token_ids)
         return Seen(seen.bits[:count], seen.levels[:count])
 
     def _take_ids(self, count: int) -> int:
-        """The first of ``count`` new ids."""
+        """Return the first of ``count`` new ids."""
         self._ids += count
         return self._ids - count
 
     def _advance(self) -> list[Delta]:
-        """Take what has arrived and run a step; what changed."""
+        """Take the messages that have arrived, run a step, and return the deltas."""
         self.loop.take(0)
         self.loop.step()
         return [message for message in self._transport.receive() if isinstance(message, Delta)]
 
     @contextmanager
     def unwatched(self) -> Iterator[CheckRunner]:
-        """What runs test sequences on the blocks that are free, while nobody looks at logits."""
+        """Yield a runner of test sequences on the free blocks.
+
+        Nobody looks at logits meanwhile.
+        """
         self.loop.executor.watch_logits(None)
         try:
             yield CheckRunner(self.loop.scheduler.pool, self.loop.packer, self.loop.executor)
@@ -204,8 +223,9 @@ class Engine:
 
     @contextmanager
     def keeping_logits(self) -> Iterator[dict[int, list[Tensor]]]:
-        """The logits of the next run, fp32 [vocab] on the host at each position, by the prompt's number; or of what is
-        served next, by the choice's id.
+        """Yield the logits of the next run, by the prompt's number.
+
+        They are fp32 [vocab] on the host at each position. For requests served next, they are by the choice's id.
         """
         kept: dict[int, list[Tensor]] = {}
         self._watcher.kept = kept
@@ -232,7 +252,10 @@ def _answers(deltas: Sequence[Delta], ids: range) -> list[Answer]:
 
 
 def _num_finished(delta: Delta, ids: range) -> int:
-    """How many of the requests ``ids`` have ended. Raises PreheatError for one that failed."""
+    """Return how many of the requests ``ids`` have ended.
+
+    Raises PreheatError for a failed one.
+    """
     for finish in delta.finished.values():
         if finish.reason == "error":
             raise PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
@@ -240,7 +263,10 @@ def _num_finished(delta: Delta, ids: range) -> int:
 
 
 class LogitWatcher:
-    """Digests the logits of every step of ``executor`` from now on. Only :meth:`take` waits for the device."""
+    """Digests the logits of every step of ``executor`` from now on.
+
+    Only :meth:`take` waits for the device.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._backend = executor.backend
@@ -258,8 +284,10 @@ class LogitWatcher:
             self._copies.append((batch.schedule.ids[rows], positions, logits.clone()))
 
     def take(self, first: int) -> dict[int, Seen]:
-        """Digests and greatest logits since the last call, in the order of positions, by request. Copies go to
-        ``kept``, by the number of the request from ``first`` on.
+        """Return digests and greatest logits since the last call.
+
+        They are in the order of positions, by request. Copies go to ``kept``, by the number of the request from
+        ``first`` on.
         """
         if self.kept is not None:
             copies = [(int(owner) - first, int(at), line) for owners, positions, lines in self._copies
@@ -278,6 +306,9 @@ class LogitWatcher:
 
 
 def _in_order(rows: list[tuple[int, int, float]]) -> Seen:
-    """What was seen last of each position: one behind a draft that was rejected is seen again."""
+    """Return the last record of each position.
+
+    The position behind a rejected draft is computed again.
+    """
     last = sorted({position: (bits, level) for position, bits, level in rows}.items())
     return Seen(np.array([bits for _, (bits, _) in last]).tolist(), [level for _, (_, level) in last])

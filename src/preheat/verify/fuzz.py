@@ -1,6 +1,7 @@
-"""``preheat verify --fuzz``: rounds of a random load, each request compared with itself alone, bit for bit.
+"""``preheat verify --fuzz``: rounds of a random load.
 
-A round is drawn from its seed alone: with ``--random-models`` the model, then limits, requests and their arrivals.
+Each request is compared with itself alone, bit for bit. A round is drawn from its seed alone: with ``--random-models``
+the model, then limits, requests and their arrivals.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ LENGTHS = (60, 300, 700)
 CACHE_BYTES = 1 << 28
 
 FAILURES = 3
-"""Rounds in a row whose engine fails, after which the rounds end."""
+"""Failed rounds in a row after which the rounds end."""
 
 
 @dataclass
 class Fuzz:
-    """Rounds from ``seed`` on until ``seconds`` are over, at least one. ``settings`` name the model and the device;
-    limits, blocks and the prefix cache are drawn.
+    """Rounds from ``seed`` on until ``seconds`` are over, at least one.
+
+    ``settings`` name the model and the device; limits, blocks and the prefix cache are drawn.
     """
 
     boot: Boot
@@ -50,8 +52,10 @@ class Fuzz:
     clock: Callable[[], float] = time.monotonic
 
     def results(self, seconds: float) -> Iterator[PathResult]:
-        """Each round's result. A round whose engine fails has none identical and the error as its note; after
-        ``FAILURES`` such rounds in a row the device is taken for lost, and the rounds end.
+        """Yield each round's result.
+
+        A round with a failing engine has no identical prompts and the error as its note. After ``FAILURES`` such rounds
+        in a row the device is taken for lost, and the rounds end.
         """
         end, seed, failures = self.clock() + seconds, self.seed, 0
         while failures < FAILURES and (seed == self.seed or self.clock() < end):
@@ -64,7 +68,7 @@ class Fuzz:
             seed += 1
 
     def round(self, seed: int) -> PathResult:
-        """The round of ``seed``. Raises PreheatError if an engine fails."""
+        """Run the round of ``seed``. Raises PreheatError if an engine fails."""
         draw = random.Random(seed)
         gc.collect()  # the engines of the round before, and their processes
         with tempfile.TemporaryDirectory() as folder:
@@ -86,8 +90,10 @@ class Fuzz:
         return compare(f"seed {seed}", expected, runs, ", ".join([*note, *_shown(load, Path(folder))]))
 
     def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, Features | None, list[str]]:
-        """The settings of a round but for its limits, what the engine under load does besides, and what was drawn of
-        the model. An engine whose model is given does what it is asked.
+        """Return a round's settings, features and draws.
+
+        The settings are without its limits. The features are of the engine under load, the draws of the model. With a
+        given model the features are None: the engine does what its settings ask.
         """
         settings = replace(self.settings, skip_warmup=True, boot_check="off", require_invariance=False, on_cold="off")
         if not self.random_models:
@@ -111,7 +117,10 @@ class Fuzz:
 
 
 def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """Drop options that a device of ``facts`` rejects, and ranks where it has too few cards; other draws stay."""
+    """Drop options that a device of ``facts`` rejects.
+
+    Ranks are dropped where it has too few cards; other draws stay.
+    """
     refused = set(facts.rejected)
     if not facts.on_host and torch.accelerator.device_count() < load.get("tensor_parallel_size", 1):
         refused.add("tensor_parallel_size")
@@ -119,13 +128,17 @@ def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
 
 
 def _shown(options: dict[str, Any], folder: Path) -> list[str]:
-    """``options`` as text. Files are named within ``folder``, which another run has elsewhere."""
+    """Return ``options`` as text.
+
+    Files are named within ``folder``, which differs in another run.
+    """
     return [f"{name}={value}".replace(f"{folder}/", "") for name, value in options.items()]
 
 
 def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Sequence[str] = ()) -> list[Prompt]:
-    """5 to 25 prompts of up to ``longest`` tokens, some of which begin like an earlier one; each with one of the
-    adapters ``names`` or, as often, with none.
+    """Return 5 to 25 prompts of up to ``longest`` tokens.
+
+    Some have the beginning of an earlier one. Each has one of the adapters ``names`` or, as often, none.
     """
     found: list[list[int]] = []
     for _ in range(draw.choice((5, 12, 25))):
@@ -137,8 +150,9 @@ def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Se
 
 
 def random_limits(draw: random.Random, length: int) -> dict[str, Any]:
-    """Limits for sequences of ``length`` tokens: mostly small steps and few blocks, so that requests are chunked,
-    preempted and moved.
+    """Return limits for sequences of ``length`` tokens.
+
+    They are mostly small steps and few blocks, so that requests are chunked, preempted and moved.
     """
     seqs = draw.choice((3, 8, 20, 40))
     contiguous = draw.random() < 0.2

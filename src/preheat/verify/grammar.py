@@ -1,7 +1,8 @@
-"""The grammars' check at boot: from logits that are known, through the masks and the sampler that serve, a row with a
-grammar draws what it allows and the best of that, and a row beside it draws what it does without.
+"""The grammars' check at boot.
 
-What the grammar allows is said here once more, of one token at a time.
+It draws from known logits, through the masks and the sampler that serve. A row with a grammar draws the best of the
+tokens that the grammar allows, or any of them if it draws at random. A row beside it draws as it does without grammars.
+This module states the grammar's rule again, one token at a time.
 """
 
 from __future__ import annotations
@@ -23,30 +24,42 @@ from preheat.verify.check_runner import CheckRunner
 LEAST, MOST = 2, 12
 CHARACTERS = b"abcdefgh ()_"
 PARAMS = StructuredOutputsParams(regex=f"[abcdefgh ()_]{{{LEAST},{MOST}}}")
-"""No text of it can go on in one way alone: where it could, llguidance allows one of its tokenizations only."""
+"""A grammar without texts that have a single continuation.
+
+llguidance would allow only one tokenization of that.
+"""
 
 TEMPERATURES = (0.0, 1.0, 1.5)
 LIKELY, UNLIKELY = 8, -8.0
-"""Tokens that the logits set apart from the rest, without ties; and the logit of the rest."""
+"""The number of likely tokens, and the logit of the rest.
+
+The logits set the likely tokens apart from the rest, without ties.
+"""
 
 LOOKED_AT = 4096
 
 
 @dataclass
 class GrammarCheck:
-    """Raises NothingToRun if there are no ``grammars``, or no room for two sequences."""
+    """Check a grammar's draws.
+
+    Raise NothingToRun if there is no room for two sequences.
+    """
 
     runner: CheckRunner
     grammars: Grammars
 
     def _word(self, token: int) -> bytes:
-        """The text of a token; none of one that never stands for text."""
+        """Return the text of a token.
+
+        None for a token that never stands for text.
+        """
         backend = self.grammars.backend
         return b"" if backend.is_special(token) else backend.text([token])
 
     @cached_property
     def _words(self) -> list[int]:
-        """Tokens whose text is made of the grammar's characters, of those that are looked at."""
+        """Tokens with a text of the grammar's characters, among `LOOKED_AT` random ones."""
         ids = torch.randperm(self.runner.vocab_size, generator=torch.Generator().manual_seed(0))[:LOOKED_AT].tolist()
         return [token for token in ids if (word := self._word(token)) and not word.strip(CHARACTERS)]
 
@@ -55,7 +68,10 @@ class GrammarCheck:
         return self.grammars.backend.end
 
     def run(self) -> None:
-        """Draw texts until they end. Raises CheckFailed for the first token that should not have been drawn."""
+        """Draw texts until they end.
+
+        Raises CheckFailed for the first token that should not have been drawn.
+        """
         if self.runner.slots.num_free < 2 or self.runner.slots.max_model_len < MOST + 3:
             raise NothingToRun("two sequences of a text are more than the limits allow")
         for seed, temperature in enumerate(TEMPERATURES):
@@ -77,9 +93,12 @@ class GrammarCheck:
                 raise CheckFailed(f"grammar: {wrong}")
 
     def _judge(self, text: bytes, token: int, line: torch.Tensor, *, greedy: bool) -> None:
-        """Raise CheckFailed unless ``token`` may follow ``text``, and is the best of those if the draw is greedy."""
+        """Raise CheckFailed unless ``token`` may follow ``text``.
+
+        In a greedy draw it must also be the best that may.
+        """
         if not self._is_allowed(text, token):
-            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, which the grammar does not allow")
+            raise CheckFailed(f"grammar: token {token} was drawn behind {text!r}, and the grammar does not allow it")
         likely = [id for id in (line > UNLIKELY).nonzero().flatten().tolist() if self._is_allowed(text, id)]
         best = max(likely, key=lambda id: float(line[id]), default=token)
         if greedy and token != best:
@@ -92,8 +111,10 @@ class GrammarCheck:
         return 0 < len(word) <= MOST - len(text) and not word.strip(CHARACTERS)
 
     def _line(self, number: int, *, ends: bool) -> torch.Tensor:
-        """Logits [vocab] that every dtype holds: a few likely tokens, with and without text of the grammar, and if it
-        ``ends`` the one that ends a text as the likeliest.
+        """Return logits [vocab] that every dtype holds.
+
+        A few tokens are likely, with and without text of the grammar. If it ``ends``, the token that ends a text is the
+        likeliest.
         """
         draw = torch.Generator().manual_seed(number)
         line = torch.full((self.runner.vocab_size,), UNLIKELY)
@@ -105,7 +126,10 @@ class GrammarCheck:
         return line
 
     def _drawn(self, request: Request, state: State, line: torch.Tensor, place: int) -> tuple[int, int]:
-        """The tokens of a row with the grammar and of a greedy one beside it, in one step, as the loop draws them."""
+        """Return the tokens of two rows, drawn in one step.
+
+        One row has the grammar, the other is greedy.
+        """
         runner, slots, taken = self.runner, self.runner.slots, list[int]()
         greedy = Request(OWN_ID - 1, [0], SamplingParams(temperature=0.0), 0, 1)
         try:

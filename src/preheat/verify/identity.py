@@ -1,4 +1,7 @@
-"""A boot's digest with everything that the bits may depend on, stored and compared with another boot's."""
+"""A boot's digest with everything that its bits may depend on.
+
+It is stored and compared with another boot's.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,38 @@ DIGEST = re.compile(r"(simulated-)?[0-9a-f]{8,}")
 
 
 def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
-    """A proof without a digest yet; the plan among ``parts`` is reduced to a fingerprint."""
+    """Return a proof without a digest yet.
+
+    The plan among ``parts`` is reduced to a fingerprint.
+    """
     short = {name: fingerprint({name: part}) if name == "plan" else part for name, part in parts.items()}
     return Proof(level=level, parts=json.loads(json.dumps(short)))  # tuples become lists, as in a file
 
 
 def read_proof(path: str) -> Proof:
-    """The proof in a JSON file: a record (``/warmup``, ``preheat warm --json``) or ``preheat verify --json``'s output.
+    """Return the proof in a JSON file.
 
-    Raises SettingsError for anything else.
+    The file is a record or the output of ``preheat verify --json``. A record comes from ``/warmup`` or ``preheat warm
+    --json``. Raises SettingsError for anything else.
     """
     try:
         found = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise SettingsError(
-            f"--digest {shown(path)}: no record of a boot and no output of preheat verify: {why_unread(error)}"
+            f"--digest {shown(path)} is neither a record of a boot nor an output of preheat verify: {why_unread(error)}"
         ) from None
     proof, failed = found.proof, found.failed
     if not proof.digest:
         raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
     if not DIGEST.fullmatch(proof.digest):
-        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, which is no digest of a boot")
+        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, and that is not a digest of a boot")
     if failed:
-        raise SettingsError(f"--digest {path} is of a boot that stands for nothing: {brief(failed)}")
+        raise SettingsError(f"--digest {path} is of a boot that failed a check: {brief(failed)}")
     return proof
 
 
 class _Check(msgspec.Struct):
-    """What is read of an item in a record."""
+    """The fields of a record's item that are read."""
 
     kind: str = ""
     outcome: str = ""
@@ -54,7 +61,10 @@ class _Check(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """A record, or a verdict: why its boot was wrong, if it was."""
+    """A record or a verdict.
+
+    It has the reason why its boot was wrong, if it was.
+    """
 
     proof: Proof
     entries: list[_Check] = []
@@ -67,7 +77,7 @@ class _File(msgspec.Struct):
 
 
 def differences(stored: Proof, now: Proof) -> list[str]:
-    """What differs, one line each: parts by name, then the bits."""
+    """Return the differences, one line each: parts by name, then the bits."""
     lines = [f"{name}: {was} -> {is_}" for name, was, is_ in _changed("", stored.parts, now.parts)]
     if stored.digest != now.digest:
         lines.append(f"bits: {stored.digest} -> {now.digest}")
@@ -75,7 +85,7 @@ def differences(stored: Proof, now: Proof) -> list[str]:
 
 
 def _changed(name: str, was: Any, is_: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The leaves that differ, by their dotted names."""
+    """Yield the values that differ, by their dotted names."""
     if isinstance(was, dict) and isinstance(is_, dict):
         for key in [*was, *(key for key in is_ if key not in was)]:
             yield from _changed(f"{name}.{key}" if name else key, was.get(key), is_.get(key))

@@ -1,6 +1,8 @@
-"""The check at boot for models that see images: a context with an image has the same logits however it is computed, and
-an image the same embeddings whatever is encoded with it. For prompts that are embeddings the same holds of their
-pieces, and rows of the table have the logits of its tokens.
+"""The check at boot for models that see images.
+
+A context with an image has the same logits by every path. An image has the same embeddings whatever is encoded with it.
+The same holds for the pieces of prompts that are embeddings, and rows of the embedding table have the logits of their
+tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from preheat.verify.names import BEFORE_IMAGE, image_context
 
 
 class ImageCheck:
-    """Compares with the first run of the process, see :meth:`first`."""
+    """Compares the context's logits with the first run of the process, see :meth:`first`."""
 
     def __init__(self, runner: CheckRunner) -> None:
         encoder, rng = runner.executor.encoder, np.random.default_rng(1)
@@ -35,13 +37,16 @@ class ImageCheck:
         self._expected: Tensor | None = None
 
     def first(self) -> Tensor:
-        """The context's logits in as few steps as hold it, fp32 [vocab] on the host; the first call computes them."""
+        """Return the context's logits in as few steps as hold it.
+
+        They are fp32 [vocab] on the host, computed once.
+        """
         if self._expected is None:
             self._expected = self._logits([self._most()] * 2)
         return self._expected
 
     def run(self) -> int:
-        """Compare; how often that was possible. Raises NotInvariant."""
+        """Compare and return how often. Raises NotInvariant."""
         expected, count = self.first(), 0
         for way, logits in self._ways():
             if not torch.equal(logits.view(torch.int32), expected.view(torch.int32)):
@@ -53,7 +58,10 @@ class ImageCheck:
         return count + self._compare_embeddings()
 
     def _ways(self) -> Iterator[tuple[str, Tensor]]:
-        """In ragged chunks, some of which end within the image, and behind blocks of another sequence."""
+        """Yield the context's logits by each way.
+
+        It is cut into ragged chunks, some of which end within the image, and read behind cached blocks.
+        """
         yield "when it is computed again", self._logits([self._most()] * 2)
         tokens, size = self._runner.plan.limits.image_tokens, self._runner.slots.block_size
         if min(self._most(), tokens) > 1:
@@ -65,7 +73,7 @@ class ImageCheck:
                 yield f"behind {cached} cached tokens", self._behind(cached)
 
     def _behind(self, cached: int) -> Tensor:
-        """With the first ``cached`` tokens in the blocks of another sequence."""
+        """Return the logits with the first ``cached`` tokens in the blocks of another sequence."""
         with self._runner.sequence(self._tokens, segments=self._segments) as first:
             self._read(first, [self._most()] * 2)
             with self._runner.sequence(self._tokens, cached=cached, of=first, segments=self._segments) as slot:
@@ -76,7 +84,7 @@ class ImageCheck:
             return self._read(slot, sizes)
 
     def _compare_tokens(self) -> int:
-        """Some tokens, and in their place their rows of the table."""
+        """Compare some tokens with their rows of the embedding table."""
         table, piece = self._runner.executor.decoder.weights.embedding, self._segments[0]
         ids = torch.from_numpy(self._tokens[piece.start : piece.end]).to(table.device)
         (given,) = PromptEmbeds(table.shape[1], lambda: len(ids)).of_tensor(table[ids]).segments
@@ -87,7 +95,11 @@ class ImageCheck:
         return 1
 
     def _read(self, slot: int, sizes: list[int]) -> Tensor:
-        """Steps of the first size, then of the second one, then for the rest. The image is encoded again."""
+        """Return the logits after steps of the given sizes.
+
+        The first step has the first size, all others the second one; the last step has the rest. The image is encoded
+        again.
+        """
         runner = self._runner
         runner.images = EncoderCache(runner.plan.limits.max_images, runner.plan.limits.image_tokens)
         left, size = len(self._tokens) - int(runner.slots.cached_len[slot]), sizes[0]
@@ -97,14 +109,17 @@ class ImageCheck:
         return runner.step(slot)
 
     def _most(self) -> int:
-        """How many tokens a step can have."""
+        """Return how many tokens a step can have."""
         size, length = len(self._tokens), len(self._tokens)
         while size > 1 and not self._runner.bucket_of([Row(length - size, size)]):
             size //= 2
         return size
 
     def _compare_embeddings(self) -> int:
-        """Each program, each place in it: embeddings are those of the image alone. How many were compared."""
+        """Compare each program's embeddings, at each index, with the image's alone.
+
+        Returns how many were compared.
+        """
         expected = [self._encoded([image])[0] for image in self._images]
         count = 0
         for size in ENCODER_SIZES:
@@ -119,7 +134,7 @@ class ImageCheck:
         return count
 
     def _encoded(self, images: list[Image]) -> list[Tensor]:
-        """The bits of the embeddings of ``images``, encoded together."""
+        """Return the bits of the embeddings of ``images``, encoded together."""
         self._runner.executor.encode(list(enumerate(images)))
         kept = self._encoder.embeddings.view(torch.uint8).view(self._runner.plan.limits.max_images, -1)
         return list(kept[: len(images)].cpu().clone().unbind(0))

@@ -1,5 +1,7 @@
-"""The check of the prefix cache's keys, on the host alone: a prompt finds the published blocks that have its tokens
-behind the same tokens, with the same salt, images and adapter, and no others.
+"""The check of the prefix cache's keys, on the host alone.
+
+A prompt finds its own published blocks and no others. A block is the prompt's own if it has its tokens behind the same
+tokens, with the same salt, images and adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from preheat.warmup.dummy_batch import GREEDY
 
 @dataclass(frozen=True)
 class _Adapter:
-    """See :class:`preheat.schedule.adapters.Adapter`."""
+    """A fake adapter, see :class:`preheat.schedule.adapters.Adapter`."""
 
     digest: str
     packed: Any = None
@@ -28,8 +30,10 @@ class _Adapter:
 
 
 def check_keys(size: int) -> None:
-    """Publish two blocks of ``size`` tokens, and behind another first block the second one again; raise CheckFailed for
-    a prompt that does not find the blocks that are its own.
+    """Publish blocks and look them up by several prompts.
+
+    There are two blocks of ``size`` tokens, and the second one again behind another first block. Raises CheckFailed for
+    a prompt that does not find exactly its own blocks.
     """
     cache, tokens = PrefixCache(BlockPool(9, size)), list(range(1, 2 * size + 4))
     changed = {at: [*tokens[:at], 0, *tokens[at + 1 :]] for at in (0, size - 1, size, 2 * size - 1, 2 * size)}
@@ -57,7 +61,10 @@ def _sequence(
 
 
 def _publish(cache: PrefixCache, sequence: Waiting) -> None:
-    """Two blocks of its own; those that are published already stay."""
+    """Publish two blocks of the sequence's own.
+
+    Blocks that are published already stay.
+    """
     blocks = cache.pool.allocate(2)
     cache.publish(sequence, sequence.tokens, np.array(blocks, np.int32), 0, 2)
 
@@ -65,4 +72,4 @@ def _publish(cache: PrefixCache, sequence: Waiting) -> None:
 def _expect(cache: PrefixCache, what: str, count: int, sequence: Waiting) -> None:
     found = len(cache.lookup(sequence))
     if found != count:
-        raise CheckFailed(f"prefix hit: a prompt with {what} finds {found} blocks, where {count} are its own")
+        raise CheckFailed(f"prefix hit: a prompt with {what} finds {found} blocks, and {count} are its own")

@@ -12,11 +12,14 @@ from preheat.grammar.service import Grammars
 from preheat.verify.drive import Engine
 
 CHOICES = [*(f"yes, in {days} days" for days in range(2, 9)), "no"]
-"""With a choice behind what is forced."""
+"""Texts with a choice behind forced tokens."""
 
 
 def _begins_as_json(text: bytes) -> bool:
-    """Whether ``text``, which may have been cut, begins as an object. A whole one is read by :func:`_is_json`."""
+    """Return whether ``text``, which may have been cut, begins as an object.
+
+    :func:`_is_json` reads a whole one.
+    """
     return text.lstrip()[:1] in (b"", b"{")
 
 
@@ -28,7 +31,7 @@ def _is_json(text: bytes) -> bool:
 
 
 Rule = tuple[StructuredOutputsParams, Callable[[bytes], bool], Callable[[bytes], bool]]
-"""A grammar; whether a whole text has it; whether the beginning of one may be its."""
+"""A grammar, a test of a whole text, and a test of a text's beginning."""
 
 RULES: tuple[Rule, ...] = (
     (
@@ -44,17 +47,17 @@ RULES: tuple[Rule, ...] = (
     (StructuredOutputsParams(json_object=True), _is_json, _begins_as_json),
 )
 TEMPERATURES = (0.0, 1.0, 1.5)
-"""Of the prompts with each grammar."""
+"""The temperatures of the prompts with each grammar."""
 
 
 def texts_of(engine: Engine, outputs: Sequence[list[int]]) -> list[tuple[bytes, bool]]:
-    """The text of each output, and whether it has ended."""
+    """Return the text of each output, and whether it has ended."""
     backend, end = _grammars(engine).backend, end_token(engine)
     return [(backend.text([token for token in tokens if token != end]), tokens[-1] == end) for tokens in outputs]
 
 
 def end_token(engine: Engine) -> int:
-    """The token that ends a text."""
+    """Return the token that ends a text."""
     return _grammars(engine).backend.end
 
 

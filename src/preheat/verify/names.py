@@ -1,4 +1,4 @@
-"""Which cross-checks a boot runs: their names in the plan, from settings and limits alone."""
+"""The names of a boot's cross-checks in the plan, from settings and limits alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from preheat.settings import OPTIONS, Settings
 from preheat.utils.structured import preloads_of
 
 BEHIND_WINDOW = 8
-"""How many tokens a sequence must be longer than a window, so that the window is checked."""
+"""The least tokens of a sequence beyond a checked window."""
 
 BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
 
 
 class Asked(NamedTuple):
-    """What decides which checks an engine runs. ``windows`` are the model's; ``pools``: it has no head."""
+    """The facts that decide the checks of an engine.
+
+    ``windows`` are the model's; ``pools``: it has no head.
+    """
 
     settings: Settings
     limits: Limits
@@ -41,12 +44,15 @@ class Asked(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Tokens that all blocks hold."""
+        """Number of tokens that all blocks hold."""
         return (self.limits.num_blocks - 1) * self.limits.block_size
 
     @property
     def images(self) -> bool:
-        """Whether a sequence of which there can be two holds an image, or a piece of embeddings."""
+        """Whether an image fits into a checked context.
+
+        A piece of embeddings counts as one. The cache must hold two such sequences.
+        """
         return bool(self.limits.image_tokens) and image_context(self.limits) <= _room(self.limits)
 
     @property
@@ -92,7 +98,7 @@ CHECKS: tuple[Check, ...] = (
     Check("windows", lambda asked: not asked.pools and asked.windowed),
     Check("eager", lambda asked: asked.mode != "eager"),
 )  # fmt: skip
-"""In the order in which they run; :data:`preheat.verify.boot.CHECKS` says how."""
+"""The checks in the order in which they run; :data:`preheat.verify.boot.CHECKS` has their functions."""
 
 
 def check_names(
@@ -104,8 +110,10 @@ def check_names(
     pools: bool = False,
     windows: Collection[int] = (),
 ) -> tuple[str, ...]:
-    """The checks of a boot, in order; none with ``boot_check`` off. Without invariance paths may differ, so only
-    repeated runs of the same path are compared, and whether logits are finite. ``windows`` are the model's.
+    """Return the checks of a boot, in order; none with ``boot_check`` off.
+
+    Without invariance paths may differ, so the boot only checks that logits are finite and compares repeated runs of
+    the same path. ``windows`` are the model's.
     """
     if settings.boot_check == "off":
         return ()
@@ -116,10 +124,10 @@ def check_names(
 
 
 def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
-    """The lengths in tokens of the checked contexts: across a KV split, across a block or two, within one block.
+    """Return the lengths in tokens of the checked contexts.
 
-    At most half of a step's tokens and half of the blocks, which leaves room for neighbours and a second copy; at
-    least one token.
+    They lie across a KV split, across a block or two, and within one block. Each is at most half of a step's tokens and
+    half of the blocks, to leave room for other rows and a second copy. Each has at least one token.
     """
     lengths = (facts.split + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
@@ -128,8 +136,9 @@ def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
 
 
 def long_context(limits: Limits, facts: Facts) -> int | None:
-    """The length in tokens of a context of three KV splits, the least whose merge has an order; None if no sequence
-    can have it.
+    """Return the length in tokens of a context of three KV splits.
+
+    Returns None if no sequence can have it. Three is the least number of splits with an order of merging.
     """
     length = 2 * facts.split + 44
     fits = length < limits.max_model_len and -(-length // limits.block_size) < limits.num_blocks
@@ -137,12 +146,15 @@ def long_context(limits: Limits, facts: Facts) -> int | None:
 
 
 def image_context(limits: Limits) -> int:
-    """The length in tokens of a context with one image, or one piece of embeddings."""
+    """Return the length in tokens of a context with one image.
+
+    A piece of embeddings counts as one.
+    """
     return BEFORE_IMAGE + limits.image_tokens + AFTER_IMAGE
 
 
 def _room(limits: Limits) -> int:
-    """The most tokens of a sequence of which there can be two."""
+    """Return the most tokens of a sequence that fits twice into the cache."""
     return min(limits.max_model_len - 1, (limits.num_blocks - 1) // 2 * limits.block_size)
 
 
@@ -151,7 +163,7 @@ def check_required(settings: Settings) -> None:
     if not settings.require_invariance:
         return
     loose = {
-        "batch_invariant": not settings.batch_invariant and "lets bits depend on what shares a batch",
+        "batch_invariant": not settings.batch_invariant and "lets bits depend on the other requests in a batch",
         "boot_check": settings.boot_check == "off" and "leaves it unproved",
         "skip_warmup": settings.skip_warmup and "skips the proof with the rest of the warm-up",
     }

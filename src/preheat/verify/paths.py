@@ -1,7 +1,8 @@
-"""The paths of ``preheat verify``, a row each: on which engine, with which prompts, and how they are taken.
+"""The paths of ``preheat verify``, a row each.
 
-A path's runs are compared with the first run of its set of prompts (:mod:`preheat.verify.prompt_sets`), which was that
-of the engine as asked, and with the set's rule. Sets of texts, adapters, images and embeddings share the functions.
+A row has the engine, the prompts, and the function that runs them. A path's runs are compared with the first run of its
+set of prompts (:mod:`preheat.verify.prompt_sets`) on the engine as asked, and with the set's rule. Sets of texts,
+adapters, images and embeddings share the functions.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ from preheat.verify.served_path import served
 from preheat.verify.window_check import check_windows
 
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
-"""How many requests run together, repeated as needed."""
+"""The numbers of requests that run together, repeated as needed."""
 
 Which = Literal["asked", "tight", "without drafts"]
-"""The engine with the given settings; one with small steps and few blocks, so that chunks, preemption and compaction
-are frequent; one in which nothing drafts: what was drafted must not have changed a bit."""
+"""The engines of paths.
+
+"asked" has the given settings. "tight" has small steps and few blocks, so that chunks, preemption and compaction are
+frequent. "without drafts" drafts nothing, since drafts must not change a bit.
+"""
 
 
 @dataclass
 class Trial:
-    """A path that is taken now: its ``name``, its ``prompts``, and the ``engine`` that takes it."""
+    """A path that runs now: its ``name``, its ``prompts``, and its ``engine``."""
 
     name: str
     prompts: PromptSet
@@ -64,16 +68,16 @@ class Trial:
         self._before = self.engine.stats
 
     def run(self) -> list[Seen]:
-        """All prompts at once."""
+        """Run all prompts at once."""
         return self.engine.run(self.prompts.prompts)
 
     def compared(self, *runs: Sequence[Seen], note: str = "") -> PathResult:
-        """The ``runs``, compared with the first one and with the rule."""
+        """Compare the ``runs`` with the first one and with the rule."""
         result = compare(self.name, self.prompts.first, runs, note)
         return result.with_wrong([*self.prompts.rule(self.engine)])
 
     def count(self, name: str) -> int:
-        """How much more a number of the engine's statistics is than before the path."""
+        """Return the growth of a number of the engine's statistics since the path began."""
         found: int = getattr(self.engine.stats, name) - getattr(self._before, name)
         return found
 
@@ -83,12 +87,14 @@ class Trial:
 
 
 Take = Callable[[Trial], PathResult | None]
-"""Takes a path; None where the engine cannot."""
+"""Runs a path; None where the engine cannot."""
 
 
 class Path(NamedTuple):
-    """``prompts`` name a set, if it has one; a path of a set without prompts is not taken. ``needs``: whether an engine
-    takes it. In the name, {kind} is the set's, and {most} the largest group.
+    """A path of an engine, with the function that takes it.
+
+    ``prompts`` name a set, if the path has one; a path of a set without prompts is not taken. ``needs`` tells whether
+    an engine takes it. In the name, {kind} is the set's kind, and {most} the largest group.
     """
 
     name: str
@@ -99,7 +105,7 @@ class Path(NamedTuple):
 
 
 def _any(engine: Engine) -> bool:
-    """Engines that pool take it, too."""
+    """Return True: engines that pool take the path, too."""
     return True
 
 
@@ -107,18 +113,18 @@ def _any(engine: Engine) -> bool:
 
 
 def later(trial: Trial) -> PathResult:
-    """Again, with all that the cache then has."""
+    """Run again with everything that the cache then has."""
     return trial.compared(*[trial.run() for _ in range(trial.size.runs - 1)], note=trial.hits)
 
 
 def together(trial: Trial) -> PathResult:
-    """All at once, with nothing in the cache."""
+    """Run all at once, with nothing in the cache."""
     trial.engine.forget_prefixes()
     return trial.compared(trial.run())
 
 
 def shuffled(trial: Trial) -> PathResult:
-    """In another order, a few before each step."""
+    """Run in another order, a few before each step."""
     prompts = trial.prompts.prompts
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
     seen = trial.engine.run([prompts[number] for number in order], trickling(random.Random(2)))
@@ -127,54 +133,54 @@ def shuffled(trial: Trial) -> PathResult:
 
 
 def in_batches(trial: Trial) -> PathResult:
-    """In groups of all sizes, with nothing in the cache."""
+    """Run in groups of all sizes, with nothing in the cache."""
     trial.engine.forget_prefixes()
     prompts = trial.prompts.prompts
     return trial.compared(trial.engine.run(prompts, in_groups(group_sizes(len(prompts)))))
 
 
 def cold_and_cached(trial: Trial) -> PathResult:
-    """One by one, with nothing in the cache, then with all."""
+    """Run one by one with an empty cache, then with all blocks."""
     trial.engine.forget_prefixes()
     return trial.compared(*[alone(trial.engine, trial.prompts.prompts) for _ in range(2)], note=trial.hits)
 
 
 def backwards(trial: Trial) -> PathResult:
-    """One by one, the last first, with all in the cache."""
+    """Run one by one, the last first, with all blocks in the cache."""
     return trial.compared(alone(trial.engine, trial.prompts.prompts[::-1])[::-1], note=trial.hits)
 
 
 def one_by_one(trial: Trial) -> PathResult:
-    """Each alone."""
+    """Run each prompt alone."""
     prompts = trial.prompts.prompts
     return trial.compared(alone(trial.engine, prompts), note=f"{len(prompts[0].tokens):,} tokens")
 
 
 def few_blocks(trial: Trial) -> PathResult:
-    """All at once, where steps are small and blocks are few."""
+    """Run all at once, where steps are small and blocks are few."""
     return trial.compared(trial.run(), note=f"{trial.count('preemptions'):,} preemptions")
 
 
 def few_blocks_moved(trial: Trial) -> PathResult:
-    """The same; blocks move, too."""
+    """Run all at once with few blocks, and note how many blocks moved."""
     result = few_blocks(trial)
     result.note += f", {trial.count('blocks_moved'):,} blocks moved"
     return result
 
 
 def offloaded(trial: Trial) -> PathResult:
-    """What was evicted meanwhile comes back from the host."""
+    """Run again with evicted blocks that come back from the host."""
     seen = trial.run()
     return trial.compared(seen, note=f"{trial.count('external_hits'):,} tokens from the host")
 
 
 def answered(trial: Trial) -> PathResult:
-    """The answers of the engine's last run as prompts."""
+    """Run the answers of the engine's last run as prompts."""
     return answers_as_prompts(trial.name, trial.engine, trial.prompts.prompts, trial.prompts.first)
 
 
 def undrafted(trial: Trial) -> PathResult:
-    """Where nothing drafts; the note is of the first run, in which something did."""
+    """Run where nothing drafts; the note counts the first run's drafts."""
     stats = trial.prompts.stats
     assert stats is not None, "the first run is over"
     note = f"{stats.accepted_tokens:,} of {stats.draft_tokens:,} drafts were accepted"
@@ -185,7 +191,10 @@ def undrafted(trial: Trial) -> PathResult:
 
 
 def windows(trial: Trial) -> PathResult | None:
-    """The model's sliding windows, if it has some that a sequence can be longer than."""
+    """Check the model's sliding windows.
+
+    Returns None if no sequence can be longer than one of them.
+    """
     try:
         with trial.engine.unwatched() as runner:
             count = check_windows(runner)
@@ -197,7 +206,10 @@ def windows(trial: Trial) -> PathResult | None:
 
 
 def salts(trial: Trial) -> PathResult:
-    """One prompt under several salts: only an equal salt finds it in the prefix cache, all answers are equal."""
+    """Run one prompt under several salts.
+
+    Only an equal salt finds it in the prefix cache; all answers are equal.
+    """
     engine, salts = trial.engine, ("a", "b", "a", "")
     (tokens,) = random_tokens(engine, 1, LONG // 2, trial.size.outputs)
     plain = SamplingParams(temperature=0.0)
@@ -210,7 +222,7 @@ def salts(trial: Trial) -> PathResult:
 
 
 def min_tokens(trial: Trial) -> PathResult:
-    """No stop id before min_tokens, and with fewer tokens no end."""
+    """Check that no stop id comes before min_tokens, and no end with fewer tokens."""
     prompts, again, wrong = trial.prompts.prompts[-LEAST:], trial.run()[-LEAST:], list[Divergence]()
     for number, (prompt, answer) in enumerate(zip(prompts, trial.engine.answers[-LEAST:], strict=True)):
         least, stops = prompt.params.min_tokens, prompt.params.stop_token_ids or []
@@ -220,8 +232,8 @@ def min_tokens(trial: Trial) -> PathResult:
     return compare(trial.name, trial.prompts.first[-LEAST:], [again]).with_wrong(wrong)
 
 
-def told_logprobs(trial: Trial) -> PathResult:
-    """Of ``logprob_token_ids``, each request's own and one with none: alone, then together."""
+def asked_logprobs(trial: Trial) -> PathResult:
+    """Compare the log-probabilities of ``logprob_token_ids``: each request alone, then all, one without any."""
     engine, outputs = trial.engine, trial.size.outputs
     params = [
         SamplingParams(temperature=float(number % 2), logprobs=3, logprob_token_ids=[*range(5 * number)][::-1])
@@ -242,7 +254,10 @@ def told_logprobs(trial: Trial) -> PathResult:
 
 
 def prompt_logprobs(trial: Trial) -> PathResult:
-    """Of the engine's last run, whose steps are smaller than the prompts: one entry a token but the first."""
+    """Compare prompt logprobs of the engine's last run.
+
+    Its prompts are chunked. There is one entry a token but the first.
+    """
     prompts = trial.prompts.prompts[:2]
 
     def reported(answers: Sequence[Answer]) -> list[Seen]:
@@ -259,17 +274,20 @@ def prompt_logprobs(trial: Trial) -> PathResult:
 
 
 def _as_seen(entries: Sequence[object]) -> Seen:
-    """Log-probabilities, which are compared as they are reported."""
+    """Return log-probabilities as an output to compare: their text as reported."""
     return Seen([repr(entry) for entry in entries], [0.0] * len(entries))
 
 
 def grammars(trial: Trial) -> PathResult:
-    """All in one batch, those without grammars among them."""
+    """Run all in one batch, prompts with and without grammars."""
     return trial.compared(trial.run(), note=f"{len(trial.prompts.prompts) // 2} with grammars")
 
 
 def as_tokens(trial: Trial) -> PathResult | None:
-    """Texts as tokens, and as their rows of the table, where prompts may be embeddings."""
+    """Run texts as tokens, and as rows of the embedding table.
+
+    Returns None where prompts may not be embeddings.
+    """
     engine, encoder = trial.engine, trial.engine.loop.executor.encoder
     if encoder is None or not isinstance(encoder.tower, Given):
         return None
@@ -295,7 +313,7 @@ PATHS: tuple[Path, ...] = (
     Path("long answers as prompts", "asked", "long texts", answered),
     Path("cache salts", "asked", "", salts),
     Path("min_tokens", "asked", "short texts", min_tokens),
-    Path("logprobs of given tokens", "asked", "", told_logprobs),
+    Path("logprobs of given tokens", "asked", "", asked_logprobs),
     Path("beam search", "asked", "", lambda trial: beam_search(trial.engine, min(CHUNKED, trial.longest))),
     Path("grammars", "asked", "grammars", grammars),
     Path("{kind}, together", "asked", "images", together),
@@ -318,13 +336,14 @@ PATHS: tuple[Path, ...] = (
     Path("without speculation", "without drafts", "texts", undrafted, _any),
     Path("grammars without speculation", "without drafts", "grammars", grammars),
 )
-"""In the order in which they are taken. Some look at the run before."""
+"""The paths in the order in which they run. Some look at the run before."""
 
 
 @dataclass
 class PathRunner:
-    """Takes paths, and keeps the ``sets`` of prompts that were made: by the engine as asked, for the first path that
-    needs each.
+    """Runs paths, and keeps the ``sets`` of prompts.
+
+    The engine as asked makes a set for the first path that needs it.
     """
 
     size: Size
@@ -338,7 +357,7 @@ class PathRunner:
         return max(len(prompt.tokens) for prompt in known.prompts) if known else self.size.longest
 
     def on(self, engine: Engine, which: Which, only: Collection[str] = ()) -> Iterator[PathResult]:
-        """The results on ``engine``; ``only`` those of paths that it names, by the path or by its set, if any."""
+        """Yield the results on ``engine``; ``only`` names paths or sets, if any."""
         names_of(engine)  # random ones, if the settings name none: each engine has the same
         for path in PATHS:
             if path.engine != which or (only and not {path.name, path.prompts} & set(only)) or not path.needs(engine):
@@ -364,7 +383,7 @@ class PathRunner:
 
 
 def group_sizes(count: int) -> list[int]:
-    """`GROUPS`, repeated until there are ``count`` requests."""
+    """Return `GROUPS`, repeated until there are ``count`` requests."""
     sizes: list[int] = []
     for size in itertools.cycle(GROUPS):
         if sum(sizes) == count:

@@ -1,4 +1,7 @@
-"""The check of an engine that pools: what a prompt is pooled to must not depend on how it is cut into chunks."""
+"""The check of an engine that pools.
+
+A prompt's pooled states must not depend on how it is cut into chunks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ _, ALL = POOLER_SETTINGS
 
 
 def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
-    """Pool the context ``tokens``, int32, over all of its tokens at once, in ragged chunks and in halves; how often
-    that was compared. Raises NotInvariant.
+    """Pool all tokens of a context in several ways.
+
+    ``tokens``, int32, are pooled at once, in ragged chunks and in halves. Returns how many ways were compared. Raises
+    NotInvariant.
     """
     whole, chunks = _pooled(runner, tokens, (len(tokens),)), (RAGGED, (-(-len(tokens) // 2),))
     for sizes in chunks:
@@ -28,7 +33,7 @@ def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
 
 
 def _pooled(runner: CheckRunner, tokens: np.ndarray, sizes: tuple[int, ...]) -> bytes:
-    """The mean over the context, read in chunks of these sizes, again and again."""
+    """Return the mean over the context, read in chunks of ``sizes``, again and again."""
     found: Pooled | None = None
     with runner.sequence(tokens) as slot:
         runner.slots.describe(slot, Request(OWN_ID, tokens.tolist(), ALL, 0, 1))

@@ -1,7 +1,7 @@
-"""The sets of prompts of ``preheat verify``, each with its first run, which the set's paths are compared with.
+"""The sets of prompts of ``preheat verify``.
 
-Where every run could be wrong in the same way, a set also has a rule: what is wrong with the answers of the last run,
-said in a few lines.
+Each has its first run, the reference of the set's paths. Where every run could be wrong in the same way, a set also has
+a rule: it finds errors in the answers of the last run, in a few lines.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ Rule = Callable[[Engine], Iterable[Divergence]]
 
 @dataclass
 class PromptSet:
-    """``prompts``, the ``first`` run's logits and ``answers``, and the engine's ``stats`` after it. ``kind`` is what
-    the names of paths call them. No engine is kept: two at once may not fit into memory.
+    """A set of prompts with its first run.
+
+    ``first`` are the first run's logits, ``answers`` its answers, and ``stats`` the engine's statistics after it.
+    ``kind`` is the set's name in the names of paths. No engine is kept: two at once may not fit into memory.
     """
 
     prompts: list[Prompt]
@@ -39,15 +41,17 @@ class PromptSet:
     rule: Rule = lambda engine: ()
 
     def seen(self, engine: Engine, first: list[Seen]) -> PromptSet:
-        """The set, whose ``first`` run was that of ``engine`` just now."""
+        """Return the set with ``first`` as its first run, just made by ``engine``."""
         self.first, self.answers, self.stats = first, engine.answers, engine.stats
         return self
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Each prompt is continued by ``outputs`` tokens; those that an engine with few blocks takes have ``longest`` at
-    most. ``texts`` makes the prompts of the set of that name.
+    """The sizes of prompts: each is continued by ``outputs`` tokens.
+
+    Prompts for an engine with few blocks have at most ``longest`` tokens. ``texts`` makes the prompts of the set of
+    that name.
     """
 
     outputs: int
@@ -60,24 +64,27 @@ Make = Callable[[Engine, Sizes], PromptSet]
 
 
 def random_tokens(engine: Engine, count: int, length: int, outputs: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens, or of as many as leave room for ``outputs``."""
+    """Return ``count`` prompts of ``length`` tokens.
+
+    They are shorter if that leaves no room for ``outputs``.
+    """
     draw = random.Random(length)
     length = max(min(length, engine.ready.max_model_len - outputs), 1)
     return [[draw.randrange(engine.vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def prompt_of(tokens: list[int], params: SamplingParams, outputs: int, salt: str = "") -> Prompt:
-    """The prompt ``tokens``, continued by ``outputs`` tokens."""
+    """Return the prompt ``tokens``, continued by ``outputs`` tokens."""
     return Prompt(tokens, replace(params, seed=len(tokens), max_tokens=outputs, ignore_eos=True), salt)
 
 
 def in_turn(outputs: int, number: int) -> SamplingParams:
-    """Greedy and at random in turn."""
+    """Return greedy and random settings in turn."""
     return SamplingParams(temperature=float(number % 2), seed=number, max_tokens=outputs, ignore_eos=True)
 
 
 def alone(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
-    """Run each of ``prompts`` alone, behind the blocks of those before it."""
+    """Run each of ``prompts`` alone, behind the blocks of the earlier ones."""
     return engine.run(prompts, in_groups([1] * len(prompts)))
 
 
@@ -94,22 +101,26 @@ def alone_and_cold(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
 
 
 def texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """The prompts that were asked for, all at once. The first run is that of a fresh engine."""
+    """Run the prompts that were asked for, all at once, on a fresh engine."""
     prompts = as_pooled(sizes.texts(engine)) if engine.pools else sizes.texts(engine)
     return PromptSet(prompts).seen(engine, engine.run(prompts))
 
 
 LONG = 1_300
-"""Tokens of a prompt that is longer than what a sampler might look back over."""
+"""Tokens of a prompt longer than any window that a sampler might look back over."""
 
 PENALTIES = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=2.0, presence_penalty=1.0)
 CLOSE = 1e-4
-"""Penalised logits this close may be drawn in either order: the rule is computed in another precision."""
+"""Penalized logits this close may be drawn in either order.
+
+The rule is computed in another precision.
+"""
 
 
 def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Long prompts with penalties and greedy draws, which are the best of the penalised logits; what the model likes
-    stands at the beginning.
+    """Run long prompts with penalties and greedy draws.
+
+    Each token must be the best of the penalized logits. The tokens that the model likes stand at the beginning.
     """
     plain, tokens = SamplingParams(temperature=0.0), random_tokens(engine, 3, LONG, sizes.outputs)
     engine.run([prompt_of(each, plain, sizes.outputs) for each in tokens])
@@ -132,7 +143,10 @@ def long_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -> tuple[int, float]:
-    """The place of the first token that is not the best of the penalised logits, and by how much; else -1."""
+    """Return the first token that is not the best, and its distance.
+
+    The token is given by its index, -1 if there is none. The best token has the highest penalized logit.
+    """
     params = prompt.params
     for place, token in enumerate(output):
         line, done = logits[place].double(), output[:place]
@@ -149,15 +163,17 @@ def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -
 
 
 CHUNKED = 400
-"""More than a step of the engine with few blocks has."""
+"""Tokens of a prompt that is longer than a step of the engine with few blocks."""
 
 SHORT, COUNT, LEAST = 40, 12, 2
-"""Tokens of a short prompt, how many there are, and how many of them have min_tokens."""
+"""Tokens of a short prompt, the number of prompts, and the number of prompts with min_tokens."""
 
 
 def short_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Prompts with penalties, greedy and at random; two of them with prompt logprobs, two with min_tokens, whose stop
-    ids are what they would begin with.
+    """Run prompts with penalties, greedy and at random.
+
+    Two have prompt logprobs, two have min_tokens. The stop ids of prompts with min_tokens are the first tokens of their
+    answers without stop ids.
     """
     params = [
         replace(PENALTIES, temperature=float(number % 2), prompt_logprobs=2 if number < 2 else None)
@@ -177,7 +193,10 @@ def short_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def masked_texts(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Prompts with grammars, then as many without, each alone; none where there are no grammars."""
+    """Run prompts with grammars, then as many without, each alone.
+
+    The result is empty where there are no grammars.
+    """
     if isinstance(engine.loop.grammars, str):
         return PromptSet([])
     draw, end, masked, plain = random.Random(9), end_token(engine), list[Prompt](), list[Prompt]()
@@ -205,15 +224,20 @@ def masked_texts(engine: Engine, sizes: Sizes) -> PromptSet:
 # ------------------------------------------------------------------------------------------------ images, adapters
 
 TEXT = 40
-"""Tokens before an image, and as many as follow."""
+"""Tokens before an image, and behind it."""
 
 PICTURES = ((0,), (1,), (0,), (2, 1), (1, 2), (2,), (3,))
-"""The images of each prompt, by number. All prompts begin with the same text, and those with as many images have the
-same tokens."""
+"""The images of each prompt, by number.
+
+All prompts begin with the same text, and prompts with as many images have the same tokens.
+"""
 
 
 def images(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Prompts with images, or with pieces of embeddings: none if no sequence can hold one."""
+    """Run prompts with images, or with pieces of embeddings.
+
+    There are none if no sequence can hold one.
+    """
     encoder = engine.loop.executor.encoder
     if encoder is None:
         return PromptSet([])
@@ -229,7 +253,7 @@ def images(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def _pictured(text: list[list[int]], images: list[Image], size: int, token: int, params: SamplingParams) -> Prompt:
-    """A text, then each image with a text behind it."""
+    """Return a text, then each image with a text behind it."""
     tokens, segments = list(text[0]), list[Segment]()
     for image, behind in zip(images, text[1:], strict=False):
         segments.append(Segment(len(tokens), len(tokens) + size, image))
@@ -245,8 +269,9 @@ BASE_EVERY = 3
 
 
 def adapters(engine: Engine, sizes: Sizes) -> PromptSet:
-    """Prompts that name adapters in turn: those that the settings name, or one more random one than there are places;
-    none where there are no adapters.
+    """Run prompts that name adapters in turn, see :func:`names_of`.
+
+    The result is empty where there are no adapters.
     """
     names = names_of(engine)
     if not names:
@@ -262,13 +287,16 @@ def adapters(engine: Engine, sizes: Sizes) -> PromptSet:
 
 
 def names_of(engine: Engine) -> list[str]:
-    """The adapters that ``engine`` serves; random ones from now on if there are none."""
-    adapters, seats = engine.loop.adapters, engine.loop.executor.adapters
-    if isinstance(adapters, str) or seats is None:
+    """Return the adapters of ``engine``.
+
+    If it has none, serve random ones, one more than adapter slots.
+    """
+    adapters, adapter_slots = engine.loop.adapters, engine.loop.executor.adapters
+    if isinstance(adapters, str) or adapter_slots is None:
         return []
     if not adapters.names:
-        for number in range(seats.places + 1):
-            made = random_adapter(seats, number)
+        for number in range(adapter_slots.count + 1):
+            made = random_adapter(adapter_slots, number)
             adapters.serve(made.name, "", made)
     return adapters.names
 

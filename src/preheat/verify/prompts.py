@@ -1,4 +1,7 @@
-"""The prompts of ``preheat verify``: the same on every machine, each with its own sampling setting."""
+"""The prompts of ``preheat verify``.
+
+They are the same on every machine, each with its own sampling setting.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ from preheat.plan.sampler_settings import POOLER_SETTINGS, SAMPLER_SETTINGS
 
 LONGEST = 1_900
 SHARED = 3
-"""One prompt in this many shares its beginning with another one, so that the prefix cache has hits."""
+"""One prompt in this many shares its beginning with another.
+
+The prefix cache then has hits.
+"""
 
 FAMILIES = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """The amount of work: ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``."""
+    """The amount of work.
+
+    There are ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``.
+    """
 
     prompts: int
     runs: int
@@ -33,14 +42,18 @@ FULL = Size(prompts=1_492, runs=4, outputs=128, longest=LONGEST)
 REDUCED = Size(prompts=32, runs=2, outputs=24, longest=400)
 
 SETTINGS = tuple(params for name, params in SAMPLER_SETTINGS.items() if name != "prompt_logprobs" and not params.greedy)
-"""The settings of every second prompt, in turn; the others are greedy. Prompts with prompt_logprobs are left out: they
-do not use the prefix cache."""
+"""The settings of every second prompt, in turn; the others are greedy.
+
+Prompts with prompt_logprobs are left out: they do not use the prefix cache.
+"""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens`` and how to continue them; ``params`` have a seed and a length. ``salt`` is the prefix cache's,
-    ``segments`` are where images are, ``lora_name`` is the adapter's.
+    """``tokens`` and how to continue them.
+
+    ``params`` have a seed and a length. ``salt`` is the prefix cache's, ``segments`` are the places of images,
+    ``lora_name`` is the adapter's.
     """
 
     tokens: list[int]
@@ -50,7 +63,7 @@ class Prompt:
     lora_name: str = ""
 
     def request(self, id: int) -> Request:
-        """The prompt as a request."""
+        """Return the prompt as a request."""
         params = self.params
         assert params.seed is not None
         assert params.max_tokens is not None
@@ -62,8 +75,9 @@ class Prompt:
 
 
 def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt]:
-    """Random tokens below ``vocab_size``: mostly short prompts, four in ten longer than 256 tokens, at least one of a
-    single token and one of the greatest length.
+    """Return prompts of random tokens below ``vocab_size``.
+
+    Most are short, four in ten are longer than 256 tokens. At least one has a single token and one the greatest length.
     """
     draw = random.Random(4)
     longest = min(size.longest, max_model_len - size.outputs)
@@ -81,7 +95,10 @@ def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt
 
 
 def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
-    """Every second prompt greedy, the others seeded, with all settings in turn."""
+    """Return ``prompts`` with settings.
+
+    Every second prompt is greedy, the others are seeded, with all settings in turn.
+    """
     found = []
     for number, tokens in enumerate(prompts):
         params = SETTINGS[number // 2 % len(SETTINGS)] if number % 2 else SamplingParams(temperature=0.0)
@@ -91,6 +108,9 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
 
 
 def as_pooled(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """``prompts`` for an engine that pools: the mean over every second one, the first too, the others' last tokens."""
+    """Return ``prompts`` for an engine that pools.
+
+    Every second one, from the first, asks for its mean, the others for their last tokens.
+    """
     last, mean = [msgspec.structs.replace(each, seed=0, max_tokens=1, ignore_eos=True) for each in POOLER_SETTINGS]
     return [Prompt(prompt.tokens, last if number % 2 else mean) for number, prompt in enumerate(prompts)]

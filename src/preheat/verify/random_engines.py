@@ -1,5 +1,6 @@
-"""What an engine of ``preheat verify --fuzz`` does besides plain decoding: adapters, drafts, rounded weights and cache,
-ranks, blocks on the host. No torch here.
+"""The random features of an engine of ``preheat verify --fuzz`` besides plain decoding.
+
+They are adapters, drafts, rounded weights and cache, ranks, and blocks on the host. No torch here.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ HOST_GIB = 0.02
 
 
 class Features(NamedTuple):
-    """Settings of both engines of a round, on whose numbers bits may depend; and those of the engine under load alone,
-    which must change no bit.
+    """The random settings of a round's engines.
+
+    ``both`` are settings of both engines that may change bits. ``loaded`` are settings of the engine under load alone
+    and must change no bit.
     """
 
     both: dict[str, Any]
@@ -23,7 +26,10 @@ class Features(NamedTuple):
 
 
 def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> Features:
-    """Drawn for the model of ``config``, or for one that is not known; a model that drafts goes into ``folder``."""
+    """Return features for the model of ``config``, or for an unknown one.
+
+    A draft model goes into ``folder``.
+    """
     both, loaded = dict[str, Any](), dict[str, Any]()
     if config is not None and "quantization_config" not in config and draw.random() < 0.15:
         both["quantization"] = "fp8"
@@ -44,7 +50,10 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
 
 
 def _drafts(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
-    """By n-grams, by a model of its own, or by the target itself, which is always right."""
+    """Return options to draft by one of three methods.
+
+    These are n-grams, an own model, or the target itself, which is always right.
+    """
     count = {"num_speculative_tokens": draw.randint(1, 5)}
     if config is None or (by := draw.choice(("ngram", "own", "target"))) == "ngram":
         return {"method": "ngram", "prompt_lookup_min": 1, **count}
@@ -54,7 +63,7 @@ def _drafts(draw: random.Random, folder: Path, config: dict[str, Any] | None) ->
 
 
 def _divides(config: dict[str, Any]) -> bool:
-    """Whether two ranks can share the model."""
+    """Return whether two ranks can share the model."""
     names = ("intermediate_size", "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     heads = config["num_attention_heads"] % 4 == config["num_key_value_heads"] % 2 == 0
     plain = "attn_config" not in config and "quantization_config" not in config

@@ -1,4 +1,7 @@
-"""Small models of random sizes, with random weights, for ``preheat verify --fuzz --random-models``. No torch here."""
+"""Small random models for ``preheat verify --fuzz --random-models``.
+
+Sizes and weights are random. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,23 @@ WITH_EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalL
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
 SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
-"""Families whose configs say so of attention: a field that a family does not read is an error."""
+"""Families with a field for attention biases or windows.
+
+A field that a family does not read is an error.
+"""
 
 FAMILIES = (*DENSE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
 WIDEST = 4_096
-"""Numbers in all query heads of a token at most, so that a round takes seconds."""
+"""The most numbers in all query heads of a token, so that a round takes seconds."""
 
 EVEN = 32
-"""What sizes are multiples of where ranks share a model, or where groups of its weights have a scale."""
+"""The step of sizes where ranks or groups divide them.
+
+Ranks share a model, or groups of its weights have a scale.
+"""
 
 INT4: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": EVEN, "zero_point": True, "version": "gemm",
@@ -31,8 +40,10 @@ INT4: dict[str, Any] = {
 
 
 def random_config(draw: random.Random) -> dict[str, Any]:
-    """The ``config.json`` of a model whose family and sizes are drawn: head ratios, head sizes, widths that nothing
-    divides, biases, norms, sliding windows, experts. Some have weights of four bits.
+    """Return the ``config.json`` of a model with a random family and sizes.
+
+    Drawn are head ratios, head sizes, widths that nothing divides, biases, norms, sliding windows and experts. Some
+    models have weights of four bits.
     """
     family, even = draw.choice(FAMILIES), draw.random() < 0.3
     ratio, dim = draw.choice(HEAD_RATIOS), draw.choice((32, 64, 128) if even else HEAD_DIMS)
@@ -61,7 +72,7 @@ def random_config(draw: random.Random) -> dict[str, Any]:
 
 
 def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict[str, Any]:
-    """What a family's config has besides, or instead."""
+    """Return the fields that a family's config has besides, or instead."""
     (family,), dim, layers = config["architectures"], config["head_dim"], config["num_hidden_layers"]
     if family == WITH_ALIBI:
         heads = min(config["num_attention_heads"], WIDEST // dim)
@@ -89,7 +100,7 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
 
 
 def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[str, Any]:
-    """The fields of a model with experts."""
+    """Return the fields of a model with experts."""
     count, chosen = draw.choice((4, 6, 8)), draw.randint(1, 3)
     if family == "MixtralForCausalLM":
         return {"num_local_experts": count, "num_experts_per_tok": chosen}
@@ -102,7 +113,7 @@ def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[
 
 
 def _width(draw: random.Random, most: int, even: bool, least: int = 33) -> int:
-    """A size below ``most``: a multiple of :data:`EVEN` if ``even``."""
+    """Return a size below ``most``: a multiple of :data:`EVEN` if ``even``."""
     return EVEN * draw.randrange(-(-least // EVEN), most // EVEN) if even else draw.randrange(least, most)
 
 
@@ -115,7 +126,10 @@ def write_model(folder: Path, draw: random.Random) -> dict[str, Any]:
 
 
 def write_draft(folder: Path, target: dict[str, Any], draw: random.Random) -> None:
-    """Write the config of a model that drafts for ``target``: it knows the same tokens."""
+    """Write the config of a model that drafts for ``target``.
+
+    It knows the same tokens.
+    """
     config = random_config(draw) | {"vocab_size": target["vocab_size"]}
     config.pop("quantization_config", None)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""The sampling contract, said once more: one row at a time, in float64, over any tokens of a vocabulary.
+"""The sampling contract, stated again.
 
-It has nothing in common with the samplers (:mod:`preheat.ops.sampler`, :mod:`preheat.ops.philox`) but what it says.
+It is computed one row at a time, in float64, over any tokens of a vocabulary. It shares only the contract with the
+samplers (:mod:`preheat.ops.sampler`, :mod:`preheat.ops.philox`), and no code.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _MASK = 0xFFFFFFFF
 
 
 def drawn(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Sequence[int]) -> tuple[int, bool]:
-    """The token that ``request`` draws behind ``output``, and whether nothing comes close to it. ``logits`` are those
-    of ``tokens``, ascending ids; all other tokens are impossible.
+    """Return the token that ``request`` draws behind ``output``.
+
+    Also return whether nothing comes close to it. ``logits`` are the logits of ``tokens``, ascending ids; all other
+    tokens are impossible.
     """
     params, found = request.params, _edited(logits, tokens, request, output)
     order = np.lexsort((tokens, -found))
@@ -46,12 +49,15 @@ def drawn(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Sequ
 
 
 def _apart(falling: np.ndarray, count: int) -> bool:
-    """Whether it is clear which are the first ``count``. Equal numbers are: the lower id goes first."""
+    """Return whether the first ``count`` are clear.
+
+    Equal numbers are clear: the lower id goes first.
+    """
     return len(falling) <= count or not 0 < falling[count - 1] - falling[count] <= CLEAR
 
 
 def _edited(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Sequence[int]) -> np.ndarray:
-    """The logits after penalties, bias and bans, float64."""
+    """Return the logits after penalties, bias and bans, float64."""
     params, found = request.params, logits.astype(np.float64)
     counts = Counter(output)
     count = np.array([counts[token] for token in tokens.tolist()], np.float64)
@@ -67,7 +73,7 @@ def _edited(logits: np.ndarray, tokens: np.ndarray, request: Request, output: Se
 
 
 def gumbel(seed: int, position: int, choice: int, tokens: np.ndarray) -> np.ndarray:
-    """The noise of each token, float64: Philox4x32-10, then Gumbel's distribution."""
+    """Return the noise of each token, float64: Philox4x32-10, then Gumbel's distribution."""
     c1, c2, c3 = (np.full(len(tokens), word, np.uint64) for word in (position, choice, 0))
     c0: np.ndarray = tokens.astype(np.uint64) // np.uint64(4)
     k0, k1, low, shift = seed & _MASK, seed >> 32, np.uint64(_MASK), np.uint64(32)

@@ -1,6 +1,7 @@
-"""The path of ``preheat verify`` through the frontend: what clients ask for in every way, compared with the contract.
+"""The path of ``preheat verify`` through the frontend.
 
-Every run of an engine could be wrong in the same way, so tokens, lengths and reasons are compared with the rule itself.
+Requests of every kind are compared with the contract. Every run of an engine could be wrong in the same way, so tokens,
+lengths and reasons are compared with the rule itself.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ LIKED = (
     (SamplingParams(temperature=1.0, seed=2**34, min_tokens=5), 100.0),
     (SamplingParams(temperature=0.0), 100.0),
 )
-"""With a bias towards one token: it is drawn again and again, or ends the text as soon as it may."""
+"""Settings with a bias towards one token.
+
+It is drawn again and again, or ends the text as soon as it may.
+"""
 
 
 class _Case(NamedTuple):
-    """A request, a choice of its answer, and the logits at each of its positions."""
+    """A request and a choice of its answer.
+
+    ``logits`` are at each of the choice's positions.
+    """
 
     request: Request
     choice: Choice
@@ -50,13 +57,19 @@ class _Case(NamedTuple):
 
 
 def served(engine: Engine, outputs: int) -> PathResult:
-    """Answers of up to ``outputs`` tokens, twice, so that each slot has had another kind of request before."""
+    """Serve answers of up to ``outputs`` tokens twice.
+
+    Each slot then has had another kind of request before.
+    """
     prompts = _prompts(engine, min(outputs, MOST))
     return by_contract("served, by the contract", engine, [prompts, prompts[::-1]])
 
 
 def by_contract(path: str, engine: Engine, turns: Sequence[Sequence[Prompt]]) -> PathResult:
-    """Each of ``turns`` at once; all choices of each answer are compared with the contract."""
+    """Serve each of ``turns`` at once and compare with the contract.
+
+    All choices of each answer are compared.
+    """
     wrong, clear, total, count = list[Divergence](), 0, 0, 0
     for turn, asked in enumerate(turns, 1):
         for number, case in enumerate(_answered(engine, asked)):
@@ -87,7 +100,7 @@ def _fitting(params: SamplingParams, outputs: int) -> SamplingParams:
 
 
 def _answered(engine: Engine, prompts: Sequence[Prompt]) -> Iterator[_Case]:
-    """Each choice of each prompt, with the request that the contract makes of it."""
+    """Yield each choice of each prompt, with the contract's request for it."""
     with engine.keeping_logits() as logits:
         states = engine.serve(prompts)
     for prompt, state in zip(prompts, states, strict=True):
@@ -99,7 +112,10 @@ def _answered(engine: Engine, prompts: Sequence[Prompt]) -> Iterator[_Case]:
 
 
 def _first_wrong(case: _Case) -> tuple[int, float, int]:
-    """The place of the first token that is not the contract's, and by how much, else -1; how many are clear cases."""
+    """Return the first token that breaks the contract.
+
+    The result is its index, or -1, its gap, and the number of clear cases.
+    """
     request, choice, logits = case
     output, clear, ids = choice.token_ids, 0, np.arange(len(logits[0]) if logits else 0)
     if (length := _length(request, output)) != len(output) or len(logits) < len(output):
@@ -115,7 +131,7 @@ def _first_wrong(case: _Case) -> tuple[int, float, int]:
 
 
 def _length(request: Request, output: Sequence[int]) -> int:
-    """How many tokens there should be, if those that there are are right."""
+    """Return how many tokens there should be, if the given ones are right."""
     ends = (
         place
         for place, token in enumerate(output, 1)

@@ -1,6 +1,7 @@
-"""``preheat verify``: the same prompts by every path that requests can take, compared at every position.
+"""``preheat verify``: the same prompts by every path.
 
-Digests of the logits are compared, so two runs are equal only if not a single bit differs.
+These are the paths that requests can take. Outputs are compared at every position. Digests of the logits are compared,
+so two runs are equal only if not a single bit differs.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from preheat.warmup.record import Proof, Record
 DIGEST_BYTES = 16
 
 AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_events_config": None}
-"""What an engine beside the one that was asked for does not do: check itself again, and publish at the same place."""
+"""Settings of a further engine.
+
+It does not check itself again, nor publish at the same place.
+"""
 
 
 @dataclass
 class Verification:
-    """Verifies the engine that ``boot`` makes from ``settings``. The first run is that of a fresh engine."""
+    """The verification of the engine that ``boot`` makes from ``settings``.
+
+    The first run is a fresh engine's.
+    """
 
     boot: Boot
     settings: Settings
@@ -43,11 +50,14 @@ class Verification:
 
     @property
     def first(self) -> list[Seen]:
-        """The first run."""
+        """The first run of the texts."""
         return self.paths.sets["texts"].first
 
     def results(self) -> Iterator[PathResult]:
-        """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
+        """Yield each path's result as soon as it is known.
+
+        Raises PreheatError if an engine fails.
+        """
         yield from self._as_asked()
         gc.collect()  # two engines at once may not fit into memory
         few = tight(self.settings, self.paths.for_few_blocks)
@@ -57,7 +67,7 @@ class Verification:
             yield from self.paths.on(Engine(self.boot, without_drafts(self.settings)), "without drafts")
 
     def verdict(self, results: list[PathResult]) -> Verdict:
-        """The ``results`` together with the digest of the first run."""
+        """Return the ``results`` together with the digest of the first run."""
         bits = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for seen in self.first:
             bits.update(repr(seen.bits).encode())
@@ -67,7 +77,7 @@ class Verification:
         )
 
     def _as_asked(self) -> Iterator[PathResult]:
-        """The paths of an engine with the given settings."""
+        """Yield the paths of an engine with the given settings."""
         engine = Engine(self.boot, self.settings)
         record = Record.from_json(engine.ready.record)
         self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
@@ -75,12 +85,15 @@ class Verification:
 
 
 def without_drafts(settings: Settings) -> Settings:
-    """``settings`` of an engine in which nothing drafts."""
+    """Return ``settings`` of an engine in which nothing drafts."""
     return replace(settings, **WITHOUT, **AGAIN)
 
 
 def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """``settings`` with just enough blocks, of another size, for the longest of ``prompts`` and its output."""
+    """Return ``settings`` with just enough blocks, of another size.
+
+    They hold the longest of ``prompts`` and its output.
+    """
     longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
     block_size = 32 if settings.block_size == 16 else 16
     if settings.contiguous_pa and settings.block_size:

@@ -1,6 +1,7 @@
-"""The check of sliding windows: what a layer with a window has in its cache for a token behind it changes no bit, and
-what it has for the last token within it does. The cache is written to, so a window may be as long as a sequence: the
-tokens before the last ones need not be computed.
+"""The check of sliding windows.
+
+Cached values just outside a window change no bit, values just within it do. The check writes to the cache, so a window
+may be as long as a sequence: the tokens before the last ones need not be computed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ READ = 5
 
 
 def check_windows(runner: CheckRunner) -> int:
-    """Check each window of the model that a sequence can be longer than; how many results were compared. Raises
-    CheckFailed for a window that is not as long as it should be, NothingToRun if no sequence is that long.
+    """Check each window of the model that a sequence can exceed.
+
+    Returns how many results were compared. Raises CheckFailed for a window of the wrong length, NothingToRun if no
+    sequence is that long.
     """
     layers, count = runner.executor.decoder.spec.layer_windows, 0
     room = runner.pool.num_free * runner.slots.block_size
@@ -37,8 +40,10 @@ def check_windows(runner: CheckRunner) -> int:
 
 
 def _check(runner: CheckRunner, window: int, layers: list[int], *, is_last: bool) -> None:
-    """Look from the last token alone, then from the first of several that are read in one step. What that one sees
-    within a last layer reaches nothing, if ``is_last``.
+    """Check one window from two kinds of last tokens.
+
+    The last token runs alone, then as the first of several tokens read in one step. If ``is_last``, nothing reads what
+    the first of several tokens sees within the last layer.
     """
     last = window + BEHIND_WINDOW - 1
     for lacking, seen in ((1, True), (READ, not is_last)):
@@ -54,8 +59,9 @@ def _check(runner: CheckRunner, window: int, layers: list[int], *, is_last: bool
 def _logits(
     runner: CheckRunner, length: int, lacking: int, great: int | None = None, layers: Collection[int] = ()
 ) -> Tensor:
-    """The logits after ``length`` tokens of which all but ``lacking`` have zeros in the cache, but for great values in
-    ``layers`` at the position ``great``.
+    """Return the logits after ``length`` tokens, computing the last ``lacking`` of them.
+
+    The other tokens have zeros in the cache, except great values in ``layers`` at the position ``great``.
     """
     slots, size = runner.slots, runner.slots.block_size
     tokens = np.arange(length, dtype=np.int32) % runner.vocab_size

@@ -1,4 +1,7 @@
-"""Warm-up: runs the plan through the serving path, records what became of it, and watches what runs afterwards."""
+"""Warm-up of the plan through the serving path.
+
+It records the outcomes, and watches later steps.
+"""
 
 from preheat.warmup.determinism import get_determinism_warmup_iterations, run_determinism_warmup
 

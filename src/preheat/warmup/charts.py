@@ -1,4 +1,7 @@
-"""The layout of the drawings on the record's page, in pixels; the template prints them."""
+"""The layout of the drawings on the record's page, in pixels.
+
+The template prints them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ WARM_UP = "warm-up"
 
 
 class Bar(NamedTuple):
-    """A rectangle with its tooltip; ``label`` is empty if it would not fit."""
+    """A rectangle with its tooltip.
+
+    ``label`` is empty if it would not fit.
+    """
 
     x: float
     width: float
@@ -47,7 +53,10 @@ class Lane:
 
 @dataclass
 class Timeline:
-    """The boot from left to right: its steps in one lane, then a lane for each kind of item."""
+    """The boot from left to right.
+
+    Its steps are in one lane; a lane for each kind of item follows.
+    """
 
     lanes: list[Lane]
     ticks: list[Tick]
@@ -58,7 +67,10 @@ class Timeline:
 
 
 class Cell(NamedTuple):
-    """An item in a grid; ``number`` is its index in the record, ``level`` 0 (never hit) to 4 (most often)."""
+    """An item in a grid.
+
+    ``number`` is its index in the record, ``level`` 0 (never hit) to 4 (most often).
+    """
 
     x: float
     y: float
@@ -70,7 +82,10 @@ class Cell(NamedTuple):
 
 @dataclass
 class Grid:
-    """The items of one kind: one dimension of their shapes to the right, the others downwards."""
+    """The items of one kind.
+
+    One dimension of their shapes goes to the right, the others go downwards.
+    """
 
     kind: str
     across: str
@@ -90,7 +105,7 @@ class Grid:
 
 
 def timeline(record: Record) -> Timeline | None:
-    """None for a record without times."""
+    """Return the timeline of a boot; None for a record without times."""
     steps = record.steps
     end = max((step.started + step.seconds for step in steps), default=0.0)
     offset = next((step.started for step in steps if step.name == WARM_UP), end)
@@ -125,7 +140,7 @@ def _bars(entry: ItemRecord, x: float, scale: float) -> list[Bar]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """A grid for each kind, in the order of the plan."""
+    """Return a grid for each kind, in the order of the plan."""
     groups: dict[str, list[tuple[int, ItemRecord]]] = defaultdict(list)
     for index, entry in enumerate(record.entries):
         groups[entry.kind].append((index, entry))
@@ -170,7 +185,10 @@ def _grid(kind: str, items: Sequence[tuple[int, ItemRecord]]) -> Grid:
 
 
 def _axes(entries: Sequence[ItemRecord]) -> tuple[str, list[str]]:
-    """The dimension with the most values goes across, numbers before words; the others go down."""
+    """Return the dimension that goes across, and the others.
+
+    The one with the most values goes across, numbers before words.
+    """
     names = list(dict.fromkeys(name for entry in entries for name in entry.shape))
 
     def rank(name: str) -> tuple[bool, int]:
@@ -190,7 +208,7 @@ def _text(value: object) -> str:
 
 
 def _sparse(ticks: Sequence[Tick]) -> list[Tick]:
-    """As many labels as fit, always including the last."""
+    """Return as many labels as fit, always including the last."""
     kept: list[Tick] = []
     free = math.inf
     for tick in reversed(ticks):
@@ -202,14 +220,14 @@ def _sparse(ticks: Sequence[Tick]) -> list[Tick]:
 
 
 def hit_level(hits: int, most: int) -> int:
-    """0 for none, then 1 to HIT_LEVELS on a logarithmic scale."""
+    """Return 0 for no hits, else 1 to HIT_LEVELS on a logarithmic scale."""
     if not hits:
         return 0
     return 1 + min(HIT_LEVELS - 1, int(HIT_LEVELS * math.log(hits) / math.log(most + 1)))
 
 
 def short(count: int) -> str:
-    """A count in at most four characters: 999, 1.2k, 38k, 2.0M."""
+    """Return a count in at most four characters: 999, 1.2k, 38k, 2.0M."""
     for limit, unit in ((10**6, "M"), (10**3, "k")):
         if count >= limit:
             return f"{count * 10 // limit / 10}{unit}" if count < 10 * limit else f"{count // limit}{unit}"
@@ -217,7 +235,10 @@ def short(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits in a suitable unit: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
+    """Return seconds with three significant digits in a suitable unit.
+
+    For example 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s.
+    """
     if seconds >= 100:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     for unit, name in ((1, "s"), (1e-3, "ms")):
@@ -227,7 +248,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _round_steps(total: float, most: int) -> list[float]:
-    """0, then round numbers up to ``total``, at most ``most`` of them."""
+    """Return 0, then round numbers up to ``total``, about ``most`` of them."""
     raw = total / most
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)

@@ -1,4 +1,7 @@
-"""The cold monitor: after ready it counts the steps that each item serves and reports what was cold."""
+"""The cold monitor: counts hits and reports cold events after ready.
+
+A hit is a step that an item serves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ FIRST_RUN = "first run"
 Programs = tuple[Program[Any], ...]
 
 _OF_THIS_PROCESS: WeakSet[ColdMonitor] = WeakSet()
-"""Sources hear of all that happens in a process, other engines' boots included."""
+"""All monitors of the process.
+
+Sources hear of events of the whole process, other engines' boots included.
+"""
 
 
 @dataclass(slots=True)
@@ -37,8 +43,10 @@ class _Hits:
 
 
 class ColdMonitor:
-    """A step listener. ``on_cold``: off, count, warn or raise (see docs/warm-up.md). ``drafted`` gives the steps that a
-    draft model ran for the step.
+    """A step listener that counts hits and reports cold events.
+
+    ``on_cold`` is off, count, warn or raise (see docs/warm-up.md). ``drafted`` gives the steps that a draft model ran
+    for the step.
     """
 
     def __init__(
@@ -56,7 +64,7 @@ class ColdMonitor:
         entries = record.by_name()
         self._plan = plan
         self._entries: dict[Program[Any], list[ItemRecord]] = defaultdict(list)
-        self._alike: dict[Program[Any], list[ItemRecord]] = defaultdict(list)  # the same, of all that are one program
+        self._alike: dict[Program[Any], list[ItemRecord]] = defaultdict(list)  # entries of all items of one program
         for item in plan.items:
             if item.program is not None:
                 self._entries[item.program].append(entries[item.name])
@@ -67,8 +75,9 @@ class ColdMonitor:
         _OF_THIS_PROCESS.add(self)
 
     def step(self, event: InputBatch | Swaps) -> None:
-        """Count a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
-        ``on_cold`` is raise.
+        """Count a step, or a compaction before one.
+
+        Raises ColdStep, naming the sources, if anything was cold and ``on_cold`` is raise.
         """
         if isinstance(event, InputBatch):
             self._traffic[event.bucket.phase, event.schedule.tokens] += 1
@@ -78,7 +87,7 @@ class ColdMonitor:
         if self._drafted is not None:
             programs = (*programs, *_of_drafts(self._drafted()))
         hits = self._hits.get(programs)
-        events = self._sources.taken()
+        events = self._sources.new_events()
         if hits is not None:
             hits.steps += 1
         else:
@@ -87,8 +96,9 @@ class ColdMonitor:
             self._report(events)
 
     def forget(self) -> None:
-        """What was cold until now belongs to no step: an operator changed something between two of them, or another
-        engine of this process became ready.
+        """Discard the cold events until now, which belong to no step.
+
+        An operator changed something between two steps, or another engine of this process became ready.
         """
         self._sources.forget()
 
@@ -107,7 +117,10 @@ class ColdMonitor:
         return self.record.to_json()
 
     def _first(self, programs: Programs) -> list[tuple[str, str]]:
-        """Count the first step of these programs, or one that is not planned; its cold events."""
+        """Count the first step of ``programs``.
+
+        A step that is not planned counts each time. Returns its cold events.
+        """
         events = [cold for program in programs for cold in self._hit(program)]
         if all(self._entries[program] for program in programs):
             self._hits[programs] = _Hits([entry for program in programs for entry in self._entries[program]])
@@ -143,12 +156,12 @@ def _said(events: list[tuple[str, str]]) -> str:
 
 
 def _of_drafts(batches: Sequence[InputBatch]) -> dict[Program[Any], None]:
-    """The programs of the draft model that these steps ran, each once."""
+    """Return the draft model's programs that ``batches`` ran, each once."""
     return {program._replace(draft=True): None for batch in batches for program in _of_step(batch)}
 
 
 def programs_of(event: InputBatch | Swaps) -> Programs:
-    """The programs that a step or a compaction ran."""
+    """Return the programs that a step or a compaction ran."""
     if isinstance(event, Swaps):
         return (Program("swap", event.size),)
     programs = _of_step(event)
@@ -160,6 +173,6 @@ def programs_of(event: InputBatch | Swaps) -> Programs:
 
 
 def _of_step(batch: InputBatch) -> Programs:
-    """The forward program, and the sampler's if the step samples."""
+    """Return the forward program, and the sampler's if the step samples."""
     forward = batch.forward_program
     return (forward, batch.sampler_program) if len(batch.sampled_rows) else (forward,)

@@ -1,4 +1,4 @@
-"""Who sees the log lines that tell of everything that runs during warm-up."""
+"""The log level of the detailed lines of warm-up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ DEBUG_PART = "warmup"
 
 
 def detail_level(settings: Settings, facts: Facts) -> int:
-    """The level of the lines that tell of every bucket and sampler setting: info for who asks to see them, or which
-    steps compile, and on a platform whose users know them; else debug.
+    """Return the level of the lines on every bucket and sampler setting.
+
+    It is info if the user asks for these lines or for compiling steps, or if the platform's users expect them, else
+    debug.
     """
     asked = DEBUG_PART in settings.debug or settings.log_step_graph_compilation
     if asked or settings.log_step_graph_compilation_all or facts.logs_buckets:

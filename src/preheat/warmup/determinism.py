@@ -1,6 +1,6 @@
 """The determinism passes: a few dummy steps after everything else is warm.
 
-Source: the determinism warm-up of vLLM, with its names, defaults and log lines. There, results that vary between runs
+Source: the determinism warm-up of vLLM, with its names, defaults and log lines. In vLLM, results that vary between runs
 vary on the first run. preheat's operations keep their bits on the first run too, so here the passes are a check: a step
 that fails is logged before a client meets the failure.
 """
@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def get_determinism_warmup_iterations(env: Mapping[str, str] = os.environ) -> int:
-    """The passes in VLLM_DETERMINISM_WARMUP_ITERATIONS; negative and unreadable values mean none. By default 3 with
-    batch invariance and none without.
+    """Return the number of passes in VLLM_DETERMINISM_WARMUP_ITERATIONS.
+
+    Negative and unreadable values mean none. The default is 3 with batch invariance and 0 without.
     """
     option = OPTIONS["determinism_warmup_iterations"]
     asked = _asked(option.env_names, env)
@@ -31,8 +32,9 @@ def get_determinism_warmup_iterations(env: Mapping[str, str] = os.environ) -> in
 
 
 def is_batch_invariant(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment leaves batch invariance on, the default. Raises SettingsError for a value that is neither
-    yes nor no.
+    """Return whether the environment leaves batch invariance on, the default.
+
+    Raises SettingsError for a value that is neither yes nor no.
     """
     option = OPTIONS["batch_invariant"]
     asked = _asked(option.env_names, env)
@@ -49,10 +51,10 @@ def run_determinism_warmup(
     batch_invariant: bool | None = None,
     synchronize: Callable[[], None] | None = None,
 ) -> bool:
-    """Call ``dummy_run_fn``, which runs one representative step, ``num_iterations`` times. True if it was called.
+    """Call ``dummy_run_fn`` ``num_iterations`` times; return whether it was called.
 
-    Arguments that are None are taken from the environment, ``synchronize`` from the accelerator in use. A failing pass
-    is logged and the rest run. Nothing runs if batch invariance is off.
+    The function runs one representative step. Arguments that are None are taken from the environment, ``synchronize``
+    from the accelerator in use. A failing pass is logged and the rest run. Nothing runs if batch invariance is off.
     """
     if num_iterations is None:
         num_iterations = get_determinism_warmup_iterations()

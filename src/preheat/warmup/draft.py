@@ -1,4 +1,7 @@
-"""The draft model's part of the warm-up: the items of its plan, run through its own packer and executor."""
+"""The draft model's part of the warm-up.
+
+The items of its plan run through its own packer and executor.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from preheat.warmup.dummy_steps import DummySteps
 
 @dataclass
 class DraftWarmUp:
-    """Runs forward and sampler programs of the draft model's own plan. With ``captures`` each becomes a graph once it
-    has run.
+    """The warm-up of the draft model's own plan, its forward and sampler programs.
+
+    With ``captures`` each program becomes a graph once it has run.
     """
 
     steps: DummySteps
     captures: bool
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """All layers: the model is small."""
+        """Run all layers, since the model is small, then capture the graph."""
         executor = self.steps.executor
         if self.captures and executor.is_captured(program):
             raise NothingToRun("the same program as another bucket")
@@ -31,6 +35,6 @@ class DraftWarmUp:
             self.steps.run(program, executor.execute)
 
     def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
-        """As for the target."""
+        """Sample as for the target, then capture the sampler's graph."""
         if self.steps.sample(program, params, times) and self.captures:
             self.steps.executor.capture(program)

@@ -24,8 +24,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class DummyRow(NamedTuple):
-    """A row of a dummy batch: ``extend`` tokens to compute after ``cached`` ones; ``decoding`` rows have one. The last
-    ``sampled`` of them are sampled; rows of a step with drafts are ``drafted``, which come last.
+    """A row of a dummy batch: ``extend`` tokens to compute after ``cached`` ones.
+
+    A ``decoding`` row has one token to compute. The last ``sampled`` of its tokens are sampled. ``drafted`` marks the
+    rows with drafts; they come last.
     """
 
     cached: int
@@ -36,7 +38,7 @@ class DummyRow(NamedTuple):
 
 
 def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
-    """Rows that make a step of exactly ``size``."""
+    """Return rows that make a step of exactly ``size``."""
     if size.phase == "decode":
         return [DummyRow(length - 1, 1, decoding=True) for length in _contexts(size, limits)]
     if size.phase == "prompt":
@@ -53,7 +55,10 @@ def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
 
 
 def _contexts(size: StepSize, limits: Limits) -> list[int]:
-    """The context of each decoding row in tokens: one row of ``size.longest``, or all together ``size.blocks``."""
+    """Return each decoding row's context in tokens.
+
+    One row has ``size.longest``, or all rows together have ``size.blocks`` blocks.
+    """
     if size.longest:
         return [size.longest] + [1] * (size.rows - 1)
     blocks = _shares(size.blocks, size.rows) if size.blocks else [1] * size.rows
@@ -61,21 +66,25 @@ def _contexts(size: StepSize, limits: Limits) -> list[int]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """``total`` split into ``parts`` of nearly the same size, the larger ones first."""
+    """Return ``total`` split into ``parts`` of nearly the same size, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)] if parts else []
 
 
 class DummyBatches:
-    """Lends slots to dummy rows, whose tokens are below ``vocab_size``."""
+    """Lends slots to dummy rows with tokens below ``vocab_size``."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
         self._slots, self._limits = slots, limits
         self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
-    def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY, *, places: int = 0) -> Iterator[Schedule]:
-        """A step of ``rows``, the decoding ones first, then in order of ``sampled``; they have the adapters in so many
-        ``places`` in turn. The slots are given back afterwards.
+    def work(
+        self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY, *, adapter_slots: int = 0
+    ) -> Iterator[Schedule]:
+        """Yield a step of ``rows`` in borrowed slots, and give the slots back.
+
+        ``rows`` are the decoding ones first, then in order of ``sampled``. They use the adapters of
+        ``adapter_slots`` slots in turn.
         """
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
@@ -84,8 +93,8 @@ class DummyBatches:
         requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
         taken = slots.take_alike(requests, known)
         slots.cached_len[taken] = first
-        if places:
-            slots.adapter[taken] = np.arange(len(taken)) % places
+        if adapter_slots:
+            slots.adapter[taken] = np.arange(len(taken)) % adapter_slots
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:
@@ -97,8 +106,10 @@ class DummyBatches:
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[DummyRow]:
-        """Rows to sample from: they decode, with drafts if more positions are sampled than a step has rows; but if
-        ``params`` ask for prompt logprobs it is one prompt instead.
+        """Return the rows from which ``rows`` positions are sampled.
+
+        They decode, with drafts if there are more positions than rows of a step. If ``params`` ask for prompt logprobs,
+        there is one prompt instead.
         """
         limits = self._limits
         if params.prompt_logprobs is not None:
@@ -112,7 +123,10 @@ class DummyBatches:
         return [DummyRow(cached, count, count == 1, count) for count in shares]
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
-        """A request with none of the clients' ids, of which ``row`` is the last step; ``room`` tokens may follow."""
+        """Return a request with an id no client has.
+
+        ``row`` is its last step and ``room`` tokens may follow.
+        """
         prompt = tokens[: row.cached] if (row.decoding or row.sampled > 1) and row.cached else tokens
         return Request(
             id=OWN_ID - number,

@@ -2,8 +2,8 @@
 
 The first requests of a process are slower than later ones even if nothing is compiled, because the interpreter
 specializes code as it runs. So a few dummy requests are repeated: through the engine's loop at its boot, and through
-``LLM`` or the server's HTTP application. Those two use a spare frontend in front of an :class:`EchoLoop`, so that the
-real one's ids, seeds and metrics are untouched.
+``LLM`` or the server's HTTP application. ``LLM`` and the server use a spare frontend in front of an :class:`EchoLoop`,
+so that the real one's ids, seeds and metrics are untouched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from preheat.transport import InlineTransport
 from preheat.utils.structured import JSON_OBJECT
 
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
-"""Enough for the interpreter to specialize the code."""
+"""Rounds that are enough for the interpreter to specialize the code."""
 
 _PROMPT_ID = _STOP_ID = 0
 _ECHOED = 2  # tokens
@@ -33,7 +33,10 @@ _MAX_MODEL_LEN = 65_536  # room for any chat template
 
 
 class DummyRequest(msgspec.Struct, frozen=True):
-    """``text`` is the prompt, or a user's message of a ``chat``; without text, the prompt is a token id."""
+    """A dummy request.
+
+    ``text`` is its prompt, or a user's message of a ``chat``; without text, the prompt is a token id.
+    """
 
     params: SamplingParams
     text: str = ""
@@ -65,10 +68,10 @@ LOOP_REQUESTS = (
 )
 
 POOLED_REQUESTS = tuple(DummyRequest(params) for params in POOLER_SETTINGS)
-"""For a loop that pools."""
+"""The requests of a loop that pools."""
 
 MASKED_REQUEST = DummyRequest(SamplingParams(max_tokens=3, seed=1, structured_outputs=JSON_OBJECT["json_object"]))
-"""For a loop that has grammars."""
+"""The request of a loop with grammars."""
 
 _PLAIN = SamplingParams(max_tokens=_ECHOED)
 _STOPPED = SamplingParams(max_tokens=_ECHOED, temperature=0.5, seed=1, stop=["zzz"])
@@ -83,13 +86,16 @@ FRONTEND_REQUESTS = (
 
 
 EMBEDDING_REQUESTS = tuple(DummyRequest(_PLAIN, text, embeds=True) for text in ("Add.", ""))
-"""For an engine that makes embeddings."""
+"""The requests of an engine that makes embeddings."""
 
 IMAGE_REQUEST = DummyRequest(_PLAIN, "Look.", chat=True, image=True)
 
 
 def warm_up_frontend(send: Callable[[DummyRequest], None], frontend: Frontend) -> None:
-    """``send`` sends each request to the :func:`spare_frontend` of ``frontend`` and reads the answer."""
+    """Send dummy requests to the spare frontend of ``frontend``.
+
+    ``send`` sends one and reads the answer.
+    """
     if frontend.pooling is not None:
         _repeat(send, EMBEDDING_REQUESTS, FRONTEND_ROUNDS)
         return
@@ -98,7 +104,10 @@ def warm_up_frontend(send: Callable[[DummyRequest], None], frontend: Frontend) -
 
 
 def warm_up_loop(loop: Loop, *, pools: bool = False) -> None:
-    """Dummy requests through ``loop``, whose messages are dropped. Its scheduler must be idle; its counts are reset."""
+    """Run dummy requests through ``loop`` and drop its messages.
+
+    Its scheduler must be idle; its counts are reset.
+    """
     room = loop.scheduler.limits.max_model_len - 1
 
     def send(dummy: DummyRequest) -> None:
@@ -125,7 +134,10 @@ def _repeat(send: Callable[[DummyRequest], None], requests: Iterable[DummyReques
 
 
 class EchoLoop:
-    """A loop without a model: each step gives every request the same token, and a request ends after two."""
+    """A loop without a model.
+
+    Each step gives every request the same token, and a request ends after two.
+    """
 
     def __init__(self, transport: InlineTransport, tokenizer: Tokenizer) -> None:
         self._transport = transport
@@ -153,8 +165,9 @@ class EchoLoop:
 
 
 def spare_frontend(frontend: Frontend, send: Callable[[ToEngine], None]) -> Frontend:
-    """A frontend for dummy requests, which shares the tokenizer, the chat template and what reads images with the real
-    one, and nothing else.
+    """Return a frontend for dummy requests.
+
+    It shares only the tokenizer, the chat template, the formats, the pooling and the image reader with the real one.
     """
     spare = Frontend(
         frontend.tokenizer, send, template=frontend.template, recommended={}, images=frontend.images,

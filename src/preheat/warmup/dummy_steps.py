@@ -1,4 +1,7 @@
-"""Dummy steps: programs of the plan run on dummy requests, through the packer and the executor that serve."""
+"""Dummy steps: programs of the plan run on dummy requests.
+
+They go through the packer and the executor that serve.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ SWAPPED_PAIR = (1, 0)
 
 
 class DummySteps:
-    """Runs dummy steps, which leave nothing behind: slots are given back, keys and values go to the pad block."""
+    """Runs dummy steps that leave nothing behind.
+
+    Slots are given back; keys and values go to the pad block.
+    """
 
     def __init__(self, plan: Plan, packer: Packer, executor: Executor) -> None:
         self.plan, self.packer, self.executor = plan, packer, executor
@@ -35,16 +41,19 @@ class DummySteps:
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
     def run(self, program: Program[Bucket], run: Callable[[InputBatch], T]) -> T:
-        """The result of ``run``, such as the executor's `execute`, on a batch that runs as ``program``."""
+        """Return the result of ``run`` on a batch of ``program``.
+
+        ``run`` is, for example, the executor's `execute`.
+        """
         rows = rows_of(self.plan.dispatcher.example(program.size), self.plan.limits)
-        with self._batches.work(rows, places=self._places(program)) as schedule:
+        with self._batches.work(rows, adapter_slots=self._adapter_slots(program)) as schedule:
             batch = self.packer.pack(schedule)
             if batch.forward_program != program:
                 raise RuntimeError(f"the dummy step for {program} runs as {batch.forward_program}")
             return run(batch)
 
     def run_ahead(self, program: Program[Bucket], count: int) -> None:
-        """``count`` steps of ``program``, each launched while the one before it runs."""
+        """Run ``count`` steps of ``program``, each launched while the one before it runs."""
         launched = deque[LaunchedStep]()
 
         def run(first: InputBatch) -> None:
@@ -58,9 +67,12 @@ class DummySteps:
         self.run(program, run)
 
     def sample(self, program: Program[int], params: SamplingParams, times: int) -> bool:
-        """Sample the rows of ``program`` ``times`` times from random hidden states; False if there are none."""
+        """Sample the rows of ``program`` ``times`` times from random hidden states.
+
+        Returns False if it has no rows.
+        """
         rows = self._batches.sampled(program.size, params)
-        with self._batches.work(rows, params, places=self._places(program)) as schedule:
+        with self._batches.work(rows, params, adapter_slots=self._adapter_slots(program)) as schedule:
             if not schedule.rows:
                 return False
             batch = self.packer.pack(schedule)
@@ -70,29 +82,38 @@ class DummySteps:
         return True
 
     def logits(self) -> Tensor:
-        """fp32 [1, vocab] on the host of a step of one token, the first of its sequence: the same at every call."""
+        """Return the logits of a sequence's first token.
+
+        They are fp32 [1, vocab] on the host, the same at every call.
+        """
         with self._batches.work([DummyRow(0, 1, decoding=True)]) as schedule:
             return self.executor.logits(self.packer.pack(schedule)).cpu().clone()
 
     def encode(self, images: int) -> None:
-        """Encode so many images of noise, whose embeddings nothing reads."""
+        """Encode ``images`` images of noise; nothing reads their embeddings."""
         assert self.executor.encoder is not None, "the model sees no images"
         tower = self.executor.encoder.tower
         self.executor.encode([(place, noise(tower, place)) for place in range(images)])
 
     def swap(self, pairs: int) -> None:
-        """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""
+        """Swap blocks 0 and 1 in every pair.
+
+        Padding would swap block 0 with itself and contradict that.
+        """
         self.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
 
-    def _places(self, program: Program[Any]) -> int:
-        """How many adapters the rows of ``program`` have, in turn; 0: none."""
+    def _adapter_slots(self, program: Program[Any]) -> int:
+        """Return the number of adapter slots of ``program``'s rows.
+
+        The rows use them in turn; 0 without adapters.
+        """
         if not program.adapted:
             return 0
-        assert self.executor.adapters is not None, "there are no places for adapters"
-        return self.executor.adapters.places
+        assert self.executor.adapters is not None, "there are no adapter slots"
+        return self.executor.adapters.count
 
     def _attended(self, tokens: int) -> Attended:
-        """Random states of ``tokens`` tokens, the same at every call."""
+        """Return random states of ``tokens`` tokens, the same at every call."""
         if len(self._states.out) < tokens:
             decoder = self.executor.decoder
             device = decoder.weights.embedding.device

@@ -1,4 +1,7 @@
-"""Limits and a plan that fit into the memory that there is, once it is known what a step needs of it."""
+"""Limits and a plan that fit into the free memory.
+
+They are made once the needs of a step are known.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from preheat.backends.base import Backend, Mode
-from preheat.execution.build import Build, build, linear_rows, settle_linears
+from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
 from preheat.limits import Limits, resolve_limits
 from preheat.model.loader import LoadedModel
 from preheat.plan.budget import MemorySplit
@@ -24,9 +27,10 @@ from preheat.warmup.steps import Steps
 
 @dataclass(frozen=True)
 class Fitted:
-    """``plan`` fits into the memory, which is divided by ``split``. ``memory`` are bytes by use, for the record;
-    ``misses`` is where the plan counts steps beyond its buckets; ``first_logits`` are those of the process's first
-    step, None if nothing has run.
+    """A plan that fits into the memory as divided by ``split``.
+
+    ``memory`` are bytes by use, for the record. ``misses`` gets the plan's counts of steps beyond its buckets.
+    ``first_logits`` are the logits of the process's first step, None if nothing has run.
     """
 
     plan: Plan
@@ -38,9 +42,10 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Fits ``model``, which is loaded already. ``checks`` names the cross-checks that are possible within limits.
-    Of several ranks the others have so much memory free, and so many are on one host; ``build`` makes an engine on all
-    of them.
+    """The fitting of ``model``, which is loaded already.
+
+    ``checks`` names the cross-checks that are possible within limits. ``others_free`` is the free memory of the other
+    ranks in bytes; ``on_a_host`` ranks share a host. ``build`` makes an engine on all ranks.
     """
 
     settings: Settings
@@ -53,15 +58,17 @@ class Fitting:
     build: Build = build
 
     def fit(self, steps: Steps) -> Fitted:
-        """Plan for all memory that is free, measure what the plan's largest step needs, and plan again for what that
-        leaves. Raises SettingsError if it leaves too little.
+        """Plan for all free memory, and again after a measurement.
+
+        The plan's largest step is measured; the second plan is for the rest of the memory. Raises SettingsError if too
+        little is left.
         """
         misses: dict[str, int] = {}
         count = WarnOnce(misses)
         free = self._free()
         split, limits = self._divide(free)
         plan, more, first = self._plan(limits, count), {}, list[Tensor]()
-        settle_linears(self.backend, self.model, plan)
+        select_linear_kernels(self.backend, self.model, plan)
         if self._depends:
             run = partial(profile_run, self.settings, self.backend, self.model, plan, first.append, self.build)
             peak = more["profiling_run"] = steps.peak("Model profiling run", run)
@@ -73,16 +80,19 @@ class Fitting:
         return Fitted(plan, split, memory | more, misses, first[0] if first else None)
 
     def _free(self) -> int:
-        """Bytes that are free on the device that has the least of all ranks."""
+        """Return the free bytes of the rank with the least, as this rank's share."""
         return self._shared(min([self.backend.free_memory(), *self.others_free])) or 0
 
     def _shared(self, size: int | None) -> int | None:
-        """This rank's part of ``size``, if it shares the host's memory with others."""
+        """Return this rank's part of ``size``, if it shares the host's memory with others."""
         return size // self.on_a_host if size and self.backend.facts.on_host else size
 
     @property
     def _depends(self) -> bool:
-        """Whether anything depends on what a step needs: not if the cache's size is set and nothing is warmed up."""
+        """Whether anything depends on a step's needs.
+
+        Nothing does with a set cache size and skipped warm-up.
+        """
         settings = self.settings
         sized = settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes or self.backend.kv_cache_memory()
         return not (settings.skip_warmup and sized)
@@ -103,7 +113,7 @@ class Fitting:
     def _plan_again(self, before: Plan, limits: Limits, on_miss: WarnOnce) -> Plan:
         plan = self._plan(limits, on_miss)
         if linear_rows(plan) != linear_rows(before):
-            settle_linears(self.backend, self.model, plan)
+            select_linear_kernels(self.backend, self.model, plan)
         return plan
 
     def _plan(self, limits: Limits, on_miss: WarnOnce) -> Plan:

@@ -32,7 +32,10 @@ from preheat.warmup.record import ItemRecord, Record
 logger = logging.getLogger(__name__)
 
 GRAPHS, COMPILE = "graphs", "compile"
-"""The execution modes that capture graphs, and that compile layers; only the first reserves memory for graphs."""
+"""The execution modes that capture graphs, and that compile layers.
+
+Only the first reserves memory for graphs.
+"""
 
 GRAPH_OPTIONS = (
     "graph_reserved_mem",
@@ -49,17 +52,23 @@ Captures = dict[Phase, PhaseCaptures]
 
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
-    """Divide the ``free`` bytes for an execution mode. Raises SettingsError if no cache fits."""
+    """Divide the ``free`` bytes for an execution mode.
+
+    Raises SettingsError if no cache fits.
+    """
     reserved = settings.graph_reserved_mem if mode == GRAPHS else 0.0
     return split_memory(free, block_bytes, utilization=settings.gpu_memory_utilization, reserved=reserved)
 
 
 def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: int) -> None:
-    """Log how memory is divided where the cache has ``num_blocks``. Warns of options that act on graphs alone."""
+    """Log the division of memory for a cache of ``num_blocks`` blocks.
+
+    Warn of options that act on graphs alone.
+    """
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
         if given:
-            logger.warning("Execution mode %s captures no graphs: %s without effect", mode, ", ".join(given))
+            logger.warning("Execution mode %s captures no graphs and ignores %s", mode, ", ".join(given))
     cache = split.cache if num_blocks == split.num_blocks else num_blocks * split.block_bytes
     without = "" if mode == GRAPHS else mode
     utilization, reserved = settings.gpu_memory_utilization, settings.graph_reserved_mem
@@ -68,28 +77,43 @@ def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: 
 
 @dataclass
 class NoGraphs:
-    """How an execution mode handles graphs during warm-up. This one has none: every program runs as it is."""
+    """The handling of graphs in warm-up.
+
+    This one captures none, and every program runs as it is.
+    """
 
     steps: DummySteps
 
     def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Compile kernels before anything runs. ``step`` measures a step of the boot, by its name."""
+        """Compile kernels before anything runs.
+
+        ``step`` measures a named step of the boot.
+        """
 
     def first_run(self, program: Program[Bucket]) -> None:
-        """The first run of a forward program: one layer of each kind calls all that the others do."""
+        """Run a forward program for the first time.
+
+        One layer of each kind calls everything that the others do.
+        """
         self.steps.run(program, self.steps.executor.prepare)
 
     def after_sampling(self, program: Program[int]) -> None:
-        """Called after each run of a sampler item."""
+        """Do nothing after a sampler item; other modes capture its graph."""
 
     def capture(self) -> Captures:
-        """Capture graphs; called once all programs have run, or right away if warm-up is skipped."""
+        """Capture graphs.
+
+        It is called once all programs have run, or right away if warm-up is skipped.
+        """
         return {}
 
 
 @dataclass
 class CompiledLayers(NoGraphs):
-    """Without graphs too, but all layers of a program run at first: for each, Dynamo may compile a region again."""
+    """No graphs, but a first run of all layers.
+
+    Dynamo may compile a region again for each.
+    """
 
     def first_run(self, program: Program[Bucket]) -> None:
         self.steps.run(program, self.steps.executor.execute)
@@ -107,7 +131,7 @@ class CountedGraphs(NoGraphs):
 
     def capture(self) -> Captures:
         if self.settings.config_hidden_layers is not None:
-            logger.warning("Graphs are only counted here, whole: --config-hidden-layers without effect")
+            logger.warning("Graphs are only counted here, whole: --config-hidden-layers has no effect")
         plan, split, limits = self.steps.plan, self.split, self.steps.plan.limits
         free = split.free - limits.num_blocks * split.block_bytes
         memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
@@ -130,9 +154,9 @@ class CountedGraphs(NoGraphs):
 class DeviceGraphs(NoGraphs):
     """Captures programs on the device and measures the bytes that they take.
 
-    Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later; then
-    those of the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided
-    by the budget's rules. Where adapters are served a bucket has two graphs, with adapters and without.
+    Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later. The
+    sampler's graphs follow, which are few and small. The memory of both is subtracted from the pool, and the rest is
+    divided by the budget's rules. With adapters a bucket has two graphs, with adapters and without.
     """
 
     record: Record
@@ -178,7 +202,10 @@ class DeviceGraphs(NoGraphs):
         return done
 
     def _capture_one(self, bucket: Bucket) -> int:
-        """The graph then runs once on a dummy step while the next one is captured."""
+        """Capture a bucket's graph and run it on a dummy step.
+
+        The step ends while the next graph is captured.
+        """
         before = self.free()
         self._capture_program(Program("forward", bucket))
         if self.steps.plan.options.enable_lora:
@@ -186,7 +213,10 @@ class DeviceGraphs(NoGraphs):
         return max(before - self.free(), 0)
 
     def _capture_adapted(self, program: Program[Bucket]) -> None:
-        """The graph for rows with adapters, if there is memory for it: that of rows without stays."""
+        """Capture the graph for rows with adapters, if memory is left.
+
+        The graph without adapters stays.
+        """
         entry = self._entries[str(program)]
         if entry.outcome not in NOT_RUN:
             try:
@@ -216,7 +246,7 @@ class DeviceGraphs(NoGraphs):
 def choose_graphs(
     settings: Settings, backend: Backend, steps: DummySteps, record: Record, *, split: MemorySplit, sizes: ModelSizes
 ) -> NoGraphs:
-    """How the record's execution mode handles graphs on ``backend``."""
+    """Return the handling of graphs for the record's execution mode on ``backend``."""
     level = detail_level(settings, backend.facts)
     if record.mode != GRAPHS:
         return CompiledLayers(steps) if record.mode == COMPILE else NoGraphs(steps)
@@ -236,11 +266,11 @@ def capture(
     free: Callable[[], int],
     level: int = logging.INFO,
 ) -> Captures:
-    """Capture the plan's buckets as far as they fit into ``pool`` bytes. ``capture_one`` returns the bytes that one
-    took, or raises MemoryError, which skips the bucket; ``free`` returns the bytes that are free now; ``level`` is that
-    of the lines that tell of every graph.
+    """Capture the plan's buckets as far as they fit into ``pool`` bytes.
 
-    The entry of a captured item gets its bytes, that of an item without a graph the reason.
+    ``capture_one`` returns the bytes of one capture, or raises MemoryError, which skips the bucket. ``free`` returns
+    the bytes that are free now. ``level`` is the log level of the lines on every graph. The entry of a captured item
+    gets its bytes, the entry of an item without a graph the reason.
     """
     entries = record.by_name()
     expected = {item.bucket: item.estimate.bytes for item in plan.items if isinstance(item, ForwardItem)}
@@ -268,12 +298,12 @@ def capture(
 
 
 def _runnable(plan: Plan, entries: dict[str, ItemRecord]) -> list[Item]:
-    """The items that warm-up ran without an error, or was told to skip."""
+    """Return the items that warm-up ran without an error, or was told to skip."""
     return [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
 
 
 def _queues(plan: Plan, entries: dict[str, ItemRecord], settings: Settings) -> dict[Phase, list[Bucket]]:
-    """Each phase's buckets in the order of capture, the phase that prefills first."""
+    """Return each phase's buckets in the order of capture, the phase that prefills first."""
     strategies: dict[Phase, str] = {
         plan.policy.prefill: settings.graph_prompt_strategy,
         "decode": settings.graph_decode_strategy,
@@ -295,7 +325,7 @@ def _queues(plan: Plan, entries: dict[str, ItemRecord], settings: Settings) -> d
 
 
 def _write_down(done: PhaseCaptures, entries: dict[str, ItemRecord], record: Record) -> None:
-    """Record what runs without a graph, and which shares were exceeded."""
+    """Record the buckets that run without a graph, and the exceeded shares."""
     for skipped in done.skipped:
         entries[str(skipped.bucket)].reason = f"runs without a graph: {skipped.reason}"
     record.notes += done.notes
@@ -307,7 +337,7 @@ def _write_down(done: PhaseCaptures, entries: dict[str, ItemRecord], record: Rec
 
 
 class CountedMemory:
-    """Counts the memory of a device with graphs: ``capture_one`` subtracts a graph's bytes."""
+    """The counted memory of a device with graphs: ``capture_one`` subtracts a graph's bytes."""
 
     def __init__(self, sizes: ModelSizes, blocks_per_row: int, free: int) -> None:
         self._sizes, self._blocks, self._free = sizes, blocks_per_row, free
@@ -324,10 +354,11 @@ class CountedMemory:
 
 
 def graph_bytes(bucket: Bucket, sizes: ModelSizes, blocks_per_row: int) -> int:
-    """Bytes that a graph of ``bucket`` would keep: inputs, the widest layer's activations, hidden states and logits.
+    """Return the bytes that a graph of ``bucket`` would keep.
 
-    A token has its id, its position and a cache row for each key and value head; a row has its block table, of at most
-    ``blocks_per_row`` blocks, and the position that is sampled.
+    They are its inputs, the widest layer's activations, hidden states and logits. A token has its id, its position and
+    a cache row for each key and value head. A row has its block table, of at most ``blocks_per_row`` blocks, and the
+    sampled position.
     """
     token_inputs = INDEX_BYTES * (2 + 2 * sizes.kv_heads)
     row_inputs = INDEX_BYTES + TABLE_BYTES * (-(-bucket.blocks // bucket.rows) or blocks_per_row)

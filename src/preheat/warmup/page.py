@@ -1,4 +1,7 @@
-"""The record as a self-contained HTML page, which works from a disk and without scripts."""
+"""The record as a self-contained HTML page.
+
+It works from a disk and without scripts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class Figure(NamedTuple):
 
 
 def render(record: Record) -> str:
-    """The page of a record. The same record gives the same bytes."""
+    """Return the page of a record.
+
+    The same record gives the same bytes.
+    """
     listed = _listed(record)
     return _template("record.html").render(
         record=record,
@@ -49,7 +55,10 @@ def render(record: Record) -> str:
 
 
 def render_progress(progress: Progress, model: str) -> str:
-    """The page while there is no record yet; it reloads itself until there is."""
+    """Return the page before there is a record.
+
+    It reloads itself until there is one.
+    """
     return _template("starting.html").render(progress=progress, model=model)
 
 
@@ -65,7 +74,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _verdict(record: Record) -> tuple[str, str, str]:
-    """A style, a word and a sentence about the worst in the record."""
+    """Return a style, a word and a sentence about the worst in the record."""
     failed, cold, misses = record.states["failed"], sum(record.cold.values()), sum(record.misses.values())
     pending = record.states["pending"]
     if failed:
@@ -105,7 +114,7 @@ def _boot(record: Record) -> str:
 
 
 def _listed(record: Record) -> list[tuple[int, ItemRecord]]:
-    """The lines of the table: all items, and the first `MOST_DROPPED` dropped candidates."""
+    """Return the lines of the table: all items, and the first `MOST_DROPPED` dropped candidates."""
     dropped = (index for index, entry in enumerate(record.entries) if entry.outcome == "dropped")
     hidden = set(islice(dropped, MOST_DROPPED, None))
     return [(index, entry) for index, entry in enumerate(record.entries) if index not in hidden]

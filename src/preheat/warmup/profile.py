@@ -1,7 +1,8 @@
-"""The profiling run: the largest step, through the real model, before memory is divided between the cache and graphs.
+"""The profiling run: the largest step, through the real model.
 
-Source: vLLM on Gaudi, which runs a forward pass on dummy data for the same purpose. Here the whole engine is built
-around a cache of two blocks, so that its static buffers are measured too, and nothing of it stays.
+It runs before memory is divided between the cache and graphs. Source: vLLM on Gaudi, which runs a forward pass on dummy
+data for the same purpose. Here the whole engine is built around a cache of two blocks, so that its static buffers are
+measured too, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CACHE_BLOCKS = 2
 """A dummy step reads and writes the pad block alone."""
 
 ALL_AT_ONCE = "everything"
-"""The setting that samples with all that a request can ask for."""
+"""The sampler setting with everything that a request can ask for."""
 
 
 def profile_run(  # noqa: PLR0917 - what an engine is built of
@@ -41,12 +42,12 @@ def profile_run(  # noqa: PLR0917 - what an engine is built of
     first: Callable[[Tensor], None],
     build: Build = build,
 ) -> int:
-    """The most bytes that a step of ``plan`` needs beside the weights and the cache: the engine's buffers and the
-    working memory of the largest forward step, of sampling the most rows, of swapping the most blocks and of encoding
-    the most images.
+    """Return the most bytes that a step of ``plan`` needs.
 
-    Nothing is captured or compiled whole, which would need no more. Before all, ``first`` is told the logits of the
-    process's first step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
+    They are the engine's buffers and the most working memory of a step, without the weights and the cache. The steps
+    are the largest forward step, sampling the most rows, swapping the most blocks and encoding the most images. Nothing
+    is captured or compiled whole, since that would need no more. ``first`` is called with the logits of the process's
+    first step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
     """
     try:
         return backend.peak_memory(lambda: _run(settings, backend, model, plan, first, build))

@@ -1,4 +1,7 @@
-"""The record: the outcome of every item of the plan, and what happened after ready."""
+"""The record of a boot.
+
+It has the outcome of every item of the plan, and the events after ready.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ MAX_EVENTS = 100
 
 
 class ItemRecord(msgspec.Struct):
-    """One item. ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
+    """An item of the plan with its outcome.
+
+    ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
 
     ``ready``: it was run. ``reused``: it was run, and its compiled code came from the store. ``dropped`` and ``failed``
-    items have a ``reason``, as do those without a ``graph`` if others have one. ``hits`` counts steps after ready.
+    items have a ``reason``, and so have items without a ``graph`` if others have one. ``hits`` counts steps after
+    ready.
     """
 
     name: str
@@ -48,7 +54,10 @@ class ItemRecord(msgspec.Struct):
 
 
 class BootStep(msgspec.Struct):
-    """A step of the boot, ``started`` seconds after the boot, and the bytes that it took."""
+    """A step of the boot, with its time and bytes.
+
+    It began ``started`` seconds after the boot.
+    """
 
     name: str
     started: float
@@ -57,7 +66,10 @@ class BootStep(msgspec.Struct):
 
 
 class ColdEvent(msgspec.Struct):
-    """Something compiled, captured, loaded or grown after ready, or a planned item that first ran then."""
+    """An event after ready.
+
+    Something was compiled, captured, loaded or grown, or a planned item ran for the first time.
+    """
 
     source: str
     detail: str
@@ -65,8 +77,10 @@ class ColdEvent(msgspec.Struct):
 
 
 class Proof(msgspec.Struct):
-    """The result of the cross-check at boot. ``digest`` is over the bits of all logits, ``compared`` the number of
-    comparisons; ``parts`` are what bits may depend on: versions, device, threads and so on.
+    """The result of the cross-check at boot.
+
+    ``digest`` is over the bits of all logits, ``compared`` the number of comparisons. ``parts`` are everything that
+    bits may depend on: versions, device, threads and so on.
     """
 
     level: str = "off"
@@ -76,9 +90,11 @@ class Proof(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """The record of one boot. ``simulated``: of a fake device, of which nothing follows. ``cold`` counts events by
-    source, ``misses`` steps beyond the bucket sizes by size, ``traffic`` all steps after ready by phase and tokens,
-    before padding.
+    """The record of one boot.
+
+    ``simulated`` marks a fake device, so nothing follows from the numbers. ``cold`` counts events by source. ``misses``
+    counts steps beyond the bucket sizes by size. ``traffic`` counts all steps after ready by phase and tokens, before
+    padding.
     """
 
     model: str = ""
@@ -105,7 +121,10 @@ class Record(msgspec.Struct):
 
     @classmethod
     def of(cls, plan: Plan, **more: Any) -> Record:
-        """A record in which every item of ``plan`` is pending and its dropped candidates are dropped."""
+        """Return a record with every item of ``plan`` pending.
+
+        The plan's dropped candidates are dropped.
+        """
         entries = [_entry(item) for item in plan.items]
         entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
         return cls(
@@ -125,12 +144,15 @@ class Record(msgspec.Struct):
         return Counter(entry.outcome for entry in self.entries)
 
     def unproved(self, *, dropped: bool = False) -> list[str]:
-        """Why checks failed, or with ``dropped`` were not run."""
+        """Return the reasons of failed checks.
+
+        With ``dropped`` also the reasons of checks that were not run.
+        """
         bad = ("failed", "dropped") if dropped else ("failed",)
         return [entry.reason for entry in self.entries if entry.kind == "check" and entry.outcome in bad]
 
     def summary(self) -> dict[str, Any]:
-        """What /ready shows."""
+        """Return the record's part of /ready."""
         return {
             "items": dict(self.states),
             "seconds": round(self.seconds, 3),
@@ -147,7 +169,7 @@ class Record(msgspec.Struct):
 
     @classmethod
     def from_json(cls, data: bytes) -> Record:
-        """Raises msgspec.ValidationError for anything but a record."""
+        """Decode a record. Raises msgspec.ValidationError for anything else."""
         return msgspec.json.decode(data, type=cls)
 
 

@@ -11,7 +11,7 @@ from preheat.warmup.record import OUTCOMES, ItemRecord, Record
 
 
 def describe(record: Record) -> str:
-    """The steps of the boot, items by kind, padding, memory, and problems."""
+    """Return the steps of the boot, items by kind, padding, memory, and problems."""
     parts = ["\n".join(part(record)) for part in (_head, _steps, _kinds, _figures, _troubles)]
     return "\n\n".join(part for part in parts if part)
 

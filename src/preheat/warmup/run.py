@@ -1,4 +1,7 @@
-"""Warm-up: every item of the plan runs once on dummy requests, through the packer and the executor that serve."""
+"""Warm-up: every item of the plan runs once.
+
+Items run on dummy requests, through the packer and the executor that serve.
+"""
 
 from __future__ import annotations
 
@@ -34,36 +37,41 @@ from preheat.warmup.time_left import TimeLeft
 logger = logging.getLogger(__name__)
 
 PACE_RUNS = 4
-PACE_TOGETHER = 8
-"""Steps that are timed together, where each is launched while the one before it runs."""
 """How often a step is timed; the shortest time counts."""
+PACE_TOGETHER = 8
+"""Steps that are timed together, each launched while the one before it runs."""
 
 LATER_RUN = "later run"
-"""The check that compares with what ran first."""
+"""The check that compares with the first run of the process."""
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 PROGRESS_SECONDS = 0.1  # between two messages of progress
-LOG_SECONDS = 10.0  # between two lines of the log that tell of it
+LOG_SECONDS = 10.0  # between two log lines on progress
 
 
 class Check(Protocol):
     """The cross-check (:class:`preheat.verify.boot.BootCheck`)."""
 
     def begin(self) -> None:
-        """Compute what all checks compare with: the first run of the process."""
+        """Compute the reference of all checks: the first run of the process."""
 
     def run(self, name: str) -> None:
-        """Run a check; raises NotInvariant or NothingToRun."""
+        """Run a check.
+
+        Raises NotInvariant if it fails and NothingToRun if it does not apply.
+        """
 
 
 @dataclass(kw_only=True)
 class WarmUp:
-    """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives
-    progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item; ``level`` is
-    that of the lines that tell of every item. ``draft_steps`` run those of the draft model. ``seconds`` gets what steps
-    were measured to take, by whose they are ("target" or "draft") and by bucket; with ``overlap`` those without drafts
-    follow each other as they do when they serve. ``first_logits`` are those of the
-    process's first step, see :meth:`DummySteps.logits`, which the check of a later run compares too.
+    """One warm-up of an engine.
+
+    ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives progress.
+    ``compiled`` gives the seconds of compiling since the process began. ``span`` traces an item. ``level`` is the log
+    level of the lines on every item. ``draft_steps`` run the items of the draft model. ``seconds`` gets the measured
+    times of steps, by model ("target" or "draft") and by bucket; with ``overlap`` steps without drafts are launched
+    ahead of each other, as in serving. ``first_logits`` are the logits of the process's first step, see
+    :meth:`DummySteps.logits`; the check of a later run compares them too.
     """
 
     plan: Plan
@@ -115,8 +123,8 @@ class WarmUp:
         try:
             self.check.begin()
         except Exception as error:
-            logger.exception("The first run, with which others are compared, failed; a later one takes its place")
-            self.record.notes.append(f"the checks saw no first run, which failed: {type(error).__name__}: {error}")
+            logger.exception("The first run of the check failed; later runs are compared with the next one")
+            self.record.notes.append(f"the first run of the check failed: {type(error).__name__}: {error}")
 
     def _run_stage(self, stage: Stage) -> None:
         staged = [item for item in self.plan.items if item.stage == stage]
@@ -128,8 +136,10 @@ class WarmUp:
         type(items[0]).run_kind(items, lambda item: self._run_item(item, next(numbers), len(items)), self)
 
     def _run_item(self, item: Item, number: int, total: int) -> None:
-        """Run item ``number`` of the ``total`` of its kind and record its outcome, then raise what it raised. Out of
-        memory drops the item; any other error is logged.
+        """Run one item and record its outcome.
+
+        It is ``number`` of the ``total`` of its kind. Its error is raised. Out of memory drops the item; any other
+        error is logged.
         """
         self._report_progress(item)
         self._done += 1
@@ -169,7 +179,7 @@ class WarmUp:
             entry.bytes = self._memory - memory
 
     def _report_progress(self, item: Item) -> None:
-        """At most every `PROGRESS_SECONDS`, and every `LOG_SECONDS` in the log too."""
+        """Report progress at most every `PROGRESS_SECONDS`, and log it every `LOG_SECONDS`."""
         now, done, total = time.monotonic(), self._done, len(self.plan.items)
         if done and now - self._reported < PROGRESS_SECONDS:
             return

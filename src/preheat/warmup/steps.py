@@ -1,4 +1,4 @@
-"""The steps of a boot, measured: the time and the memory that each took."""
+"""The steps of a boot, measured: the time and the memory of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class Steps:
-    """``with steps("Initializing cache engine"): ...`` logs what the block took and keeps it in ``done``.
+    """The measured steps of a boot.
 
-    What is used of a device is what this process holds there; its total adds what it may still allocate. Of the host it
-    is what all processes use, out of all that it has. A device whose memory is the host's is left out of the line.
-    Lines of a ``detail``, which matters to few, are logged at ``level``. ``span`` puts each step into the trace.
+    ``with steps("Initializing cache engine"): ...`` logs a step and adds it to ``done``. The used bytes of a device are
+    this process's; the total adds the bytes that it may still allocate. The used bytes of the host are those of all
+    processes, out of all its memory. A device that shares the host's memory is left out of the line. Lines of a
+    ``detail`` step are logged at ``level``. ``span`` puts each step into the trace.
     """
 
     def __init__(
@@ -46,13 +47,19 @@ class Steps:
 
     @contextmanager
     def log(self, name: str, *, detail: bool = False, in_total: bool = False) -> Iterator[int]:
-        """Only log what the block took, ``in_total`` if it has several steps. Gives what the device held before."""
+        """Only log the memory of the block.
+
+        ``in_total`` says that it has several steps. Yields the device's used bytes.
+        """
         device, host = self._device.used_memory(), memory.used_memory()
         yield device
         self._log(name, device, host, in_total=in_total, level=self.level if detail else logging.INFO)
 
     def peak(self, name: str, measure: Callable[[], int]) -> int:
-        """``measure`` runs something that leaves nothing and returns the most bytes that it held on the device."""
+        """Log a step and return its peak.
+
+        ``measure`` keeps nothing and returns the most bytes held on the device.
+        """
         began, device, host = time.monotonic(), self._device.used_memory(), memory.used_memory()
         with self._span(name):
             taken = measure()
@@ -73,7 +80,10 @@ class Steps:
         level: int = logging.INFO,
         held: int | None = None,
     ) -> None:
-        """Log what is used now and was not before, or that ``held`` bytes of the device were used and given back."""
+        """Log the newly used memory.
+
+        Or log that ``held`` bytes of the device were used and given back.
+        """
         now, total = self._device.used_memory(), memory.total_memory()
         capacity, host_used = now + self._device.free_memory(), total - memory.free_memory()
         taken, host_taken = now - device, memory.used_memory() - host

@@ -1,11 +1,11 @@
-"""The store: what a boot keeps for the next one with the same fingerprint.
+"""The store: files of a boot for later ones.
 
-``--cache-dir`` has one folder for each fingerprint, with the last record and the caches of compilers. Folders are
-independent and may be deleted at any time. Nothing is locked: records are written atomically, and of two boots at the
-same time the later one's is kept.
+The later boots have the same fingerprint. ``--cache-dir`` has one folder for each fingerprint, with the last record and
+the caches of compilers. Folders are independent and may be deleted at any time. Nothing is locked: records are written
+atomically. Of two boots at the same time, the later one's record is kept.
 
-A stored record is no proof: all that a boot takes from it is how long items took, for the time that it announces, and
-which of them an earlier boot compiled. Digests and outcomes of checks are always of this boot.
+A stored record is no proof. A boot takes two facts from it: how long items took, to announce the time, and the items
+that an earlier boot compiled. Digests and outcomes of checks are always of this boot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
 LONGEST_SECONDS = 86_400.0
-"""More than an item takes."""
+"""An upper bound of an item's time: a longer one was not measured."""
 
 HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
@@ -48,19 +48,24 @@ PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 class Store:
-    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept. It never stops a
-    boot: a warning is logged for what cannot be read or written.
+    """The folder of one fingerprint in ``root``, made if need be.
+
+    Without a root nothing is kept. A store never stops a boot: it logs a warning if something cannot be read or
+    written.
     """
 
     def __init__(self, root: Path | None, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._home = root and root / fingerprint
         self.folder = self._home if self._home and _can_write(self._home) else None
-        """Where compilers may keep their caches; None if nothing can be written."""
+        """The folder for the caches of compilers; None if nothing can be written."""
 
     @cached_property
     def last(self) -> Record | None:
-        """The last record with this fingerprint, as it was at first access; None if there is none."""
+        """The last record with this fingerprint, as it was at first access.
+
+        None if there is none.
+        """
         if self._home is None:
             return None
         path = self._home / RECORD
@@ -77,7 +82,10 @@ class Store:
         return record
 
     def costs(self) -> dict[str, float]:
-        """Measured seconds, by name, of the items that an earlier boot ran: what they compile is in the folder."""
+        """Return the measured seconds of items, by name.
+
+        An earlier boot ran the items; their compiled code is in the folder.
+        """
         entries = self.last.entries if self.last else []
         return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE and _is_time(entry)}
 
@@ -93,7 +101,10 @@ class Store:
 
 
 def cache_root(settings: Settings) -> Path | None:
-    """The folder of all stores: ``--cache-dir``, else ``preheat`` in the user's cache folder; None if it is "off"."""
+    """Return the folder of all stores, or None.
+
+    It is ``--cache-dir``, else ``preheat`` in the user's cache; None if it is "off".
+    """
     if settings.cache_dir == OFF:
         return None
     if settings.cache_dir is not None:
@@ -106,7 +117,10 @@ def cache_root(settings: Settings) -> Path | None:
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """32 hexadecimal digits that depend on all of ``parts``, plain data, but not on the order of keys."""
+    """Return 32 hexadecimal digits that depend on all of ``parts``.
+
+    ``parts`` are plain data; the order of keys does not matter.
+    """
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return sha256(text.encode()).hexdigest()[:32]
 
@@ -125,10 +139,12 @@ def boot_parts(
     numerics: Mapping[str, object] | None = None,
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """What a boot's caches depend on. ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights),
-    ``device`` describes the platform, such as its name and the instruction set that torch uses, ``overrides`` replace
-    fields of the config, ``grammars`` is the library that makes masks and its version, ``numerics`` are types and
-    scales other than the model's own, ``more`` are parts of features that are on.
+    """Return everything that a boot's caches depend on.
+
+    ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights). ``device`` describes the platform,
+    such as its name and the instruction set that torch uses. ``overrides`` replace fields of the config. ``grammars``
+    is the library that makes masks and its version. ``numerics`` are types and scales other than the model's own.
+    ``more`` are parts of features that are on.
     """
     config = [read_file(folder / "config.json")]
     if overrides:
@@ -149,9 +165,10 @@ def boot_parts(
 
 
 def file_part(path: Path) -> list[object]:
-    """Name, size and a digest of a weight file's safetensors header and of samples spread over the file.
+    """Return name, size and digest of a weight file.
 
-    Reads a few hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
+    The digest covers its safetensors header and spread samples. Reads a few hundred KiB whatever the file's size, so a
+    change of a single weight may go unseen, but not training.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -164,8 +181,10 @@ def file_part(path: Path) -> list[object]:
 
 
 def plan_part(plan: Plan) -> dict[str, object]:
-    """Limits, options and all items but checks and swaps. The number of blocks is left out, and with it the swaps, as
-    their sizes follow from it: it varies with the free memory. Where it matters otherwise the items' names differ.
+    """Return limits, options and the names of all items except checks and swaps.
+
+    The number of blocks is left out, as it varies with the free memory. The swaps are left out because their sizes
+    follow from it. Where the number matters otherwise, the items' names differ.
     """
     limits = asdict(plan.limits)
     del limits["num_blocks"]
@@ -177,7 +196,10 @@ def plan_part(plan: Plan) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of preheat, Python and the libraries that compute, None if not installed. Imports none of them."""
+    """Return the versions of preheat, Python and the computing libraries.
+
+    A version is None if the library is not installed. Nothing is imported.
+    """
     found: dict[str, str | None] = {"preheat": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -188,7 +210,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> list[str]:
-    """The host's processor and its instruction set, as the operating system names them."""
+    """Return the host's processor and its instruction set, as the operating system names them."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -199,7 +221,7 @@ def processor() -> list[str]:
 
 
 def _is_time(entry: ItemRecord) -> bool:
-    """Whether what ``entry`` says that its item took can have been measured."""
+    """Return whether the times of ``entry`` can have been measured."""
     return 0 <= entry.compile_seconds < LONGEST_SECONDS and 0 <= entry.touch_seconds < LONGEST_SECONDS
 
 

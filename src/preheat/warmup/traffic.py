@@ -1,4 +1,4 @@
-"""``preheat plan --from-traffic``: what a record says of traffic and buckets, for :mod:`preheat.plan.traffic`."""
+"""``preheat plan --from-traffic``: a record's traffic and bucket times, for :mod:`preheat.plan.traffic`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
 from preheat.warmup.record import DONE, Record
 
 PHASES = {"decode": "rows", "mixed": "tokens"}
-"""The phases of the unified policy, and which number of their buckets is the size."""
+"""The phases of the unified policy.
+
+Each has the name of the number that is its buckets' size.
+"""
 
 
 def solved(path: Path) -> str:
-    """The bucket file for the traffic of the record in ``path``. Raises SettingsError if it holds none that can be
-    solved.
+    """Return the bucket file for the traffic of the record in ``path``.
+
+    Raises SettingsError if the record cannot be read or solved.
     """
     try:
         record = Record.from_json(read_file(path, most=TABLE_BYTES))

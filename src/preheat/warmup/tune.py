@@ -1,7 +1,7 @@
-"""``preheat tune``: measure which kernel is fastest for each of a model's linear layers and for its experts. No weights
-are read.
+"""``preheat tune``: measure the fastest kernel for each layer.
 
-Neither boots nor requests measure: they read the table that this leaves.
+Linear layers and experts are measured, without weights. Boots and requests measure nothing: they read the table that
+tuning leaves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from preheat.warmup.store import cache_root
 
 
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
-    """Measure the layers of ``settings.model`` and say where the table is: in ``output``, or where boots look.
+    """Measure the layers of ``settings.model``.
 
-    Ends after about ``seconds`` with what it has by then. Raises SettingsError where there is nothing to choose from,
-    or no place for the table.
+    Returns where the table is: in ``output``, or in the boots' folder. Ends after about ``seconds`` with the results so
+    far. Raises SettingsError where there is nothing to choose from, or no place for the table.
     """
     backend, folder = pick_backend(settings.device), cache_root(settings)
     backend.prepare(settings, folder)

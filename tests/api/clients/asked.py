@@ -1,7 +1,7 @@
-"""What each client asks of a server whose model answers with the words of the last message.
+"""Questions that each client asks of a server whose model repeats the last message.
 
-A client is a program in a process of its own, since clients differ in the versions that they need. It is given the
-server's address, does each thing that it can, and prints the name of each thing when it is done.
+A client is a program in a process of its own, since clients differ in the versions of packages that they need. The
+program gets the server's address, does each step that the client can do, and prints the step's name when it is done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1]
 API, KEY, MODEL = f"{URL}/v1", "none", "m"
-TEXT = ", ".join(["Grüße aus Oslo"] * 12)  # long, so that it comes in several events on a busy machine too
+TEXT = ", ".join(["Grüße aus Oslo"] * 12)  # long, so that the text comes in several events on a busy machine too
 CALL = '<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>'
 SUNNY = "Sunny in Oslo"
 
@@ -45,7 +45,10 @@ def forecast(city: str) -> str:
 
 
 def run(*steps: Callable[[], object]) -> None:
-    """Do each step, which may be a coroutine function, and print its name."""
+    """Run each step in order and print its name.
+
+    A step may be a coroutine function.
+    """
     import asyncio
 
     for step in steps:

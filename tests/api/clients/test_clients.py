@@ -1,6 +1,7 @@
-"""Clients that people have, unmodified: each does text, a stream, tools and JSON against one server.
+"""Unmodified clients do text, a stream, tools and JSON against one server.
 
-Each is a program in a process of its own, with packages that `scripts/install clients` puts beside those of the tests.
+Each client is a program in a process of its own. `scripts/install clients` puts the clients' packages beside the
+packages of the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ENVIRONMENTS = {
 
 
 def steps_of(command: list[str | Path], url: str, **options: Any) -> list[str]:
-    """The names of the steps that a client did. It must end well."""
+    """Run a client and return the names of the steps that it did.
+
+    The client must succeed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [*command, url], check=False, env=environment, capture_output=True, text=True, timeout=240, **options

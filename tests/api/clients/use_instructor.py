@@ -30,7 +30,7 @@ def text() -> None:
 
 
 def stream() -> None:
-    wide = JSON.replace(",", "," + " " * 200)  # so that it comes in several events on a busy machine too
+    wide = JSON.replace(",", "," + " " * 200)  # so that the text comes in several events on a busy machine too
     for mode in MODES[:2]:
         parts = list(client(mode).chat.completions.create_partial(**ask(wide, response_model=Weather)))
         assert len(parts) > 3 and parts[-1].model_dump() == WEATHER.model_dump()

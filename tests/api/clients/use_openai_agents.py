@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 
 def models() -> tuple[Model, ...]:
-    """One of each kind; a client belongs to one event loop."""
+    """Return a model of each kind; a client belongs to one event loop."""
     client = AsyncOpenAI(base_url=API, api_key=KEY, max_retries=0)
     return OpenAIResponsesModel(MODEL, client), OpenAIChatCompletionsModel(MODEL, client)
 

@@ -7,7 +7,7 @@ import { z } from "zod";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const url = process.argv[2] + "/v1";
-const TEXT = Array(12).fill("Grüße aus Oslo").join(", "); // long, so that it comes in several events
+const TEXT = Array(12).fill("Grüße aus Oslo").join(", "); // long, so that the text comes in several events
 const CALL = '<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>';
 const JSON_TEXT = '{"city":"Oslo","days":3}';
 const compatible = { name: "preheat", baseURL: url, apiKey: "none", supportsStructuredOutputs: true };

@@ -1,4 +1,5 @@
-"""A fake of Habana's frameworks, for tests: a Gaudi that computes on the host. Never part of the package.
+"""A fake of Habana's frameworks: a Gaudi that computes on the host.
 
-Nothing here is Habana's code. What the fake refuses, counts and charges is in :mod:`habana_frameworks.simulator`.
+It is for tests, and never part of the package. Nothing here is Habana's code. :mod:`habana_frameworks.simulator` says
+how the fake refuses, counts and charges.
 """

@@ -1,15 +1,15 @@
-"""The device of the fake: tensors on the host, and a ledger of what a Gaudi would compile, keep and refuse.
+"""The device of the fake: tensors on the host, and a ledger of a Gaudi's compilations, memory and refusals.
 
-**Compilations.** In lazy mode operations accumulate until ``mark_step``; the graph they form is known by its signature:
-the operations in order, with shapes, types and every number that is not in a tensor. One that was not seen before is
+**Compilations.** In lazy mode operations accumulate until ``mark_step``. They form a graph, known by its signature: the
+operations in order, with shapes, types and every number that is not in a tensor. A graph with a new signature is
 compiled. In eager mode each operation is a graph of its own.
 
-**HPU graphs.** A capture records and computes nothing. A replay executes the recorded operations on whatever the
-static tensors hold by then. While capturing, the device refuses what the real one refuses: reading a tensor on the
-host, shapes that depend on data, and memory beyond what is there.
+**HPU graphs.** A capture records and computes nothing. A replay executes the recorded operations on the current values
+of the static tensors. While capturing, the device refuses the same as a real one: reading a tensor on the host, shapes
+that depend on data, and memory beyond the card's.
 
-**Memory.** What is allocated on the device is charged at its size. A graph is charged by :class:`Figures`, which are
-those of the boot log in the documentation of vLLM on Gaudi. No figure says anything of real hardware.
+**Memory.** A tensor on the device is charged at its size. A graph is charged by :class:`Figures`, taken from the boot
+log in the documentation of vLLM on Gaudi. No figure says anything of real hardware.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GIB, MIB = 2**30, 2**20
 SPARSE = 64 * MIB
-"""From this size on zeros are pages that the system gives when they are touched."""
+"""From this size on, zeros are pages that the system gives when they are touched."""
 
 NO_RESERVE = 0x4000
-"""Linux's flag for pages that nothing is set aside for."""
+"""Linux's flag for pages without reserved memory."""
 
 HOST_READS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"}
 PRODUCTS = {"linear", "matmul", "mm", "bmm"}
@@ -42,14 +42,16 @@ DYNAMIC = {"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive
 
 
 class GraphRefused(RuntimeError):
-    """What a graph cannot hold."""
+    """An operation that a graph cannot hold."""
 
 
 @dataclass
 class Figures:
-    """What is charged, in bytes. ``row`` for each row of a linear layer in a graph and ``graph`` for each graph: with
-    125 products to a forward pass of Llama-3.1-8B, 1.439 MiB a token, which is what the log's graphs took.
-    ``workspace`` is taken at the first launch and kept.
+    """Charges in bytes.
+
+    ``row`` is charged for each row of a linear layer in a graph, and ``graph`` for each graph. With 125 products to a
+    forward pass of Llama-3.1-8B, a token takes 1.439 MiB, as in the log's graphs. ``workspace`` is taken at the first
+    launch and kept.
     """
 
     total: int = round(94.622 * GIB)
@@ -60,7 +62,10 @@ class Figures:
 
 @dataclass
 class Ledger:
-    """Bytes in use, and the most that ever were. OutOfMemoryError for more than there are."""
+    """Bytes in use, and their peak.
+
+    Raises OutOfMemoryError for more bytes than are free.
+    """
 
     total: int
     used: int = 0
@@ -82,7 +87,10 @@ class Ledger:
 
 @dataclass
 class Instruction:
-    """A recorded operation; ``outs`` are the places of its results, ``dead`` those that nothing reads after it."""
+    """A recorded operation.
+
+    ``outs`` number its results, ``dead`` the tensors that no later instruction reads.
+    """
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -100,7 +108,10 @@ class Place:
 
 @dataclass
 class Program:
-    """A captured graph. ``survivors`` are results that somebody holds: a replay writes into them."""
+    """A captured graph.
+
+    ``survivors`` are results with a reference outside of the graph: a replay writes into them.
+    """
 
     instructions: list[Instruction]
     places: int
@@ -111,7 +122,7 @@ class Program:
 
 @dataclass
 class Capture:
-    """What a capture has recorded so far."""
+    """Operations and tensors that a capture has recorded so far."""
 
     instructions: list[Instruction] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)  # tensors by id
@@ -132,14 +143,18 @@ class Recorder(TorchDispatchMode):
 
 
 class Device:
-    """One simulated card. ``dry``: nothing is computed, results are zeros or whatever memory held."""
+    """One simulated card.
+
+    With ``dry`` it computes nothing: results are zeros or whatever memory held.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self, figures: Figures | None = None, *, dry: bool = False, scale: float = 1.0) -> None:
-        """As new. Tensors that are allocated before the peak of anything is asked for, the weights, are charged
-        ``scale`` times.
+        """Reset the card to new.
+
+        Tensors allocated before the first request for a peak are the weights: they are charged ``scale`` times.
         """
         self.figures, self.dry, self.scale = figures or Figures(), dry, scale
         self.ledger = Ledger(self.figures.total)
@@ -173,7 +188,7 @@ class Device:
         return tensor
 
     def _work_memory(self, tensor: Tensor) -> None:
-        """What a running graph makes is counted until it ends, unless a workspace stands for it."""
+        """Charge a tensor of a running graph until the graph ends, unless a workspace stands for it."""
         if self.figures.workspace:
             return
         size = tensor.untyped_storage().nbytes()
@@ -201,8 +216,9 @@ class Device:
                 self._charged = 0
 
     def mark_step(self) -> None:
-        """Compile what has accumulated, if it is new; where that is views alone, there is nothing to launch. Within a
-        graph it only parts one recipe from the next.
+        """Compile the accumulated graph, if it is new.
+
+        A graph of only views launches nothing. Within a capture it only parts one recipe from the next.
         """
         if self._capture is not None:
             self._capture.signature.append("mark_step")
@@ -226,7 +242,7 @@ class Device:
         if name in HOST_READS:
             if self._capture is not None:
                 raise GraphRefused(f"{name}: a graph cannot be read by the host while it is captured")
-            self.mark_step()  # the host waits for all that was accumulated
+            self.mark_step()  # the host waits for all accumulated operations
             return func(*args, **kwargs)
         if name in DYNAMIC or (name == "index" and _has_mask(args)):
             if self._capture is not None:
@@ -312,7 +328,7 @@ class Device:
         return program
 
     def replay(self, program: Program) -> None:
-        """Execute the recorded operations, in order, on what the static tensors hold now."""
+        """Execute the recorded operations, in order, on the current values of the static tensors."""
         if self.dry:
             return
         found: list[Any] = [None] * program.places
@@ -331,11 +347,14 @@ class Device:
 
 
 Spec = tuple[tuple[int, ...], tuple[str, ...]]
-"""How arguments are built from leaves: the length of each list among them, -1 for what is none; the keywords' names."""
+"""Structure of arguments flattened to leaves.
+
+It holds the length of each list among them, -1 for a value that is no list, and the keywords' names.
+"""
 
 
 def _flat(args: Any, kwargs: Any) -> tuple[list[Any], Spec]:
-    """The arguments of an operation one after the other, those in lists too."""
+    """Return the arguments of an operation one after the other, with the items of lists, and their structure."""
     leaves, lengths = list[Any](), list[int]()
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple):
@@ -348,7 +367,7 @@ def _flat(args: Any, kwargs: Any) -> tuple[list[Any], Spec]:
 
 
 def _built(leaves: list[Any], spec: Spec) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments again."""
+    """Return the arguments built from their leaves."""
     values, at = list[Any](), 0
     lengths, names = spec
     for length in lengths:
@@ -369,13 +388,16 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _share(outs: list[Tensor], leaves: list[Any]) -> bool:
-    """Whether all results lie in the memory of the arguments: what may be a view may also be a copy."""
+    """Return whether all results lie in the memory of the arguments.
+
+    An operation may return a view or a copy.
+    """
     places = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
     return all(out.untyped_storage()._cdata in places for out in outs)
 
 
 def _bury(instructions: list[Instruction], kept: set[int]) -> None:
-    """Write down after which instruction each tensor is not needed any more."""
+    """Record, for each tensor, the instruction after which it is not needed any more."""
     last: dict[int, int] = {}
     for at, instruction in enumerate(instructions):
         used = [leaf.number for leaf in instruction.leaves if isinstance(leaf, Place)]
@@ -387,14 +409,14 @@ def _bury(instructions: list[Instruction], kept: set[int]) -> None:
 
 @functools.cache
 def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether an operation gives a view, and whether it writes to an argument."""
+    """Return whether an operation gives a view, and whether it writes to an argument."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     writes = func._schema.is_mutable
     return any(alias is not None for alias in aliases) and not writes, writes
 
 
 def _multiplications(func: Any, leaves: list[Any]) -> int:
-    """Of a product of matrices: the rows and inputs of the first, times the outputs."""
+    """Return a matrix product's multiplications: rows and inputs of the first matrix, times the outputs."""
     first, second = leaves[:2]
     outputs = second.shape[0] if func.overloadpacket.__name__ == "linear" else second.shape[-1]
     return int(first.numel() * outputs)
@@ -411,11 +433,17 @@ def _has_mask(args: Any) -> bool:
 
 
 INFERRED: dict[Any, tuple[bool, list[Any]] | None] = {}
-"""What operations give, by what is given: sizes, strides and type of each result; None for a view."""
+"""Sizes, strides and type of each result of an operation, by arguments.
+
+A view has None.
+"""
 
 
 def _infer(func: Any, leaves: list[Any], spec: Any) -> Any:
-    """The result of an operation that is not executed: new memory of its shape. Views are taken, nothing is written."""
+    """Return the result of an operation that is not executed: new memory of its shape.
+
+    Views are taken, and nothing is written.
+    """
     views, writes = _kind(func)
     args, kwargs = _built(leaves, spec)
     if writes:
@@ -443,7 +471,7 @@ def _infer(func: Any, leaves: list[Any], spec: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     found = [
         given[argument.name]
@@ -459,7 +487,10 @@ def _meta(tensor: Tensor) -> Tensor:
 
 DEVICE = Device()
 HERE = torch.device("cpu", 0)
-"""The device's name among tensors: the host's, but by its number, which the host's own code never gives."""
+"""The device's name among tensors: the host's, with a number.
+
+The host's own code never gives a number.
+"""
 
 REAL: dict[str, Callable[..., Any]] = {name: getattr(torch, name) for name in ("empty", "zeros", "empty_strided")}
 
@@ -484,7 +515,7 @@ def _allocating(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def plugged_in(figures: Figures | None = None, *, dry: bool = False, scale: float = 1.0) -> Iterator[Device]:
-    """A new device is in the machine, in place of the one that was, which comes back afterwards."""
+    """Put a new device into the machine, and bring the old one back afterwards."""
     before = dict(vars(DEVICE))
     DEVICE.reset(figures, dry=dry, scale=scale)
     try:
@@ -494,6 +525,6 @@ def plugged_in(figures: Figures | None = None, *, dry: bool = False, scale: floa
 
 
 def plug_in() -> None:
-    """What is allocated on the device is charged from now on."""
+    """Charge all tensors allocated on the device from now on."""
     for name in ("empty", "zeros"):
         setattr(torch, name, _allocating(name))

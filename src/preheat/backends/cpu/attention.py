@@ -1,4 +1,7 @@
-"""Attention of all layers on a CPU: the step is cut into tiles and splits on the host, torch's kernels do the rest."""
+"""Attention of all layers on a CPU.
+
+The host cuts a step into tiles and KV splits; torch's kernels do the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ from preheat.ops.rotary import apply_rope_
 
 @dataclass(slots=True)
 class CpuWork(AttentionWork):
-    """For each kind of layer the rows that decode, if there are any, and the ``prompts`` as groups of tiles.
+    """Work of a step by kind of layer.
 
-    ``first_rows`` int64 [T, 2 * kv heads], by kv heads: the rows of the cache for the first token of each token's
-    block, for every head its keys, then for every head its values.
+    ``decode`` are the rows that decode, if any, and ``prompts`` are groups of tiles. ``first_rows`` int64 [T, 2 * kv
+    heads], by kv heads, are rows of the cache: the first rows of each token's block, for every head's keys, then for
+    every head's values.
     """
 
     decode: dict[Heads, DecodeAttention]
@@ -31,11 +35,11 @@ class CpuWork(AttentionWork):
 
 
 class CpuAttention:
-    """The host cuts a step into work; what decodes keeps its work for as long as it holds. With ``contiguous`` it reads
-    blocks of a whole split where they lie.
+    """Attention over work that the host cuts for each step.
 
-    A cache of eight bits is widened as it is read, and the output, rounded to the dtype, times the values' scale is
-    rounded again.
+    Decoding rows keep their work for as long as it holds. With ``contiguous``, blocks of a whole KV split are read
+    where they lie. A cache of eight bits is widened as it is read. The output is rounded to the dtype, multiplied by
+    the values' scale, and rounded again.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], contiguous: bool) -> None:
@@ -55,11 +59,14 @@ class CpuAttention:
         self._new_rows: dict[int, Tensor] = {}
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
-        """None: the work is not read from the step's buffers."""
+        """Return no sizes: the work is not read from the step's buffers."""
         return ()
 
     def plan(self, step: StepRows, tables: BlockTables) -> CpuWork:
-        """Work that holds until a row's block is full, if all rows decode. Padding does not attend."""
+        """Plan work that holds until a row's block is full.
+
+        Work with prompts holds for this step only. Padding does not attend.
+        """
         decode, count = step.num_decode, int(step.ends[-1])
         row = np.repeat(np.arange(len(step.slots)), step.extend)
         first = step.first.astype(np.int64)
@@ -88,7 +95,7 @@ class CpuAttention:
         return CpuWork([], steady, tables.table_writes, rows, prompts, first_rows)
 
     def _tiles(self, kind: Heads, step: StepRows, tables: BlockTables) -> PagedAttention:
-        """The rows that do not decode."""
+        """Return the tiles of the rows that do not decode."""
         rows, (most, widest) = slice(step.num_decode, None), self._widest[kind]
         begin, extend = step.first[rows].astype(np.int64), step.extend[rows]
         blocks = -(-int((begin + extend).max()) // tables.block_size)
@@ -97,11 +104,12 @@ class CpuAttention:
         return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype)
 
     def write(self, turn: int, tables: BlockTables) -> None:
-        """The work holds the blocks already."""
+        """Do nothing: the work holds the blocks already."""
 
     def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
-        """From now on programs run on ``work``, with rows at the positions of ``inputs``. How far each token turns, and
-        where its keys and values go, is looked up once for all layers.
+        """Let programs run on ``work``, at the positions of ``inputs``.
+
+        Each token's rotation, and the places of its keys and values, are looked up once for all layers.
         """
         assert isinstance(work, CpuWork)
         self._work = work
@@ -143,11 +151,14 @@ class CpuAttention:
         return attend
 
     def clear(self) -> None:
-        """Nothing of a block table is kept."""
+        """Do nothing: no block table is kept."""
 
 
 class _Store:
-    """The cache of one layer, as rows of a head; ``scale`` is that of the scores of what is stored."""
+    """The cache of one layer, as rows of a head.
+
+    ``scale`` is the scale of scores with stored keys.
+    """
 
     def __init__(self, layer: AttentionLayer) -> None:
         key, value = layer.kv_scales
@@ -166,11 +177,14 @@ class _Store:
         self._rows.view(torch.uint8).index_copy_(0, rows, rounded.view(torch.uint8))
 
     def scaled(self, out: Tensor) -> Tensor:
-        """``out``, which values as they are stored have given, in place."""
+        """Multiply ``out``, computed with stored values, by the values' scale in place."""
         return out if self._value == 1.0 else out.mul_(self._value)
 
 
 def _first_rows(block: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
-    """int64 [blocks, 2 * kv heads]: where each head's keys of each ``block`` begin, then its values."""
+    """Return the first rows of each head in each ``block``.
+
+    They are int64 [blocks, 2 * kv heads]: each head's keys, then each head's values.
+    """
     heads = np.arange(2 * kv_heads)
     return torch.from_numpy((block[:, None] * len(heads) + heads) * block_size)

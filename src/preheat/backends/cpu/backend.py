@@ -1,6 +1,6 @@
-"""The CPU backend: torch's own kernels, one operation after the other or compiled. Its graph driver calls the function.
+"""The CPU backend: torch's own kernels, run one by one or compiled.
 
-Thread count and instruction set are part of what fixes the bits.
+Its graph driver calls the function. Thread count and instruction set are among the inputs that fix the bits.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,9 +26,12 @@ from preheat.backends.base import (
     K,
     Layer,
     LayerContext,
+    LayerFunctions,
+    LayerParts,
     LayerWeights,
     Linear,
     Mode,
+    Norm,
     R,
     Region,
     Sharing,
@@ -43,6 +47,8 @@ from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.experts import ExpertsLayer as CpuExperts
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import obstacle
+from preheat.backends.cpu.llvm import layer
+from preheat.backends.cpu.llvm.layer import PanelLayer
 from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, slots_of
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
@@ -68,12 +74,13 @@ class CpuBackend:
 
     facts = FACTS
     device = torch.device("cpu")
+    _compiled = False
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
     @property
     def fingerprint(self) -> str:
-        """The instruction set that torch's kernels use here."""
+        """Instruction set of torch's kernels here."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def free_memory(self) -> int:
@@ -83,31 +90,43 @@ class CpuBackend:
         return memory.used_memory()
 
     def peak_memory(self, run: Callable[[], None]) -> int:
-        """The peak of the resident set."""
+        """Return the peak of the resident set."""
         return memory.peak_memory(run)
 
     def kv_cache_memory(self) -> int | None:
-        """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
+        """Return 1 GiB.
+
+        A host's memory is shared with other programs, so the default takes no share of it.
+        """
         return KV_CACHE_BYTES
 
     def supports(self, value: Value) -> Support:
-        """Refused, besides, where this torch multiplies no plain matrix."""
+        """Return the support that the facts give, or that compiled functions give.
+
+        Plain matrices are refused too if this torch multiplies none.
+        """
+        if self._compiled:
+            return layer.supports(value)
         found = supports(self.facts, value)
         if isinstance(found, Refused) or all(part.input in {"token", "block", "static"} for part in matmuls(value)):
             return found
         return obstacle() or found
 
     def supports_bfloat16(self) -> bool:
-        """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""
+        """Return whether the processor multiplies bfloat16.
+
+        That takes AVX512-BF16 or AMX. Otherwise bfloat16 is emulated and slower than float32.
+        """
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
     def prepare(self, settings: Settings, cache: Path | None) -> None:
         """Fix the thread count."""
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
+        self._compiled = settings.execution_mode == "llvm"
 
     def synchronize(self) -> None:
-        """Nothing runs on when a call returns."""
+        """Do nothing: no operation runs on after its call returns."""
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
@@ -116,7 +135,7 @@ class CpuBackend:
         return HostEvent()
 
     def sleep_memory(self) -> None:
-        """No graph knows an address."""
+        """Return nothing: no graph knows an address."""
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
@@ -125,18 +144,36 @@ class CpuBackend:
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         return region_builder(mode, cache)
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._compiled else dtype
+
+    def functions(
+        self, layers: Sequence[LayerParts], final_norm: Norm, head: Linear, limits: Limits, cache: Path | None
+    ) -> LayerFunctions | None:
+        if not self._compiled:
+            return None
+        from preheat.backends.cpu.llvm.model import Functions
+
+        threads, folder = torch.get_num_threads(), None if cache is None else cache / "llvm"
+        rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
+        return Functions(layers, final_norm, head, limits, threads=threads, folder=folder, rows=rows)
+
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
 
     def compiling(self, threads: int) -> None:
-        """torch's kernels are there."""
+        """Do nothing: torch's kernels are compiled already."""
 
-    def settle(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
-        """A linear layer proves a number of rows when it first occurs, which is before ready."""
+    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+        """Do nothing: a linear layer proves a size at its first use.
+
+        The first use is before ready.
+        """
 
     def tune(self, request: TuneRequest) -> str:
         raise SettingsError(
-            "on a CPU torch's own kernels serve: there is nothing to tune; run it where there is a GPU", param="device"
+            "there is nothing to tune on a CPU: it uses torch's own kernels; run preheat tune on a machine with a GPU",
+            param="device",
         )
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CpuAttention:
@@ -157,6 +194,8 @@ class CpuBackend:
     def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
         if any(term.source == "tokens" for term in value.terms):
             return cast(Layer, Embedding(value, context.rows))
+        if self._compiled:
+            return PanelLayer(value, weights)
         products = products_of(value, weights.weight, weights.bias, context.ranks)
         return ProductLayer(value, weights, products, context=context, slots=slots_of(value, context))
 
@@ -177,8 +216,17 @@ class CpuBackend:
         positions: Tensor | None = None,
         images: Tensor | None = None,
     ) -> None:
-        """IndexError for an id outside the table. Every token is known: a step has ended when the next one begins."""
-        embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
+        """Embed known tokens: a step has ended when the next one begins.
+
+        Raises IndexError for an id outside the table.
+        """
+        rows = partial(
+            embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images
+        )
+        if out.dtype == table.dtype:
+            rows(out=out)
+        else:
+            out.copy_(rows())
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)

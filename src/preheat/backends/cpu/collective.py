@@ -1,6 +1,7 @@
-"""What ranks on CPUs exchange: through the memory of their node, or, where they are on several, by their connections.
+"""Exchanges between ranks on CPUs: by shared memory or connections.
 
-Only bytes are moved, each to the place that its rank has, so there is no order of arrival in what is read.
+Ranks on one node use its memory; ranks on several nodes use connections. Only bytes are moved, each rank's to its own
+place. So no order of arrival shows in the result.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.meeting import Nodes, OneNode
+from preheat.backends.rendezvous import Nodes, OneNode
 
 PLACE_BYTES = 1 << 20
-"""What is larger goes through memory in parts."""
+"""Bytes of a rank's place; larger data goes through memory in parts."""
 
 _LINE = 64  # bytes of a counter, so that ranks do not write into one cache line
 _SPINS = 50  # looks at a counter, giving way to other processes, before it sleeps
 _NAP_SECONDS = 2e-5
 _LOOKS = 256  # between checks that all ranks live
 
-_CHECK_SECONDS = 0.1  # the same of connections
-_LAST_WORDS_SECONDS = 3.0  # in which it is found out why a peer has gone
+_CHECK_SECONDS = 0.1  # between checks while waiting for connections
+_LAST_WORDS_SECONDS = 3.0  # to find out why a peer has gone
 
 
 class SharedMemory:
-    """Through a file that all ranks of one node map. ``check`` raises where a rank has died.
+    """Exchange through a file that all ranks of one node map.
 
-    Each rank has two places in it, used in turn, and a counter. To gather, a rank copies its tensor into its place,
-    adds one to its counter, waits until every counter is as far, and reads all places. Whoever writes a place again has
-    seen that all others have passed the gathering in between, and so have read it.
+    ``check`` raises if a rank has died. Each rank has two places in the file, used in turn, and a counter. To gather, a
+    rank copies its tensor into its place and adds one to its counter. It waits until every counter is as far, and reads
+    all places. A rank that writes a place again has seen all others pass the gathering in between, so the others have
+    read the place.
     """
 
-    def __init__(self, meeting: OneNode, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._check = meeting.rank, meeting.world, check
-        self._epoch, self._fence, world = 0, threading.Lock(), meeting.world
-        data = _mapped(meeting.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
+    def __init__(self, rendezvous: OneNode, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = rendezvous.rank, rendezvous.world, check
+        self._epoch, self._fence, world = 0, threading.Lock(), rendezvous.world
+        data = _mapped(rendezvous.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
         if data is None:
             return
         self._counters = data[: world * _LINE].view(np.int64)[:: _LINE // 8]
@@ -66,17 +68,17 @@ class SharedMemory:
         return x
 
     def abort(self) -> None:
-        """Whoever waits is told by ``check``."""
+        """Do nothing: ``check`` tells the ranks that wait."""
 
     def _exchange(self, mine: Tensor, found: Tensor) -> None:
-        """Read what all ranks have written, [world, bytes]."""
+        """Write ``mine``, and read the bytes of all ranks into ``found`` [world, bytes]."""
         places = self._next_places()
         places[self.rank, : len(mine)].copy_(mine)
         self._meet()
         found.copy_(places[:, : len(mine)])
 
     def _pass(self, data: Tensor, source: int) -> None:
-        """The same of one rank's bytes alone."""
+        """Pass the bytes of the rank ``source`` to all others."""
         place = self._next_places()[source, : len(data)]
         if self.rank == source:
             place.copy_(data)
@@ -90,7 +92,7 @@ class SharedMemory:
 
     def _meet(self) -> None:
         """Wait until all have written."""
-        with self._fence:  # what was written is seen before the counter is
+        with self._fence:  # others must see the data before the counter
             self._counters[self.rank] = self._epoch
         for rank in range(self.world):
             self._wait(rank)
@@ -108,14 +110,15 @@ class SharedMemory:
 
 
 class Sockets:
-    """By a connection to each other rank, which nobody else uses meanwhile. ``check`` raises where a rank has died.
+    """Exchange by a connection to each other rank.
 
-    Two ranks exchange in the same order, so what arrives next is always what is asked for next.
+    Nothing else uses the connection meanwhile. ``check`` raises if a rank has died. Two ranks exchange in the same
+    order, so the next bytes to arrive are always the next ones to be asked for.
     """
 
-    def __init__(self, meeting: Nodes, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._check = meeting.rank, meeting.world, check
-        self._peers = {rank: peer for rank, peer in enumerate(meeting.peers) if peer is not None}
+    def __init__(self, rendezvous: Nodes, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = rendezvous.rank, rendezvous.world, check
+        self._peers = {rank: peer for rank, peer in enumerate(rendezvous.peers) if peer is not None}
         for peer in self._peers.values():
             os.set_blocking(peer.fileno(), False)
 
@@ -136,11 +139,13 @@ class Sockets:
         return x
 
     def abort(self) -> None:
-        """Whoever waits is told by ``check``."""
+        """Do nothing: ``check`` tells the ranks that wait."""
 
     def _move(self, out: dict[int, Tensor], into: dict[int, Tensor]) -> None:
-        """Send the bytes ``out`` to each rank, and fill ``into`` with those of each. Both at once, whichever connection
-        is ready: no rank waits for another one to read.
+        """Send bytes to each rank, and receive bytes from each.
+
+        ``out`` are the bytes to send, ``into`` is filled. Both happen at once, on any connection that is ready: no rank
+        waits for another one to read.
         """
         sends, receives = _views(out), _views(into)
         while True:
@@ -153,7 +158,7 @@ class Sockets:
             self._wait(set(sends), set(receives))
 
     def _advance(self, rank: int, views: dict[int, memoryview], move: Callable[[int, memoryview], int]) -> None:
-        """Move what can be moved at once."""
+        """Move all bytes that can be moved at once."""
         try:
             while rank in views:
                 if not (moved := move(self._peers[rank].fileno(), views[rank])):
@@ -167,7 +172,7 @@ class Sockets:
             self._lost(rank, str(error))
 
     def _wait(self, sends: set[int], receives: set[int]) -> None:
-        """Until one of these can go on."""
+        """Wait until one of these can go on."""
         poll = select.poll()
         for rank in sends | receives:
             poll.register(
@@ -185,7 +190,7 @@ class Sockets:
 
 
 def _read(descriptor: int, data: memoryview) -> int:
-    """As os.write: the bytes that have been read into ``data``."""
+    """Read into ``data``, and return the number of bytes."""
     return os.readv(descriptor, [data])
 
 
@@ -194,7 +199,10 @@ def _views(parts: dict[int, Tensor]) -> dict[int, memoryview]:
 
 
 def _mapped(path: Path, size: int) -> np.ndarray:
-    """The bytes of a file that several processes map, zeros at first."""
+    """Return the bytes of a file that several processes map.
+
+    They are zeros at first.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)

@@ -1,9 +1,9 @@
 """Execution mode ``compile``: the regions of a decoder layer go through ``torch.compile``.
 
-Regional: a region is compiled for a number of tokens when it first runs with it, and every layer of that kind runs the
-same code, because weights are arguments. Shapes are static. Operations stay as they are (:mod:`preheat.ops.opaque`), so
-compiled code has the bits of eager code; attention, whose work follows the context, runs between the regions.
-Inductor keeps what it built in ``TORCHINDUCTOR_CACHE_DIR``, for the next boot.
+Compilation is regional: a region is compiled for a number of tokens at its first run with that number. Every layer of
+the same kind runs the same code, because weights are arguments. Shapes are static. Operations stay as they are
+(:mod:`preheat.ops.opaque`), so compiled code has the bits of eager code. Attention, whose work follows the context,
+runs between the regions. Inductor keeps its results in ``TORCHINDUCTOR_CACHE_DIR``, for the next boot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from preheat.errors import SettingsError
 
 
 class Regional:
-    """``region``, compiled for each number of tokens when it is first called with it."""
+    """``region``, compiled for each number of tokens at its first call."""
 
     def __init__(self, region: Region, backend: str = "inductor") -> None:
         assert isinstance(region, FunctionType)
@@ -34,10 +34,10 @@ class Regional:
         return program(x.contiguous(), *args)  # another layout would be another program
 
     def _program(self, tokens: int) -> Region:
-        """The region in a code object of its own.
+        """Compile the region in a code object of its own.
 
-        Dynamo keeps what it compiled by code object, tries one after the other and gives up beyond a few; this way each
-        number of tokens finds its own at once, however many there are.
+        Dynamo keeps compiled code by code object, tries one program after the other, and gives up beyond a few. With a
+        code object for each number of tokens, the right program is found at once, however many there are.
         """
         region = self._region
         code: CodeType = region.__code__.replace(co_name=f"{region.__name__}_{tokens}")
@@ -47,20 +47,22 @@ class Regional:
 
 
 def region_builder(mode: Mode, cache: Path | None = None) -> Callable[[Region], Region]:
-    """What builds a decoder's regions in ``mode``, keeping them in ``cache`` unless the environment names another
-    place. SettingsError where it cannot.
+    """Return the function that builds a decoder's regions in ``mode``.
+
+    It keeps them in ``cache``, unless the environment names another place. Raises SettingsError if it finds no
+    compiler.
     """
     if mode != "compile":
         return lambda region: region
     check_compiler()
     if cache is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    importlib.import_module("torch._inductor.compile_fx")  # seconds, which are no part of the first region's
+    importlib.import_module("torch._inductor.compile_fx")  # its seconds are no part of the first region's
     return Regional
 
 
 def check_compiler() -> None:
-    """Raise SettingsError unless Inductor finds the C++ compiler that it needs on a CPU."""
+    """Raise SettingsError unless Inductor finds its C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,12 +1,12 @@
-"""Paged attention of rows that decode: one query each, in the step's first tokens.
+"""Paged attention of rows that decode.
 
-The contract is that of :mod:`preheat.backends.cpu.paged_attention`, and so are the bits. What is done once for several
-steps is kept: which pairs of a row and a KV split there are, where their keys lie, and where their results go. A step
-only moves the ends of what each row sees.
+A row has one query, and the rows are the step's first tokens. Contract and bits are equal to
+:mod:`preheat.backends.cpu.paged_attention`. Work for several steps is done once and kept: the pairs of a row and a KV
+split, and the places of their keys and results. A step only moves the end of the keys that each row sees.
 
-Blocks of a whole split can be read where they lie: neighbours in memory by one kernel call, and a block that several
-rows share by another, in which it is repeated without being copied. Smaller blocks are gathered. A cache of fewer bits
-than the queries have is widened by every call.
+Blocks of a whole split can be read where they lie. One kernel call reads neighbors in memory. Another call reads a
+block that several rows share, repeated without a copy. Smaller blocks are gathered. If the cache has fewer bits than
+the queries, every call widens it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
 
 
 class Heads(NamedTuple):
-    """What decides how a layer's attention is cut into work."""
+    """Sizes of a layer's attention that decide its cutting into work."""
 
     window: int | None
     heads: int
@@ -33,8 +33,10 @@ class Heads(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Pairs ``first`` to ``last`` - 1, which read ``span`` keys each: in place from the block ``block`` on, the same
-    one for all if ``shared``, or in the ``gathered`` rows of the cache.
+    """Pairs ``first`` to ``last`` - 1, which read ``span`` keys each.
+
+    They read in place from the block ``block`` on, the same block for all if ``shared``; or they read the ``gathered``
+    rows of the cache.
     """
 
     first: int
@@ -45,7 +47,10 @@ class _Call(NamedTuple):
     gathered: Tensor | None = None
 
     def keys_and_values(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[pairs, kv heads, span, dim] of ``cache`` [blocks, 2, kv heads, slots, dim], in ``dtype``."""
+        """Return keys and values [pairs, kv heads, span, dim] in ``dtype``.
+
+        ``cache`` is [blocks, 2, kv heads, slots, dim].
+        """
         _, _, kv_heads, slots, dim = cache.shape
         count = self.last - self.first
         if self.gathered is not None:
@@ -58,10 +63,12 @@ class _Call(NamedTuple):
 
 
 class DecodeAttention:
-    """Rows at ``position`` int64 [rows], whose blocks are in the rows ``slots`` of ``block_table``; results are given
-    for ``tokens`` tokens, of which those beyond the rows pad. Good for ``steady`` more steps of the same rows.
+    """Attention of rows with one query each.
 
-    ``max_keys`` limits what a call gathers; ``in_place``, which needs blocks of ``SPLIT`` tokens: nothing is gathered.
+    Rows are at ``position`` int64 [rows], with their blocks in the rows ``slots`` of ``block_table``. Results are given
+    for ``tokens`` tokens; tokens beyond the rows are padding. The work is good for ``steady`` more steps of the same
+    rows. ``max_keys`` limits the keys that a call gathers. With ``in_place``, which needs blocks of ``SPLIT`` tokens,
+    nothing is gathered.
     """
 
     def __init__(
@@ -99,7 +106,10 @@ class DecodeAttention:
         self._lay_out(row, order, splits, padded_rows(heads.heads // heads.kv_heads, heads.dim, dtype))
 
     def _lay_out(self, row: np.ndarray, order: np.ndarray, splits: np.ndarray, query_rows: int) -> None:
-        """Where queries come from and results go: rows of the step's heads, and of the results of all pairs."""
+        """Lay out the rows of queries and of results.
+
+        Queries are rows of the step's heads; results are rows of all pairs' results.
+        """
         _, heads, kv_heads, _ = self.heads
         group = heads // kv_heads
         self._query_shape = len(row), kv_heads, query_rows, self.heads.dim
@@ -121,7 +131,7 @@ class DecodeAttention:
         self._unseen = torch.from_numpy(unseen.repeat(heads, 1)) if most > 1 else None
 
     def move(self, positions: Tensor) -> None:
-        """From now on the rows are at ``positions`` int32 [tokens]."""
+        """Move the rows to ``positions`` int32 [tokens]."""
         before, after = self._hidden
         at = positions.index_select(0, self._row).sub_(self._before)
         self._at = at - 1  # each row's position in the split
@@ -133,8 +143,10 @@ class DecodeAttention:
         self._masks = [mask[call.first : call.last, :, :, : call.span].expand(-1, 1, rows, -1) for call in self._calls]
 
     def __call__(self, qkv: Tensor, layer: int, cache: Tensor, scale: float, alibi: Tensor | None = None) -> Tensor:
-        """Attend with the queries of ``qkv`` [tokens, heads + 2 * kv heads, dim] over the ``cache`` of ``layer``;
-        [tokens, heads * dim]. ``alibi`` fp32 [heads] are slopes.
+        """Attend with the queries of ``qkv`` over the ``cache`` of ``layer``.
+
+        Returns [tokens, heads * dim]. ``qkv`` is [tokens, heads + 2 * kv heads, dim]. ``alibi``, fp32 [heads], are
+        slopes.
         """
         masks = self._masks
         if alibi is not None:
@@ -150,14 +162,14 @@ class DecodeAttention:
         return found.view(self.tokens, -1)
 
     def _bias(self, call: _Call, mask: Tensor, alibi: Tensor) -> Tensor:
-        """ALiBi's bias with the ``mask`` of a call, fp32 [pairs, kv heads, rows, span]."""
+        """Return ALiBi's bias with the ``mask`` of a call, fp32 [pairs, kv heads, rows, span]."""
         _, kv_heads, rows, _ = self._query_shape
         distance = (torch.arange(call.span) - self._at[call.first : call.last, None]).float()
         slopes = alibi.index_select(0, self._heads).view(1, kv_heads, rows, 1)
         return (slopes * distance[:, None, None]).add_(mask)
 
     def _read(self, layer: int, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each call; views of the cache are kept."""
+        """Return keys and values of each call; keep views of the cache."""
         views = self._views.get(layer)
         if views is None:
             views = [call.keys_and_values(cache, self._dtype) for call in self._calls]
@@ -179,13 +191,19 @@ class DecodeAttention:
 
 
 def _flat(results: list[Tensor]) -> Tensor:
-    """The calls' ``results`` [pairs, kv heads, rows, ...] one behind the other, by pairs, then rows, then heads."""
+    """Return the calls' ``results`` [pairs, kv heads, rows, ...] in one tensor.
+
+    The order is by pairs, then rows, then heads.
+    """
     flat = [result.transpose(1, 2).reshape(-1) for result in results]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _in_place(block: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[_Call], np.ndarray]:
-    """The order of pairs that read a ``block`` each, the calls that read neighbours together, and each pair's span."""
+    """Return the order of pairs, their calls, and their spans.
+
+    Each pair reads a ``block``. A call reads neighboring blocks together.
+    """
     order = block.argsort(kind="stable")
     gaps = np.diff(block[order])
     same = np.concatenate(([False], gaps == 0, [False]))
@@ -203,7 +221,10 @@ def _in_place(block: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[_Ca
 def _gathering(
     blocks: np.ndarray, keys: np.ndarray, block_size: int, kv_heads: int, max_keys: int
 ) -> tuple[np.ndarray, list[_Call], np.ndarray]:
-    """As :func:`_in_place`, for pairs of several ``blocks`` [pairs, n] each: a call gathers at most ``max_keys``."""
+    """Return as :func:`_in_place`, for pairs of several ``blocks`` [pairs, n].
+
+    A call gathers at most ``max_keys``.
+    """
     span = spans(keys, np.zeros(len(keys), bool), max(MIN_SPAN, block_size))
     order = span.argsort(kind="stable")
     ordered, calls = span[order], []
@@ -221,12 +242,18 @@ def _gathering(
 
 
 def _steady(position: np.ndarray, keys: np.ndarray, span: np.ndarray, block_size: int) -> int:
-    """For how many more steps no row enters a block or sees more keys than are read."""
+    """Return for how many more steps the work stays valid.
+
+    It is valid while no row enters a block or sees more keys than are read.
+    """
     steady = int((block_size - 1 - position % block_size).min())
     return int((span - keys)[keys < SPLIT].min(initial=steady))
 
 
 def _until_behind(position: np.ndarray, first: np.ndarray, window: int | None) -> int:
-    """For how many more steps each row sees some key of its ``first`` split."""
+    """Return for how many more steps each ``first`` split counts.
+
+    It counts while the row sees some key of it.
+    """
     left = (first + 1) * SPLIT - 1 - (position - window + 1) if window else np.full(1, SPLIT)
     return int(left.min())

@@ -1,4 +1,4 @@
-"""What `preheat doctor` looks at for the CPU backend. No torch."""
+"""The CPU backend's part of `preheat doctor`. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def findings() -> Iterator[Finding]:
-    """Cores, instruction set, threads, memory, compiler."""
+    """Yield findings on cores, instruction set, threads, memory and compiler."""
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     yield Finding("CPU cores", f"{allowed} of {cores} may be used" if allowed < cores else str(cores))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > allowed:
-        advice = "threads that share a core wait for each other: unset it, or set --num-threads"
+        advice = "more threads than cores slow each other down: unset it, or set --num-threads"
         yield Finding("OMP_NUM_THREADS", f"{asked}, more than the cores", "note", advice)
     yield _instructions()
     free, total = free_memory(), total_memory()
@@ -43,6 +43,6 @@ def _instructions() -> Finding:
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
     best = next((name for name in WIDE if name in flags), None)
     if best is None:
-        return Finding("instruction set", "none that torch is fast with", "note", "expect a slow engine here")
+        return Finding("instruction set", "none that torch can use to be fast", "note", "expect a slow engine here")
     dtype = "bfloat16" if best in WIDE[:2] else "float32, as there are no bfloat16 instructions"
     return Finding("instruction set", f"{best}; models run in {dtype} by default")

@@ -1,9 +1,10 @@
-"""Routed experts on a CPU, see :mod:`preheat.ops.matmul`: each expert that a step needs is computed by itself.
+"""Routed experts on a CPU, see :mod:`preheat.ops.matmul`.
 
-How many rows an expert gets is known only in the step. They are padded to one of a few sizes, which are proven before
-ready as those of linear layers are (:mod:`preheat.backends.cpu.linear`); above the largest, in parts of it.
+Each expert that a step needs is computed by itself. Only the step knows the number of rows of an expert. The rows are
+padded to one of a few sizes. The sizes are proven before ready, like the sizes of linear layers
+(:mod:`preheat.backends.cpu.linear`). More rows than the largest size are computed in parts of it.
 
-Steps without adapters of experts that nobody shares are one operation, into which a compiler does not look.
+A step without adapters, of experts that no ranks share, is one operation; a compiler does not look into it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ExpertsLayer:
         self._operands = self._all_operands(value)
 
     def _all_operands(self, value: Experts) -> tuple[Any, ...]:
-        """Those of the operation that is all of it; none if the inputs are split."""
+        """Return the operands of the single operation; none for split inputs."""
         if self._split:
             return ()
         layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
@@ -62,7 +63,10 @@ class ExpertsLayer:
         return *found, value.down.input, *value.routing
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
+        """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
+
+        The output is the same on all ranks.
+        """
         adapted = self.slots is not None and bool(self.slots.groups)
         if self._operands and not adapted:
             return self._operation(x, logits, *self._operands)
@@ -84,11 +88,13 @@ class ExpertsLayer:
         return add_delta(total.to(x.dtype), combine(more.view(len(x), chosen.shape[1], -1), weights))
 
     def _expert(self, number: int, x: Tensor, slots: Tensor, shrunk: list[Shrunk]) -> list[Tensor]:
-        """What expert ``number`` gives for the rows ``x`` in ``slots``: [rows, hidden], or each of its splits. Sums of
-        its down that ranks share are added to ``shrunk``.
+        """Return the output of expert ``number`` for the rows ``x`` in ``slots``.
+
+        It is [rows, hidden], or a tensor for each of its K splits. Sums of the expert's down adapter that ranks share
+        are added to ``shrunk``.
         """
         terms = self.slots
-        groups = [] if terms is None else terms.rows.among(slots // self._routing.top_k)
+        groups = [] if terms is None else terms.rows.groups_of(slots // self._routing.top_k)
         gate_up, down = ([], []) if terms is None else terms.of_expert(number)
         (y,) = _padded(self._gate_up[number], x)
         _add(y, shrink(x, gate_up, groups))
@@ -110,7 +116,7 @@ class ExpertsLayer:
 
 
 def matrices(weight: Tensor | QuantizedWeight) -> Iterator[Tensor | QuantizedWeight]:
-    """The matrix of each expert."""
+    """Yield the matrix of each expert."""
     return (weight[at] if isinstance(weight, Tensor) else weight.part(at) for at in range(weight.shape[0]))
 
 
@@ -119,11 +125,11 @@ def _prove(value: Matmul) -> None:
     order, dtype = value.order, torch.float32 if value.order.is_split else getattr(torch, value.weight.dtype)
     for outputs in set(order.tiles or (value.outputs,)):
         for size in SIZES:
-            proven_size(size, outputs, value.inputs // order.own, dtype, torch.get_num_threads())
+            proven_size(size, outputs, value.inputs // order.own_k_splits, dtype, torch.get_num_threads())
 
 
 def _padded(products: Products, rows: Tensor) -> list[Tensor]:
-    """The ``products`` of ``rows``, by numbers of rows that are proven."""
+    """Return the ``products`` of ``rows``, by numbers of rows that are proven."""
     parts = zip(*map(products, padded(rows)), strict=True)
     return [torch.cat(each)[: len(rows)] for each in parts]
 
@@ -133,7 +139,7 @@ def _add(y: Tensor, shrunk: Sequence[Shrunk]) -> None:
 
 
 def padded(rows: Tensor) -> Sequence[Tensor]:
-    """``rows`` with some added, in parts of sizes that are proven before ready."""
+    """Return ``rows`` in parts of proven sizes, with rows added."""
     count = len(rows)
     size = next((size for size in SIZES if size >= count), -(-count // LARGEST) * LARGEST)
     parts: Sequence[Tensor] = torch.split(F.pad(rows, (0, 0, 0, size - count)), LARGEST)
@@ -149,7 +155,7 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
     x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int,
     top_k: int, renormalize: bool, round_weights: bool,
 ) -> Tensor:  # fmt: skip
-    """``gate_up`` and ``down`` are oneDNN's."""
+    """Compute the experts; ``gate_up`` and ``down`` are oneDNN's copies of the matrices."""
 
     def expert(number: int, rows: Tensor) -> Tensor:
         parts = [block(part, gate_up[number], down[number]) for part in padded(rows)]
@@ -173,7 +179,10 @@ def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
     down: list[Tensor], down_scales: list[Tensor], down_static: Tensor | None, kind: ActivationScales,
     top_k: int, renormalize: bool, round_weights: bool,
 ) -> Tensor:  # fmt: skip
-    """``gate_up`` and ``down`` are the parts of all experts, one expert's after the other's."""
+    """Compute the experts with float8 activations.
+
+    ``gate_up`` and ``down`` are the parts of all experts, one expert after the other.
+    """
 
     def layer(rows: Tensor, number: int, parts: list[Tensor], scales: list[Tensor], static: Tensor | None) -> Tensor:
         each = len(parts) // len(scales)

@@ -1,24 +1,32 @@
-"""What is known of the CPU backend without torch."""
+"""Facts of the CPU backend, without torch."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 from preheat.backends.base import DEQUANTIZED, NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
 
 
 def modes() -> Modes:
-    """The modes that run on this machine: `compile` needs the compiler that Inductor looks for."""
+    """Return the modes that run on this machine.
+
+    `compile` needs the compiler that Inductor looks for.
+    """
     runs: dict[Mode, str] = {
-        "eager": "torch runs one operation after the other",
+        "eager": "torch runs one operation after another",
         "compile": "torch.compile, each kind of layer once for each number of tokens",
-        "graphs": "as eager; there are no graphs on a CPU, so the bytes that they would take are counted",
+        "llvm": "a layer is two functions that LLVM compiles",
+        "graphs": "like eager: a CPU has no graphs, so the bytes that graphs would take are counted",
     }
     rejected: dict[Mode, str] = {"lazy": NO_LAZY_BRIDGE}
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         del runs["compile"]
         rejected["compile"] = "it needs a C++ compiler: install g++, or name yours in the variable CXX"
+    if find_spec("llvmlite") is None:
+        del runs["llvm"]
+        rejected["llvm"] = "it needs llvmlite: pip install 'preheat[llvm]'"
     return Modes(default="eager", runs=runs, rejected=rejected)
 
 
@@ -34,17 +42,20 @@ FACTS = Facts(
     max_num_seqs=64,
     max_num_batched_tokens=1024,
     quantized={
-        "w8a8": QuantizedKernel("the contract said in float64, where sums of 128 products are exact", itemsize=8),
+        "w8a8": QuantizedKernel("the contract computed in float64, with exact sums of 128 products", itemsize=8),
         **DEQUANTIZED,
     },
     ignored=NO_BRIDGE,
     rejected={
-        "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
-        "batch_invariant": "torch's own kernels serve, at sizes that were proven to keep their bits; none is faster "
-        "without that",
-        "async_scheduling": "a step has ended when its call returns, so there is nothing to work ahead of",
+        "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
+        "batch_invariant": "torch's own kernels are used, at sizes proven to keep their bits; no kernel is faster "
+        "without batch invariance",
+        "async_scheduling": "a step ends before its call returns, so no step can be prepared ahead",
         "defrag_with_graphs": "there are no graphs on a CPU",
     },
 )
-"""``split`` is part of attention's contract here; ``min_tokens``: one row never has the bits of many. Steps are
-small, because whoever arrives waits for the end of one."""
+"""``split`` is part of attention's contract here.
+
+``min_tokens``: one row never has the bits of many. Steps are small, because an arriving request waits for the end of a
+step.
+"""

@@ -1,10 +1,12 @@
-"""The kernel of attention on a CPU, made such that no hidden key or value reaches a result.
+"""The kernel of attention on a CPU, made safe for hidden keys.
 
-The kernel adds minus infinity to the scores of hidden keys and multiplies their values by zero. That is exact for
-ordinary numbers. A slot behind a row's end may hold anything, though, and NaN, infinity, or a key whose score is beyond
-float32, make NaN of it. So they show in the result, and only as NaN. A call whose result has NaN is repeated with zeros
-in place of what is hidden: first of what is hidden from all queries of a sequence, then, if a later token of the
-sequence itself is to blame, of what is hidden from each query. A NaN that remains is the row's own.
+No hidden key or value reaches a result. The kernel adds minus infinity to the scores of hidden keys and multiplies
+their values by zero. That is exact for ordinary numbers. But a slot behind a row's end may hold anything. NaN,
+infinity, or a key with a score beyond float32 becomes NaN. So hidden slots show in the result only as NaN.
+
+A call with NaN in its result is repeated with zeros in hidden places: first in places that are hidden from all queries
+of a sequence. If NaN remains, a later token of the sequence itself is to blame, and each query gets zeros in the places
+that are hidden from it. A NaN that still remains is the row's own.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The output [pairs, heads, rows, dim] and log-sum-exp [pairs, heads, rows] of ``query`` [pairs, heads, rows, dim]
-    over ``key`` and ``value`` [pairs, heads, span, dim].
+    """Return the output [pairs, heads, rows, dim] and log-sum-exp [pairs, heads, rows] of attention.
 
-    ``mask`` [pairs, 1 or heads, rows, span] is added to the scores: minus infinity hides a key, from all heads alike.
+    ``query`` is [pairs, heads, rows, dim]; ``key`` and ``value`` are [pairs, heads, span, dim]. ``mask`` [pairs, 1 or
+    heads, rows, span] is added to the scores: minus infinity hides a key, from all heads alike.
     """
     found: tuple[Tensor, Tensor] = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     if mask is None or not _has_nan(*found):
@@ -39,12 +41,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
 
 def _has_nan(out: Tensor, lse: Tensor) -> bool:
-    """Whether there is a NaN, or infinities of both signs; the sum is the cheapest way to see it."""
+    """Return whether there is a NaN, or infinities of both signs.
+
+    The sum is the cheapest way to see it.
+    """
     return bool((out.sum() + lse.sum()).isnan())
 
 
 def _without(hidden: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """The kernel's answer with zeros in place of the keys and values that are ``hidden``, bool [pairs, 1, span]."""
+    """Return the kernel's answer with ``hidden`` keys and values zeroed.
+
+    ``hidden`` is bool [pairs, 1, span].
+    """
     query, key, value, mask = inputs
     key, value = (each.masked_fill(hidden.unsqueeze(-1), 0.0) for each in (key, value))
     found: tuple[Tensor, Tensor] = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)

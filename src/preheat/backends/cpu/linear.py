@@ -1,14 +1,17 @@
-"""The product of rows and a plain matrix on a CPU: y = x W^T + b.
+"""The product of rows and a plain matrix on a CPU.
 
-Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W and
-the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
+It is y = x W^T + b.
 
-On CPU the kernel is oneDNN's, over weights laid out for it once. It cuts the inputs differently for some numbers of
-rows than for others (with AMX for many, without for few). One number of rows, whose bits most others share, is the
-reference, and what it gives is the contract; any other number is computed at a size that was proven, on this machine,
-to give the same bits: as it is, with rows added, or in parts of the reference. The proof is made when a size first
-occurs, that is, before ready. A processor without a product of bfloat16 (AVX2) multiplies in float32, which takes
-twice the memory, and rounds the result once.
+Contract. Every output is one dot product over the inputs plus the bias, rounded once to the dtype. The dot product is
+accumulated in fp32, in an order fixed by the shape of W and the number of threads. A row's bits do not depend on the
+number of rows.
+
+The kernel is oneDNN's, over weights laid out for it once. It cuts the inputs differently for some numbers of rows than
+for others (with AMX for many, without for few). One number of rows, with the bits that most others share, is the
+reference: its results are the contract. Any other number is computed at a size that was proven, on this machine, to
+give the same bits: as it is, with rows added, or in parts of the reference. The proof is made when a size first occurs,
+so before ready. A processor without a product of bfloat16 (AVX2) multiplies in float32 with twice the memory, and
+rounds the result once.
 """
 
 from __future__ import annotations
@@ -36,13 +39,19 @@ _kernel = torch.ops.mkldnn._linear_pointwise.default
 
 
 class Product:
-    """``function`` of rows and these ``operands``, whose first ones are tensors, or lists of them."""
+    """Product by a ``function`` of rows and these ``operands``.
+
+    The first operands are tensors, or lists of tensors.
+    """
 
     def __init__(self, function: Callable[..., Tensor], *operands: Any) -> None:
         self._function, self.operands = function, operands
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
+        """Return a new tensor [rows, outputs] of ``x`` [rows, inputs].
+
+        ``x`` has at least one row, and gives the dtype.
+        """
         return self._function(x, *self.operands)
 
     def weights(self) -> Iterator[Tensor]:
@@ -52,7 +61,7 @@ class Product:
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The product of ``weight`` [outputs, inputs], of which oneDNN's copy alone is kept, and ``bias`` [outputs]."""
+    """Return the product of ``weight`` [outputs, inputs] and ``bias`` [outputs]; only oneDNN's copy is kept."""
     return Product(packed_linear, pack(weight), bias, len(weight))
 
 
@@ -61,7 +70,10 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     lambda x, weight, bias, outputs: x.new_empty(len(x), outputs),
 )
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``weight`` is what :func:`pack` returns. Numbers without a product of their own are multiplied in float32."""
+    """Multiply ``x`` by a ``weight`` of :func:`pack`.
+
+    A dtype without a product is multiplied in float32.
+    """
     dtype = product_dtype(x.dtype)
     if dtype == x.dtype:
         return _proven_product(x, weight, bias, outputs)
@@ -70,7 +82,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) 
 
 
 def _proven_product(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Multiply at a number of rows that is proven to give the contract's bits."""
+    """Multiply at a number of rows with the contract's bits, as proven."""
     rows, inputs = x.shape
     size = proven_size(rows, outputs, inputs, x.dtype, torch.get_num_threads())
     if size == rows:
@@ -93,7 +105,10 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
 
 @functools.cache
 def proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
-    """The least size at which ``rows`` rows have the reference's bits; the reference's, for parts, if none has."""
+    """Return the least size at which ``rows`` rows have the reference's bits.
+
+    If no size has these bits, return the reference's, to compute in parts of it.
+    """
     dtype = product_dtype(dtype)
     reference = _reference(outputs, inputs, dtype, threads)
     candidates = _candidates(rows)
@@ -103,14 +118,17 @@ def proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, thread
 
 
 def _candidates(rows: int) -> list[int]:
-    """``rows`` itself, then what it can be padded to without growing much."""
+    """Return ``rows``, then sizes that it can be padded to cheaply."""
     steps = (1, 2, 4, 8, 16, 32) if rows < max(REFERENCES) else (1, 16, 64)
     return list(dict.fromkeys(max(-(-rows // step) * step, MIN_ROWS) for step in steps))
 
 
 @functools.cache
 def _reference(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
-    """The one of ``REFERENCES`` that most of the ``PROBES`` agree with; of equals the largest."""
+    """Return the one of ``REFERENCES`` that most ``PROBES`` agree with.
+
+    Of equals it is the largest.
+    """
     votes = {
         rows: sum(_agrees(probe, rows, outputs, inputs, dtype) for probe in PROBES)
         for rows in REFERENCES
@@ -120,7 +138,10 @@ def _reference(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> i
 
 
 def _agrees(size: int, reference: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether ``size`` rows at once have the bits that they have in parts of ``reference`` rows, in another order."""
+    """Return whether ``size`` rows at once have the reference's bits.
+
+    The reference's bits are of parts of ``reference`` rows, in reverse order.
+    """
     rows = _cancelling_rows(inputs, dtype)
     weight = _cancelling(outputs, inputs, dtype)
     repeats = -(-size // len(rows))
@@ -135,23 +156,23 @@ def _cancelling_rows(inputs: int, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """A weight whose product with those rows is exactly zero."""
+    """Return a weight whose product with :func:`_cancelling_rows` is exactly zero."""
     weight = signed_pairs(noise(outputs, inputs), 1.0).to(dtype)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight)
     return packed
 
 
 def obstacle() -> Refused | None:
-    """Why this torch multiplies no plain matrix; None if it does."""
+    """Return why this torch multiplies no plain matrix; None if it does."""
     if torch._C._has_mkldnn:
         return None
-    return Refused("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+    return Refused("this build of torch has no oneDNN, and preheat needs it on a CPU: install PyTorch's standard wheel")
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return oneDNN's copy of ``weight`` [outputs, inputs], in float32 where the processor has no product of its dtype.
+    """Return oneDNN's copy of ``weight`` [outputs, inputs].
 
-    Raises SettingsError where torch has no oneDNN.
+    The copy is in float32 if the processor has no product of its dtype. Raises SettingsError if torch has no oneDNN.
     """
     if (found := obstacle()) is not None:
         raise SettingsError(found.reason)
@@ -161,6 +182,9 @@ def pack(weight: Tensor) -> Tensor:
 
 @functools.cache
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return ``dtype`` where oneDNN multiplies it on this processor, else float32: bfloat16 needs AVX-512."""
+    """Return ``dtype`` if oneDNN multiplies it here, else float32.
+
+    bfloat16 needs AVX-512.
+    """
     supported = dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype if supported else torch.float32

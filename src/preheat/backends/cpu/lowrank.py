@@ -1,8 +1,8 @@
-"""What adapters add to layers on a CPU, see :mod:`preheat.ops.matmul`.
+"""Adapters of layers on a CPU, see :mod:`preheat.ops.matmul`.
 
-The rows of one adapter are gathered and multiplied so many at a time, filled up with zeros: by a number of rows whose
-bits are proven, on this machine, to be those of ``ROWS`` rows at any place among them. Every product therefore has one
-of a few shapes, which depend on the layer alone.
+The rows of one adapter are gathered and multiplied in products of a fixed number of rows, filled up with zeros. The
+number is proven, on this machine, to give a row at any place in the product the bits of ``ROWS`` rows. So every product
+has one of a few shapes, which depend only on the layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from preheat.ops.values import PART, TILE, Experts, LowRank, Matmul
 
 ROWS = 8
 MORE_ROWS = (64, 32, 16)
-"""What a product may have in place of ``ROWS``, largest first."""
+"""Larger numbers of rows for a product than ``ROWS``, largest first."""
 
 
 class Group(NamedTuple):
@@ -37,13 +37,16 @@ class Group(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Of the tiles of first matrices a rank has every ``world``-th one, from number ``rank`` on."""
+    """A rank's share of the tiles of first matrices.
+
+    It has every ``world``-th tile, from number ``rank`` on.
+    """
 
     rank: int
     world: int
 
     def of(self, tiles: int) -> int:
-        """How many of so many."""
+        """Return how many of ``tiles`` tiles the rank has."""
         return len(range(self.rank, tiles, self.world))
 
 
@@ -60,7 +63,7 @@ class Packed(NamedTuple):
 
 
 class CpuAdapterRows:
-    """Which adapter each row of a step has, see :class:`preheat.backends.base.AdapterRows`."""
+    """The adapter of each row of a step, see :class:`preheat.backends.base.AdapterRows`."""
 
     def __init__(self) -> None:
         self._described: dict[AdapterStep, list[Group]] = {}
@@ -73,8 +76,11 @@ class CpuAdapterRows:
     def use(self, step: AdapterStep | None) -> None:
         self.groups = self._described.get(step, ()) if step else ()
 
-    def among(self, tokens: Tensor) -> list[Group]:
-        """The groups of the step's ``tokens`` int64 [n], rows being numbered as these are."""
+    def groups_of(self, tokens: Tensor) -> list[Group]:
+        """Return the groups among the step's ``tokens`` int64 [n].
+
+        Rows are numbered by their place in ``tokens``.
+        """
         found = (Group(slot, torch.nonzero(torch.isin(tokens, rows))[:, 0]) for slot, rows in self.groups)
         return [group for group in found if len(group.rows)]
 
@@ -87,8 +93,9 @@ class CpuAdapters:
 
 
 class Shrunk(NamedTuple):
-    """What ``rows`` shrink to by the ``factors`` of the adapter in ``slot``: fp32 ``sums`` [tiles, rows, TILE]. Their
-    term is added to the outputs ``columns`` [from, to).
+    """Rows shrunk by the ``factors`` of the adapter in ``slot``: fp32 ``sums`` [tiles, rows, TILE].
+
+    Their term is added to the outputs ``columns`` [from, to).
     """
 
     factors: Factors
@@ -99,7 +106,10 @@ class Shrunk(NamedTuple):
 
 
 class SlotTable:
-    """What the adapters in all slots have for several ``parts``, for steps whose ``rows`` are described."""
+    """Adapter matrices of several ``parts``, for all adapter slots.
+
+    ``rows`` describes the rows of a step.
+    """
 
     def __init__(self, parts: Sequence[Factors], rows: CpuAdapterRows) -> None:
         self._parts, self.rows = parts, rows
@@ -110,7 +120,7 @@ class SlotTable:
         return self.rows.groups
 
     def of_expert(self, number: int) -> tuple[Sequence[Factors], Sequence[Factors]]:
-        """The parts of gate and up of an expert, and that of its down."""
+        """Return the parts of an expert's gate and up, and of its down."""
         return self._parts[3 * number : 3 * number + 2], self._parts[3 * number + 2 : 3 * number + 3]
 
     def shrink(self, x: Tensor) -> list[Shrunk]:
@@ -153,7 +163,10 @@ class Embedding:
         self.slots = SlotTable([self._factors], rows)
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
-        """Every token is known: a step has ended when the next one begins."""
+        """Add the adapters' terms for known tokens.
+
+        Every token is known, as a step has ended when the next one begins.
+        """
         for slot, mine in self.slots.groups:
             rows = mine[tokens.index_select(0, mine) >= 0]
             if len(rows) and self._factors.has(slot):
@@ -161,7 +174,7 @@ class Embedding:
                 expand(out, [Shrunk(self._factors, slot, rows, (0, out.shape[1]), sums)], [sums])
 
     def weights(self) -> Iterable[Tensor]:
-        """None: the table belongs to the model."""
+        """Return no weights: the table belongs to the model."""
         return ()
 
     def state(self) -> Iterable[Tensor]:
@@ -170,7 +183,10 @@ class Embedding:
 
 
 def shrink(x: Tensor, parts: Sequence[Factors], groups: Sequence[Group]) -> list[Shrunk]:
-    """What the ``groups`` of rows of ``x`` [all rows, inputs] shrink to for each of ``parts`` of their adapter."""
+    """Shrink the ``groups`` of rows of ``x`` [all rows, inputs].
+
+    Each group is shrunk for each of ``parts`` of its adapter.
+    """
     ends, found = list(itertools.accumulate((part.outputs for part in parts), initial=0)), list[Shrunk]()
     for slot, rows in groups:
         wanted = [each for each in zip(parts, itertools.pairwise(ends), strict=True) if each[0].has(slot)]
@@ -180,13 +196,13 @@ def shrink(x: Tensor, parts: Sequence[Factors], groups: Sequence[Group]) -> list
 
 
 def expand(y: Tensor, shrunk: Sequence[Shrunk], roots: Sequence[Tensor]) -> None:
-    """Add to ``y`` [all rows, outputs of all parts], in place, what its rows are expanded to from ``roots``."""
+    """Expand ``roots``, and add the results to ``y`` [all rows, outputs of all parts] in place."""
     for (factors, slot, rows, (first, last), _), root in zip(shrunk, roots, strict=True):
         y[rows, first:last] = add_delta(y[rows, first:last], factors.expand(root, slot, y.dtype))
 
 
 def slots_of(value: Matmul, context: LayerContext) -> SlotTable | None:
-    """The slots of a layer of ``value``, if it has terms."""
+    """Return the adapter slots of a layer; None without terms."""
     if not value.terms:
         return None
     (term,) = value.terms
@@ -197,7 +213,10 @@ def slots_of(value: Matmul, context: LayerContext) -> SlotTable | None:
 
 
 def expert_slots(value: Experts, context: LayerContext) -> SlotTable | None:
-    """Those of routed experts: three parts for each."""
+    """Return the adapter slots of routed experts; None without terms.
+
+    Each expert has three parts.
+    """
     if not value.gate_up.terms:
         return None
     (first,), (last,) = value.gate_up.terms, value.down.terms
@@ -214,12 +233,13 @@ def _factors(
 ) -> LinearFactors:
     first, second = value.pair(term, part)
     sizes = first.inputs, second.outputs, first.groups.slots, first.outputs
-    return LinearFactors(*sizes, leaves=first.order.own, tiles=cut, share=share)
+    return LinearFactors(*sizes, k_splits=first.order.own_k_splits, tiles=cut, share=share)
 
 
 def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:
-    """For parts of so many ``outputs`` each, one after the other, those of the ``tiles`` that lie in it; without any,
-    the part itself.
+    """Yield the ``tiles`` that lie in each of consecutive parts.
+
+    The parts have these ``outputs``. Without tiles, yield the part itself.
     """
     left = list(tiles or outputs)[::-1]
     for size in outputs:
@@ -231,9 +251,11 @@ def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]
 
 
 class Factors(ABC):
-    """Both matrices of the adapters in all ``slots``, for one part of a module: fp32, the first as a subclass lays it
-    out, tile by tile of the ranks, of which it has its ``share``, the second [slots, tiles, outputs, TILE]. ``_tiles``
-    of them are in use. The outputs of each size in ``cut`` are one product, by default all of them.
+    """Both matrices of the adapters in all ``slots``, for one part.
+
+    They are fp32. A subclass lays out the first matrix, in tiles of ranks; a ``share`` of the tiles is here. The second
+    matrix is [slots, tiles, outputs, TILE]. ``_tiles`` tiles are in use. The outputs of each size in ``cut`` are one
+    product; by default all outputs are.
     """
 
     def __init__(
@@ -257,12 +279,12 @@ class Factors(ABC):
         return self._a.nbytes + self._b.nbytes
 
     def pack(self, given: LowRankPair) -> Packed:
-        """``given`` as a slot holds it."""
+        """Return ``given`` as an adapter slot holds it."""
         a = self._first(given.a.float())[self._share.rank :: self._share.world]
         return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale, given.a.dtype)
 
     def write(self, slot: int, packed: Packed) -> None:
-        """Put what was packed into ``slot``."""
+        """Write a packed pair into ``slot``."""
         self._a[slot, : len(packed.a)].copy_(packed.a)
         self._b[slot, : len(packed.b)].copy_(packed.b)
         self._scale[slot], self._tiles[slot], self._dtype[slot] = packed.scale, len(packed.b), packed.dtype
@@ -272,16 +294,17 @@ class Factors(ABC):
         self._tiles[slot] = 0
 
     def has(self, slot: int) -> bool:
-        """Whether the adapter in ``slot`` adds anything."""
+        """Return whether the adapter in ``slot`` adds anything."""
         return self._tiles[slot] > 0
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Both matrices of all slots."""
+        """Return both matrices of all adapter slots."""
         return self._a, self._b
 
     def shrink(self, x: Tensor, slot: int) -> Tensor:
-        """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled. Of a share as many on each rank: one
-        of zeros where others have one more.
+        """Return the rows ``x`` shrunk, fp32 [tiles in use, rows, TILE], not scaled.
+
+        A share gives equally many tiles on each rank: a tile of zeros is added if other ranks have one more.
         """
         used = self._tiles[slot]
         mine = list(self._shrink(x, self._a[slot, : self._share.of(used)]))
@@ -289,7 +312,10 @@ class Factors(ABC):
         return torch.stack([*mine, *[torch.zeros(len(x), TILE)] * more])
 
     def expand(self, shrunk: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
-        """What is added to rows of a model of this dtype that ``shrunk`` to this."""
+        """Return the sums to add to rows, expanded from ``shrunk``.
+
+        ``dtype`` is the model's.
+        """
         used, rounded = self._tiles[slot], pair_dtype(dtype, self._dtype[slot])
         scaled = (shrunk[:used] * self._scale[slot]).to(rounded).float()
         given = zip(scaled, self._b[slot, :used], strict=True)
@@ -301,16 +327,21 @@ class Factors(ABC):
 
     @abstractmethod
     def _first(self, a: Tensor) -> Tensor:
-        """Fp32 ``a`` [rank, inputs] in tiles of ranks, those that fill up the last one being zeros."""
+        """Return fp32 ``a`` [rank, inputs] in tiles of ranks.
+
+        The last tile is filled up with zeros.
+        """
 
     @abstractmethod
     def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
-        """What rows ``x`` shrink to by each tile of ``a``, [rows, TILE]."""
+        """Return rows ``x`` shrunk by each tile of ``a``, [rows, TILE]."""
 
 
 class LinearFactors(Factors):
-    """Of a linear layer, whose rows are fp32 [rows, inputs]: the first matrix [slots, tiles, parts of the inputs,
-    TILE, inputs of a part]. Inputs are in ``leaves``, by default one; each leaf has the same number of parts.
+    """Factors of a linear layer with rows fp32 [rows, inputs].
+
+    The first matrix is [slots, tiles, parts of the inputs, TILE, inputs of a part]. ``k_splits`` is the number of K
+    splits of the inputs, by default one; each K split has the same number of parts.
     """
 
     def __init__(
@@ -320,15 +351,15 @@ class LinearFactors(Factors):
         slots: int,
         max_rank: int,
         *,
-        leaves: int = 1,
+        k_splits: int = 1,
         tiles: Sequence[int] = (),
         share: Share = ALL_TILES,
     ) -> None:
-        self._leaf = inputs // leaves
-        self._width = min(self._leaf, PART)
-        self._parts = -(-self._leaf // self._width)
-        self._leaves = range(0, leaves * self._parts, self._parts)
-        super().__init__(outputs, slots, max_rank, leaves * self._parts, TILE, self._width, cut=tiles, share=share)
+        self._split_inputs = inputs // k_splits
+        self._width = min(self._split_inputs, PART)
+        self._parts = -(-self._split_inputs // self._width)
+        self._first_parts = range(0, k_splits * self._parts, self._parts)
+        super().__init__(outputs, slots, max_rank, k_splits * self._parts, TILE, self._width, cut=tiles, share=share)
         self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
 
     def _first(self, a: Tensor) -> Tensor:
@@ -337,25 +368,26 @@ class LinearFactors(Factors):
 
     def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
         inputs = self._inputs(x)
-        return (tree_sum([self._leaf_sum(inputs, tile, first) for first in self._leaves]) for tile in a)
+        return (tree_sum([self._split_sum(inputs, tile, first) for first in self._first_parts]) for tile in a)
 
-    def _leaf_sum(self, inputs: Sequence[Tensor], a: Tensor, first: int) -> Tensor:
-        """The sum of the parts of a leaf, of which ``first`` is the first."""
-        leaf = product(inputs[first], a[first], self._shrunk)
+    def _split_sum(self, inputs: Sequence[Tensor], a: Tensor, first: int) -> Tensor:
+        """Return the sum of a K split's parts from ``first`` on."""
+        total = product(inputs[first], a[first], self._shrunk)
         for part in range(first + 1, first + self._parts):
-            leaf += product(inputs[part], a[part], self._shrunk)
-        return leaf
+            total += product(inputs[part], a[part], self._shrunk)
+        return total
 
     def _inputs(self, x: Tensor) -> list[Tensor]:
-        """The columns of each part, filled up with zeros."""
-        more = self._parts * self._width - self._leaf
-        leaves = (F.pad(leaf, (0, more)) for leaf in torch.split(x, self._leaf, 1))
-        return [part for leaf in leaves for part in torch.split(leaf, self._width, 1)]
+        """Return the columns of each part, filled up with zeros."""
+        more = self._parts * self._width - self._split_inputs
+        k_splits = (F.pad(split, (0, more)) for split in torch.split(x, self._split_inputs, 1))
+        return [part for split in k_splits for part in torch.split(split, self._width, 1)]
 
 
 class TokenFactors(Factors):
-    """Of a table of embeddings, whose rows are tokens: the first matrix [slots, tiles, vocab, TILE], so that what a
-    token shrinks to lies together.
+    """Factors of a table of embeddings, with tokens as rows.
+
+    The first matrix is [slots, tiles, vocab, TILE], so that a token's shrunk numbers lie together.
     """
 
     def __init__(self, vocab: int, hidden: int, slots: int, max_rank: int) -> None:
@@ -369,12 +401,12 @@ class TokenFactors(Factors):
 
 
 def _in_tiles(ranks: Tensor) -> Tensor:
-    """``ranks`` [rows, rank] as fp32 [tiles, rows, TILE], filled up with zeros."""
+    """Return ``ranks`` [rows, rank] as fp32 [tiles, rows, TILE], filled up with zeros."""
     return F.pad(ranks.float(), (0, -ranks.shape[1] % TILE)).view(len(ranks), -1, TILE).transpose(0, 1)
 
 
 def product(x: Tensor, weight: Tensor, most: int) -> Tensor:
-    """``x`` [rows, inputs] times ``weight`` [outputs, inputs], fp32, at most ``most`` rows at a time."""
+    """Multiply ``x`` [rows, inputs] by ``weight`` [outputs, inputs], fp32, at most ``most`` rows at a time."""
     count = len(x)
     size = most if count > ROWS else ROWS
     return _in_parts(F.pad(x, (0, 0, 0, -count % size)), weight, size)[:count]
@@ -382,8 +414,9 @@ def product(x: Tensor, weight: Tensor, most: int) -> Tensor:
 
 @functools.cache
 def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
-    """The most rows of a product that have the bits of ``ROWS`` rows. ``threads`` are torch's. Raises NotInvariant if
-    even those depend on their slot.
+    """Return the most rows of a product with the bits of ``ROWS`` rows.
+
+    ``threads`` are torch's. Raises NotInvariant if even ``ROWS`` rows depend on their place.
     """
     rows = signed_pairs(noise(max(MORE_ROWS), inputs, seed=1), -1.0)
     weight = signed_pairs(noise(outputs, inputs), 1.0)
@@ -391,7 +424,7 @@ def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
     for size in (*MORE_ROWS, ROWS):
         if torch.equal(_in_parts(rows, weight, size), expected):
             return size
-    raise NotInvariant(f"a product of {ROWS} rows with [{outputs}, {inputs}] depends on the place of a row")
+    raise NotInvariant(f"a product of {ROWS} rows with [{outputs}, {inputs}] depends on the position of a row")
 
 
 def _in_parts(rows: Tensor, weight: Tensor, size: int) -> Tensor:

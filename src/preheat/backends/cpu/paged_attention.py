@@ -3,17 +3,17 @@
 Contract. Keys are cut into splits at fixed absolute positions (:data:`preheat.backends.cpu.tiles.SPLIT`). Inside a
 split: scores = q . k * scale in fp32, softmax over the visible keys in fp32, output = p . v, rounded to the model's
 dtype, together with the split's log-sum-exp in fp32. Across the splits of a query, in rising order: w_i = exp(lse_i -
-max), out = (sum w_i * out_i) / (sum w_i), in fp32, rounded once. A query with one split is that split's output.
-With ALiBi, slope * (key - query), one fp32 product of the head's slope and the distance of the positions, is added to
-the scores before their softmax.
+max), out = (sum w_i * out_i) / (sum w_i), in fp32, rounded once. A query with one split has that split's output. With
+ALiBi, slope * (key - query) is added to the scores before their softmax: one fp32 product of the head's slope and the
+distance of the positions.
 
-Every query row therefore has the same bits whatever tile, batch, chunk or cache state it was computed in. The CPU
-kernel is torch's flash attention. Its products are a library's, which takes other kernels for few rows, for the last
-rows of a block and for the parts that it cuts a call into for several threads; which ones depends on the processor. So
-what it gives for one number of query rows a head (:func:`_reference`), reading a whole split, is the contract. Tiles
-are padded to a number of rows that was proven, on this machine, to give each row those bits at every place in the call,
-for every number of keys that a call reads, with a mask and without, for one pair and for several. Whoever changes the
-call must keep to what is proven: a number of rows from :func:`padded_rows`, a span of :data:`SPANS`.
+Every query row therefore has the same bits in any tile, batch, chunk or cache state. The CPU kernel is torch's flash
+attention. Its products are a library's. For several threads the library cuts a call into parts. It takes other kernels
+for few rows, for the last rows of a block, and for such parts, depending on the processor. So the contract is the
+result for one number of query rows a head (:func:`_reference`), reading a whole split. Tiles are padded to a number of
+rows that was proven, on this machine, to give each row the same bits at every place in the call. The proof covers every
+number of keys that a call reads, with a mask and without, for one pair and for several. A changed call must keep to the
+proof: a number of rows from :func:`padded_rows`, a span of :data:`SPANS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from preheat.errors import ModelError
 from preheat.ops.proof import noise, signed_pairs
 
 REFERENCES = (64, 32, 24, 16, 12, 8, 4)
-"""Numbers of query rows that may be the contract's: the first one is whose rows have one order wherever they stand."""
+"""Numbers of query rows that may be the contract's.
+
+The first number with one order for rows at all places is the contract's.
+"""
 
 STEPS = (4, 8, 12, 16, 24, 32, 64)
 """Rows are padded to a multiple of one of these."""
@@ -40,19 +43,28 @@ STEPS = (4, 8, 12, 16, 24, 32, 64)
 SPANS = (64, 128, 256)
 
 Reader = Callable[[Tensor], Sequence[Tensor]]
-"""Cache [blocks, 2, kv heads, slots, dim] -> keys and values of a call, each [pairs, kv heads, span, dim]."""
+"""Function from a cache to the keys and values of a call.
+
+The cache is [blocks, 2, kv heads, slots, dim]; keys and values are [pairs, kv heads, span, dim] each.
+"""
 
 WORKSPACE_BYTES = 8 << 20
-"""Keys and values gathered for one kernel call: about what a core's cache holds. Changes no bits."""
+"""Bytes of keys and values gathered for one kernel call.
+
+They are about a core's cache. The number changes no bits.
+"""
 
 
 def max_keys(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Keys that one call gathers at most."""
+    """Return the most keys that one call gathers."""
     return WORKSPACE_BYTES // (2 * num_kv_heads * head_dim * dtype.itemsize)
 
 
 class PagedAttention:
-    """Attention of one group of tiles of a step, prepared once and run by every layer with the same window."""
+    """Attention of one group of tiles of a step.
+
+    It is prepared once and run by every layer with the same window.
+    """
 
     def __init__(self, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.kv_heads, self.group, self.dim = num_kv_heads, num_heads // num_kv_heads, head_dim
@@ -109,7 +121,10 @@ class PagedAttention:
         scale: float,
         alibi: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The partial output [pairs, kv heads, rows, dim] and log-sum-exp [pairs, kv heads, rows] of a call's pairs."""
+        """Return the partial results of a call's pairs.
+
+        They are outputs [pairs, kv heads, rows, dim] and log-sum-exps [pairs, kv heads, rows].
+        """
         tile, read, kernel_call, mask = call
         key, value = read(cache)
         query = tiled if self.direct else tiled.index_select(0, tile)
@@ -127,13 +142,16 @@ class PagedAttention:
         top = lse.amax(dim=1, keepdim=True).clamp(min=torch.finfo(lse.dtype).min)  # a query that pads sees nothing
         weight = torch.exp(lse - top).unsqueeze(-1)
         total, norm = _added(part, weight)
-        if total.sum().isnan():  # zero times what is not seen must not be added
+        if total.sum().isnan():  # zero times a NaN of an unseen split must not be added
             part[..., : self.rows, :].masked_fill_(self.unseen.unsqueeze(-1), 0.0)
             total, norm = _added(part, weight)
         return (total / norm).to(part.dtype)
 
     def _reader(self, call: KernelCall) -> Reader:
-        """Gathers the call's keys and its values, head by head, in the dtype of the queries."""
+        """Return a function that gathers the call's keys and its values.
+
+        It gathers head by head, in the dtype of the queries.
+        """
         places = np.arange(2 * self.kv_heads).reshape(2, 1, self.kv_heads, 1)  # within a block: all keys, all values
         rows = torch.from_numpy((call.blocks[:, None] * (2 * self.kv_heads) + places).reshape(-1))
         shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
@@ -145,7 +163,7 @@ class PagedAttention:
         return read
 
     def _mask(self, call: KernelCall, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
+        """Return an additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
         if not call.masked:
             return None
         before, after = hidden_keys(dtype)
@@ -158,8 +176,9 @@ class PagedAttention:
         return torch.nn.functional.pad(mask.repeat(1, 1, self.group, 1), (0, 0, 0, self.pad_rows))
 
     def _bias(self, call: KernelCall, mask: Tensor | None, alibi: Tensor) -> Tensor:
-        """ALiBi's bias with the ``mask``, fp32 [pairs, kv heads, rows, span]. It is made anew in each layer: kept, it
-        would be as large as the scores of a whole step.
+        """Return ALiBi's bias with the ``mask``, fp32 [pairs, kv heads, rows, span].
+
+        It is made anew in each layer: kept, it would be as large as the scores of a whole step.
         """
         distance = torch.arange(call.span) - torch.from_numpy(call.query)[:, :, None]
         slopes = alibi.view(1, self.kv_heads, self.group, 1, 1)
@@ -169,7 +188,10 @@ class PagedAttention:
 
 
 def _added(part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over the splits, in order: of ``part`` [tiles, splits, ...] times ``weight``, and of ``weight``."""
+    """Return the ordered sums over the splits.
+
+    They are sums of ``part`` [tiles, splits, ...] times ``weight``, and of ``weight``.
+    """
     total, norm = part[:, 0] * weight[:, 0], weight[:, 0]
     for i in range(1, part.shape[1]):
         total = total + part[:, i] * weight[:, i]
@@ -178,7 +200,10 @@ def _added(part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile at most, where ``group`` heads share each key: a power of two up to which all are proven."""
+    """Return the most queries of a tile, a power of two.
+
+    ``group`` heads share each key. All powers of two up to it are proven.
+    """
     width = 1
     while width < MAX_TILE and _proven_rows(2 * width * group, head_dim, dtype, torch.get_num_threads()):
         width *= 2
@@ -186,18 +211,24 @@ def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The query rows of a call for ``rows`` of them. Raises ModelError where no number was proven."""
+    """Return the query rows of a call for ``rows`` rows.
+
+    Raises ModelError if no number was proven.
+    """
     size = _proven_rows(rows, head_dim, dtype, torch.get_num_threads())
     if not size:
         raise ModelError(
-            f"attention with {rows} query rows for each key, {head_dim} wide, has no kernel on this machine"
+            f"this machine has no attention kernel for {rows} query rows of head_dim {head_dim} for each key"
         )
     return size
 
 
 @functools.cache
 def _proven_rows(rows: int, head_dim: int, dtype: torch.dtype, threads: int) -> int:
-    """The least number of rows, not below ``rows``, that have the reference's bits on ``threads`` threads; 0: none."""
+    """Return the least proven number of rows, at least ``rows``; 0: none.
+
+    It has the reference's bits on ``threads`` threads.
+    """
     reference = _reference(head_dim, dtype, threads)
     sizes = sorted({-(-rows // step) * step for step in STEPS}) if reference else []
     return next((size for size in sizes if _agrees(size, reference, head_dim, dtype, threads)), 0)
@@ -205,16 +236,19 @@ def _proven_rows(rows: int, head_dim: int, dtype: torch.dtype, threads: int) -> 
 
 @functools.cache
 def _reference(head_dim: int, dtype: torch.dtype, threads: int) -> int:
-    """The number of rows whose bits are the contract: the first that gives a row the same ones at all places; 0: none.
+    """Return the contract's number of rows; 0: none.
 
-    MKL on processors without AVX512, for one, computes the last two of 32 rows by another kernel than the others.
+    It is the first number that gives a row the same bits at all places. MKL on processors without AVX512, for one,
+    computes the last two of 32 rows by another kernel than the others.
     """
     return next((rows for rows in REFERENCES if _agrees(rows, rows, head_dim, dtype, threads)), 0)
 
 
 def _agrees(size: int, reference: int, head_dim: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether ``size`` rows, which stand at other places than in the reference, add in its order in both products:
-    for every number of keys read, masked or not, for one pair and, where these are shared among threads, for several.
+    """Return whether ``size`` rows add in the reference's order in both products.
+
+    The rows stand at other places than in the reference. The check covers every number of keys read, masked or not, for
+    one pair and, if threads share the pairs, for several.
     """
     order = torch.randperm(reference, generator=torch.Generator().manual_seed(size))
     order = order.repeat(-(-size // reference))[:size]
@@ -241,8 +275,10 @@ class _Products(NamedTuple):
 def _expected(
     keys: int, reference: int, head_dim: int, dtype: torch.dtype, threads: int
 ) -> list[tuple[_Products, Tensor]]:
-    """Products in which the scores, then the outputs over the first ``keys`` keys are exactly zero, each with what the
-    reference gives. See :mod:`preheat.ops.proof`.
+    """Return two products with the reference's results.
+
+    In the first the scores, in the second the outputs over the first ``keys`` keys are exactly zero. See
+    :mod:`preheat.ops.proof`.
     """
     query, key, value = (noise(1, 1, n, head_dim, seed=seed) for seed, n in enumerate((reference, SPLIT, SPLIT), 1))
     scores = signed_pairs(query.clone(), -1.0), signed_pairs(key.clone(), 1.0), value.clone()
@@ -257,7 +293,10 @@ def _expected(
 
 
 def _attend(products: _Products, keys: int, span: int, pairs: int) -> Tensor:
-    """[pairs, 1, rows, dim] of a call that reads ``span`` keys, of which the first ``keys`` are seen."""
+    """Run a call that reads ``span`` keys and sees ``keys`` of them.
+
+    Returns [pairs, 1, rows, dim].
+    """
     query, key, value = (x.expand(pairs, -1, -1, -1).contiguous() for x in products[:3])
     key, value = key[:, :, :span].contiguous(), value[:, :, :span].contiguous()
     mask = None
@@ -269,7 +308,10 @@ def _attend(products: _Products, keys: int, span: int, pairs: int) -> Tensor:
 
 @functools.cache
 def hidden_keys(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Row n of the first hides the keys before the n-th, row n of the second those from the n-th on."""
+    """Return two masks of hidden keys.
+
+    Row n of the first hides the keys before the n-th; row n of the second hides all keys from the n-th on.
+    """
     hidden = torch.arange(SPLIT) < torch.arange(SPLIT + 1)[:, None]
     zero, hide = torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype)
     return torch.where(hidden, hide, zero), torch.where(hidden, zero, hide)

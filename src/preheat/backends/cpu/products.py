@@ -1,4 +1,4 @@
-"""The products of a layer on a CPU: the table of the functions that compute them."""
+"""The products of a layer on a CPU: a table of functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ CpuProducts = Tiles[Product] | Splits[Product] | ScaledSums
 def products_of(
     value: Matmul, weight: Tensor | QuantizedWeight, bias: Tensor | None, ranks: Collective | None
 ) -> CpuProducts:
-    """Those of one matrix of ``value``. A split has no bias, which is added to the sum of all."""
+    """Return the products of one matrix of ``value``.
+
+    The product of a K split has no bias: the bias is added to the sum of all splits.
+    """
     if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
         if value.order.is_split:
             return ScaledSums(weight, value.order, ranks)

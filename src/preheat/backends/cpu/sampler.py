@@ -1,4 +1,4 @@
-"""The sampler of a CPU: the reference sampler, which is done when it returns."""
+"""The sampler of a CPU: the reference sampler, done at its return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preheat.ops.sampling import SamplingInput, words_of
 
 
 class CpuSampler:
-    """Samples what it was told of last."""
+    """Sampler of the step that was described last."""
 
     def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0) -> None:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
@@ -40,7 +40,7 @@ class CpuSampler:
         self._raw = logits[: self._step.size].to(torch.float32, copy=True)  # a prompt's logits take its memory
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
-        """They are here."""
+        """Do nothing: the tokens are on the host."""
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         tokens = self._tokens[:rows].copy()
@@ -50,7 +50,7 @@ class CpuSampler:
             self._raw[torch.from_numpy(reporting)],
             unmarked(tokens[reporting]),
             alternatives,
-            self._step.told_of(reporting),
+            self._step.logprob_ids_of(reporting),
         )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
@@ -59,7 +59,7 @@ class CpuSampler:
         return prompt_entries(entries, finite_rows(raw.numpy()))
 
     def compile(self, logits: Tensor) -> None:
-        """There is nothing to build."""
+        """Do nothing: there is nothing to build."""
 
     def clear(self) -> None:
         self._step = SamplingInput(0, None, None, None)

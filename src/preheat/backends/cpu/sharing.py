@@ -1,4 +1,7 @@
-"""How ranks meet that share a model's layers on CPUs, one process each."""
+"""Rendezvous of the ranks that share a model on CPUs.
+
+Each rank is a process.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Callable
 
 from preheat.backends.base import Collective
 from preheat.backends.cpu.collective import SharedMemory, Sockets
-from preheat.backends.meeting import Meeting, OneNode
+from preheat.backends.rendezvous import OneNode, Rendezvous
 
 
 class CpuSharing:
     """See :class:`preheat.backends.base.Sharing`."""
 
-    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
-        return SharedMemory(meeting, check) if isinstance(meeting, OneNode) else Sockets(meeting, check)
+    def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> Collective:
+        return SharedMemory(rendezvous, check) if isinstance(rendezvous, OneNode) else Sockets(rendezvous, check)

@@ -1,9 +1,9 @@
-"""What attention needs to know of a step: which queries meet which keys, cut at fixed boundaries.
+"""Tiles of a step for attention, cut at fixed boundaries.
 
-Keys are cut into splits of ``SPLIT`` tokens at absolute positions, queries into tiles of one sequence each. A *pair*
-is one tile against one split; every pair is an independent piece of work, and a tile's partial results are merged in
-the order of its splits. Because the cuts depend on positions alone, the bits of a token's attention do not depend on
-what else is in the step, on how its prompt was chunked or on what came from the prefix cache.
+They say which queries meet the keys of a split. Keys are cut into splits of ``SPLIT`` tokens at absolute positions,
+queries into tiles of one sequence each. A *pair* is one tile against one split. Every pair is an independent piece of
+work, and a tile's partial results are merged in the order of its splits. The cuts depend only on positions. So other
+rows of the step, the chunks of a prompt and blocks from the prefix cache change no bits of a token's attention.
 
 Pure numpy; :mod:`preheat.backends.cpu.attention` does the arithmetic.
 """
@@ -18,27 +18,35 @@ import numpy as np
 from preheat.backends.cpu.facts import FACTS
 
 SPLIT = FACTS.split
-"""Tokens of a KV split. Part of the contract: another value gives other bits."""
+"""Tokens of a KV split.
+
+Part of the contract: another value gives other bits.
+"""
 
 MAX_TILE = 64
-"""Queries of a tile at most. Not part of the contract: it changes no bits."""
+"""Most queries of a tile.
+
+Not part of the contract: it changes no bits.
+"""
 
 MIN_SPAN = 64
-"""Keys read for a pair at least; a span is a power of two up to ``SPLIT`` and changes no bits."""
+"""Least keys read for a pair.
+
+A span is a power of two up to ``SPLIT`` and changes no bits.
+"""
 
 KEYS_PER_CALL = 2048
-"""One more kernel call costs about as much as reading so many keys in vain."""
+"""Number of needlessly read keys that cost as much as a call."""
 
 
 @dataclass(slots=True)
 class KernelCall:
     """Pairs that read equally many keys, run by one kernel call.
 
-    Pair p is tile ``tile[p]`` against ``span`` keys in the physical blocks ``blocks[p]``. Its query q sees keys
-    from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
-    no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
-    nothing; its output is not used. ``query[p, q]`` is the query's position, counted from the first key of the pair's
-    split.
+    Pair p is tile ``tile[p]`` against ``span`` keys in the physical blocks ``blocks[p]``. Its query q sees keys from
+    ``begin[p, q]`` up to ``end[p, q]``. Without ``masked`` all real queries see all keys. ``begin`` is None if no layer
+    limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of nothing; its
+    output is not used. ``query[p, q]`` is the query's position, counted from the first key of the pair's split.
     """
 
     tile: np.ndarray
@@ -52,11 +60,12 @@ class KernelCall:
 
 @dataclass(slots=True)
 class Tiles:
-    """Query tiles of one step, and the pairs they form with splits of keys.
+    """Query tiles of one step, and their pairs with splits of keys.
 
     ``queries`` [tiles, width] indexes the step's tokens, ``valid`` [tiles, width] tells real queries from padding.
-    ``pair_of`` [tiles, splits] numbers each tile's pairs in split order, counting through ``calls``; any number stands
-    where a tile has fewer than the most. ``seen`` [tiles, splits, width]: does the query see any key there?
+    ``pair_of`` [tiles, splits] numbers each tile's pairs in split order, counting through ``calls``; a tile with fewer
+    splits than the most has any number in the rest. ``seen`` [tiles, splits, width] tells whether the query sees any
+    key of the split.
     """
 
     queries: np.ndarray
@@ -68,8 +77,10 @@ class Tiles:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a step: row r has ``extend[r]`` queries, from token ``first_query[r]`` of the step and from position
-    ``first_position[r]`` of its sequence on, whose physical blocks are ``block_tables[r]``.
+    """Rows of a step, with their queries and blocks.
+
+    Row r has ``extend[r]`` queries, from token ``first_query[r]`` of the step on. Their positions begin at
+    ``first_position[r]`` of the sequence, and ``block_tables[r]`` are the sequence's physical blocks.
     """
 
     first_query: np.ndarray
@@ -88,8 +99,8 @@ def plan_tiles(
 ) -> Tiles:
     """Cut ``rows`` into tiles and pairs.
 
-    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of two)
-    how many queries a tile has.
+    ``window`` limits how far back a query sees. ``max_keys`` limits the keys that a call gathers. ``widest`` (a power
+    of two) limits the queries of a tile.
     """
     width = min(widest, _power_of_two(int(rows.extend.max())))
     tiles_per_row = -(-rows.extend // width)
@@ -131,7 +142,10 @@ def plan_tiles(
 
 
 def spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
-    """How many keys each pair reads, for the ``keys`` it needs: few different numbers, as each is a call of its own."""
+    """Return how many keys each pair reads, for the ``keys`` it needs.
+
+    The numbers are few, as each is a call of its own.
+    """
     span = np.where(full, SPLIT, least)
     narrow = least
     while narrow < SPLIT:
@@ -150,8 +164,10 @@ def spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Pairs:
-    """Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, in the physical blocks
-    ``blocks[p]``, of which its real queries see all where ``full[p]``.
+    """Pairs of a tile and a KV split.
+
+    Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, in the physical blocks
+    ``blocks[p]``. If ``full[p]``, its real queries see all keys.
     """
 
     tile: np.ndarray
@@ -165,7 +181,10 @@ class _Pairs:
 
 
 def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[KernelCall]:
-    """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
+    """Cut the pairs, given in the order of their calls, into calls.
+
+    A call has one span and at most ``max_keys`` keys.
+    """
     block_size, window, max_keys = sizes
     query = position[pairs.tile] - pairs.start[:, None]
     begin, end = _visible(query, window)
@@ -183,7 +202,10 @@ def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None
 
 
 def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
-    """From which to which key of its split each ``query`` sees, by its position from the split's start."""
+    """Return the first and the end of the keys that queries see.
+
+    A ``query`` is a position from its split's start.
+    """
     end = np.minimum(query + 1, SPLIT)
     begin = np.maximum(query - window + 1, 0) if window else None
     blind = end <= (0 if begin is None else begin)
@@ -194,12 +216,12 @@ def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, 
 
 
 def ranges(counts: np.ndarray) -> np.ndarray:
-    """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
+    """Return 0..counts[0]-1, 0..counts[1]-1, ... in one array."""
     ends = np.cumsum(counts)
     ranges: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
     return ranges
 
 
 def _power_of_two(value: int) -> int:
-    """The least power of two that is not below ``value``."""
+    """Return the least power of two that is not below ``value``."""
     return 1 << (value - 1).bit_length()

@@ -1,6 +1,7 @@
-"""The activation of the feed-forward block on CUDA, where it is not part of the product before it.
+"""The activation of the feed-forward block on CUDA, as a kernel of its own.
 
-Contract. :func:`preheat.backends.cuda.elementwise.silu_mul` of each element, and as :mod:`preheat.ops.activation` says.
+Contract. :func:`preheat.backends.cuda.elementwise.silu_mul` of each element; other activations as
+:mod:`preheat.ops.activation` says.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def _silu_and_mul(gate_up, out, inner, COLUMNS: tl.constexpr, overlap: tl.conste
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner], gate first: in ``out`` [tokens, inner] or a new tensor. All
-    are contiguous.
+    """Return silu(gate) * up for ``gate_up`` [tokens, 2 * inner], gate first.
+
+    The result is ``out`` [tokens, inner] or a new tensor. All tensors are contiguous.
     """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner) if out is None else out
@@ -41,7 +43,7 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _activate(x, out, inner, limit, KIND: tl.constexpr, COLUMNS: tl.constexpr, overlap: tl.constexpr):
-    """A row of ``inner`` numbers of ``out``, of as many of x or twice as many."""
+    """Write a row of ``inner`` numbers to ``out``; a row of ``x`` is as long or, with a gate, twice as long."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -66,14 +68,14 @@ def _activate(x, out, inner, limit, KIND: tl.constexpr, COLUMNS: tl.constexpr, o
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """``activation`` of ``x`` [tokens, outputs], contiguous: a new tensor."""
+    """Return ``activation`` of ``x`` [tokens, outputs], contiguous, as a new tensor."""
     if activation == "silu_and_mul":
         return silu_and_mul(x)
     return _launch(x, x.shape[1] // 2 if activation.endswith("_and_mul") else x.shape[1], 0.0, activation)
 
 
 def clip(x: Tensor, limit: float) -> Tensor:
-    """``x`` [tokens, outputs], contiguous, kept between -``limit`` and ``limit``: a new tensor."""
+    """Return ``x`` [tokens, outputs], contiguous, kept between -``limit`` and ``limit``, as a new tensor."""
     return _launch(x, x.shape[1], limit, "clip")
 
 

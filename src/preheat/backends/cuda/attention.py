@@ -1,9 +1,10 @@
-"""Attention of all layers on CUDA: the step's work is cut on the host, and kernels read it from the step's buffers.
+"""Attention of all layers on CUDA.
 
-A row of one token is cut into the splits of its context, each of which any block of the device's grid may take; a
-longer row into tiles of queries, which walk their context alone. Where all rows decode and some have drafts, a few
-queries that follow each other share the splits. List 0 are the tiles, then one list of splits for each sliding window
-of the model.
+The host cuts a step's attention into pieces of work, and kernels read the pieces from the step's buffers.
+
+A row of one token is cut into the KV splits of its context; any block of the grid may take a split. A longer row is cut
+into tiles of queries, and each tile walks its context alone. If all rows decode and some have drafts, a few consecutive
+queries share the splits. List 0 holds the tiles; one list of splits follows for each sliding window of the model.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from preheat.ops.kinds import NormKind
 
 _NO_WORK = np.empty((0, 2), np.int32)
 _FILLING = 256
-"""Queries whose splits fill a device at least twice: more of them may walk their contexts alone, which needs no memory
-for what they find in each split."""
+"""Queries with enough splits to fill a device at least twice.
+
+A step with more queries may let each tile walk its context alone, and then needs no memory for partial results.
+"""
 
 
 class CudaAttention:
-    """Layers may differ in their window, not in their heads."""
+    """Attention of a model with equal heads in all layers; windows may differ between layers."""
 
     def __init__(
         self,
@@ -69,12 +72,12 @@ class CudaAttention:
         self._workspace = Workspace(self._room, tokens, first.num_heads, first.head_dim, backend.device)
 
     def _queries(self, width: int) -> int:
-        """The queries of a tile, where rows of up to ``width`` tokens decode."""
+        """Return the number of queries in a tile for decoding rows of up to ``width`` tokens."""
         first = self._layers[0]
         return verify_queries(first.num_heads, first.num_kv_heads, width, first.head_dim, first.dtype)
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
-        """A decoding step has no tiles."""
+        """Return the capacities of the lists: tiles (none for a decoding step), then splits for each window."""
         tiles = 0 if width else tokens // self._tile + rows
         pieces = rows * self._max_splits
         if width > 1:
@@ -82,13 +85,16 @@ class CudaAttention:
         return (tiles, *(pieces,) * len(self._windows))
 
     def _pieces(self, rows: int, width: int) -> int:
-        """The most pieces of a step with drafts: those that fit the workspace, or one for each tile."""
+        """Return the largest number of pieces of a step with drafts.
+
+        The pieces fit the workspace, or each tile is one piece.
+        """
         queries = self._queries(width)
         tiles = rows * -(-width // queries)
         return max(min(tiles * self._max_splits, self._room // queries), tiles)
 
     def plan(self, step: StepRows, tables: BlockTables) -> AttentionWork:
-        """Where all rows decode, nothing of it changes until a row begins a split."""
+        """Return the step's work; where all rows decode, it stays valid until a row begins a split."""
         if step.width > 1:
             return self._plan_drafts(step)
         extend = step.extend
@@ -104,7 +110,7 @@ class CudaAttention:
         return AttentionWork([tiles, *splits], steady, table_writes=-1)
 
     def _plan_drafts(self, step: StepRows) -> AttentionWork:
-        """Of a step whose rows all decode, with drafts. Its next one has others."""
+        """Return the work of a decoding step with drafts; it is never reused for the next step."""
         queries = self._queries(step.width)
         starts, positions, lengths = query_tiles(step.ends, step.extend, step.first, queries)
         room = self._room // queries

@@ -1,10 +1,12 @@
-"""Paged causal attention of runs of tokens on Hopper: the contract of
-:mod:`preheat.backends.cuda.paged_attention`, only faster.
+"""Paged causal attention of runs of tokens on Hopper.
+
+The contract is the contract of :mod:`preheat.backends.cuda.paged_attention`: same operations, same order, same bits,
+only faster.
 
 A persistent program has three parts that run at once. One warp loads queries, keys and values into rings in shared
-memory (TMA). Two groups of four warps attend, each with half of the rows of a tile: while the matrix unit multiplies
-values of one tile of keys, the exponentials of the next are computed, and what one group leaves idle the other one
-uses. What is computed, and in which order, is what the other kernels compute: the bits are theirs.
+memory (TMA). Two groups of four warps attend, each with half of the rows of a tile. While the matrix unit multiplies
+the values of one tile of keys, a group computes the exponentials of the next tile. Each group uses the hardware units
+left idle by the other group.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
 from preheat.backends.cuda.launch import begin, options, processors
 
 ROWS = gl.constexpr(64)
-"""Query rows of a group of warps, of which there are two."""
+"""Query rows of one of the two groups of warps."""
 
 TILE = gl.constexpr(64)
 """Keys of a tile, as in the contract."""
@@ -35,19 +37,22 @@ TILE = gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
-"""AttentionConfig the rows of a tile lie, which is the same for scores, sums and outputs."""
+"""Layout of the rows of a tile, the same for scores, sums and outputs."""
 
 
 @gluon.jit
 def _place(turn):
-    """Which of a turn's units is this program's: to and fro, because they are sorted by how long they take."""
+    """Return this program's place in a turn.
+
+    Units are sorted by duration, so the order of programs alternates between turns.
+    """
     there, programs = gl.program_id(0), gl.num_programs(0)
     return gl.where(turn % 2 == 0, there, programs - 1 - there)
 
 
 @gluon.jit
 def _turns(num_tiles, KV_HEADS: gl.constexpr):
-    """AttentionConfig many units this program has: one each turn."""
+    """Return the number of this program's units; each turn has one."""
     units = gl.load(num_tiles) * KV_HEADS
     whole = units // gl.num_programs(0)
     return whole + (_place(whole) < units % gl.num_programs(0)).to(gl.int32)
@@ -55,7 +60,7 @@ def _turns(num_tiles, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def _unit(turn, turns, tiles, KV_HEADS: gl.constexpr):
-    """A unit's first token, its number of tokens and its kv head; of no use after the last one."""
+    """Return a unit's first token, number of tokens and kv head; meaningless from ``turns`` on."""
     unit = turn * gl.num_programs(0) + _place(turn)
     tile = tiles + unit // KV_HEADS * 2
     real = turn < turns
@@ -64,7 +69,7 @@ def _unit(turn, turns, tiles, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def _start(position, WINDOW: gl.constexpr):
-    """Where the first tile of keys begins that a unit sees whose first token is at ``position``."""
+    """Return the start of the first tile of keys seen by a token at ``position``."""
     return gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
 
 
@@ -115,8 +120,9 @@ def _widen(
     positions, tiles, num_tiles, held, full, empty, wide, wide_full, wide_empty,
     KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Keys and values of eight bits, from the rings in which they are loaded to those from which they are multiplied,
-    as numbers of the queries' dtype. That is exact.
+    """Widen keys and values of eight bits to the queries' dtype, exactly.
+
+    They are read from the rings filled by TMA and written to the rings read by the matrix unit.
     """
     at = 0
     turns = _turns(num_tiles, KV_HEADS)
@@ -140,14 +146,14 @@ def _widen_tile(at, raw, full, empty, wide, wide_full, wide_empty):
     mbarrier.wait(wide_empty.index(to), phase ^ 1)
     wide.index(to).reshape([TILE, DIM]).store(numbers)
     fence_async_shared()
-    tl.debug_barrier()  # all warps have read and written before one of them says so
+    tl.debug_barrier()  # all warps have read and written before one of them signals the barriers
     mbarrier.arrive(empty.index(place))
     mbarrier.arrive(wide_full.index(to))
 
 
 @gluon.jit
 def _softmax(s, top, key, seen_to, masked, scale, dtype: gl.constexpr, WINDOW: gl.constexpr):
-    """The greatest score so far, the weights of a tile from its scores, and how much the tiles before it fade."""
+    """Return the greatest score so far, the weights of a tile, and the fade of earlier tiles."""
     if masked:
         keys = (key + gl.arange(0, TILE, gl.SliceLayout(0, SCORES)))[None, :]
         seen = keys < seen_to[:, None]
@@ -162,7 +168,7 @@ def _softmax(s, top, key, seen_to, masked, scale, dtype: gl.constexpr, WINDOW: g
 
 @gluon.jit
 def _add(total, p, fade):
-    """``total`` faded and the sum of each row of ``p``, in all columns."""
+    """Return ``total`` times ``fade`` plus the sum of each row of ``p``, equal in all columns."""
     faded = total * gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
     ones = gl.full([TILE, 8], 1.0, gl.float32, gl.DotOperandLayout(1, SUMS, 2)).to(p.dtype)
     return mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2)), ones, faded)
@@ -170,7 +176,7 @@ def _add(total, p, fade):
 
 @gluon.jit
 def _merge(tops, totals, accs, top, total, acc):
-    """The splits so far and the next one."""
+    """Merge the next split into the splits so far."""
     sums: gl.constexpr = gl.SliceLayout(1, SUMS)
     outs: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     new_top = gl.maximum(tops, top)
@@ -183,7 +189,7 @@ def _merge(tops, totals, accs, top, total, acc):
 
 @gluon.jit
 def _forget(values, real):
-    """Zero what lies behind the first ``real`` keys of a tile of values, which may be anything."""
+    """Zero a tile of values behind its first ``real`` keys; memory there may hold anything."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     v = values.load(layout)
@@ -194,7 +200,10 @@ def _forget(values, real):
 
 @gluon.jit
 def _store(out, result, query, token, count, kv_head, half: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Write the rows that are somebody's, whole ones at a time: by way of the shared memory of the query."""
+    """Write a unit's real rows to ``out``.
+
+    The rows pass through the query's shared memory, so that each store writes a whole row.
+    """
     TOKENS: gl.constexpr = query.shape[0]
     MEMBERS: gl.constexpr = query.shape[1]
     DIM: gl.constexpr = query.shape[2]
@@ -204,7 +213,7 @@ def _store(out, result, query, token, count, kv_head, half: gl.constexpr, HEADS:
     memory.store(result)
     tl.debug_barrier()
     result = memory.load(layout)
-    fence_async_shared()  # before the next query is loaded there
+    fence_async_shared()  # before the next query is loaded into this memory
     row, dims = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
     nth, of_group = half * TOKENS + row // MEMBERS, row % MEMBERS
     to = ((token.to(gl.int64) + nth) * HEADS + kv_head * GROUP + of_group) * DIM
@@ -214,7 +223,7 @@ def _store(out, result, query, token, count, kv_head, half: gl.constexpr, HEADS:
 
 @gluon.jit
 def _score(query, keys, full, at):
-    """Begin to multiply the query with the ``at``-th tile of keys, once it is there."""
+    """Begin to multiply the query with the ``at``-th tile of keys, after the tile has arrived."""
     place, phase = ring(at, keys.shape[0])
     mbarrier.wait(full.index(place), phase)
     k = keys.index(place).reshape([TILE, query.shape[1]]).permute([1, 0])
@@ -226,8 +235,10 @@ def _score(query, keys, full, at):
 def _attend_unit(
     query, start, end, first, at, scale, keys, values, full, empty, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the rows of one query tile, of which ``first`` is the first position, to the keys from ``start`` to
-    ``end``, which begin with the ``at``-th tile of the rings: before it is rounded.
+    """Return the attention of half a query tile, not yet rounded, and the next tile's number.
+
+    ``first`` is the position of the first row. The keys go from ``start`` to ``end``, and start at the ``at``-th tile
+    of the rings.
     """
     _, k_full, v_full = full
     _, k_empty, v_empty = empty
@@ -267,7 +278,7 @@ def _attend_unit(
         top, new_p, fade = _softmax(s, top, key, seen_to, masked, scale, values.dtype, WINDOW)
         new_p = gl.convert_layout(new_p, weights)
         total = _add(total, new_p, fade)
-        mbarrier.wait(v_full.index(place), phase)  # here, because the compiler moves nothing of the above behind it
+        mbarrier.wait(v_full.index(place), phase)  # here, because the compiler moves no earlier work behind this wait
         acc, p = warpgroup_mma_wait(0, [acc, p])
         mbarrier.arrive(v_empty.index(before))
         if fresh:
@@ -289,13 +300,13 @@ def _attend(
     half: gl.constexpr, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one half of the rows of each unit."""
+    """Attend with one half of the rows of each unit."""
     at = 0
     turns = _turns(num_tiles, KV_HEADS)
     token, count, kv_head = _unit(0, turns, tiles, KV_HEADS)
     position = gl.load(positions + token)
     for turn in range(turns):
-        next_token, next_count, next_head = _unit(turn + 1, turns, tiles, KV_HEADS)  # read long before it is of use
+        next_token, next_count, next_head = _unit(turn + 1, turns, tiles, KV_HEADS)  # read long before its use
         place, phase = ring(turn, 2)
         query = queries.index(place * 2 + half)
         mbarrier.wait(full[0].index(place), phase)
@@ -349,7 +360,7 @@ def _prefill_narrow(
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """The same of a cache of eight bits: a fourth part widens what the warp that loads has brought."""
+    """Attend to a cache of eight bits, like :func:`_prefill`; a fourth part widens the loaded tiles."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
     queries = _buffers(4, q)
     held = (_buffers(STAGES, cache), _buffers(STAGES, cache))
@@ -378,11 +389,11 @@ def _prefill_narrow(
 
 
 STAGES = 4
-"""Tiles of keys, and of values, that are loaded ahead: what fits into shared memory beside two tiles of queries."""
+"""Tiles of keys, and of values, loaded ahead: as many as fit beside two tiles of queries."""
 
 
 def fits(q: Tensor, cache: Tensor) -> bool:
-    """Whether this kernel does for queries and a cache as :func:`prefill_attention` takes them."""
+    """Whether this kernel supports these arguments of :func:`prefill_attention`."""
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     return (
@@ -392,10 +403,10 @@ def fits(q: Tensor, cache: Tensor) -> bool:
         and (cache.dtype == q.dtype or cache.element_size() == 1)
         and dim in (64, 128)
         and block % TILE.value == 0
-        and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a tile no larger than the matrix
+        and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a token's rows fit one tile
         and all(
             stride * part.element_size() % 16 == 0
-            for part, most in ((q, 2), (cache, 3))  # for TMA
+            for part, most in ((q, 2), (cache, 3))  # TMA needs strides of whole 16 bytes
             for stride in part.stride()[:most]
         )
     )
@@ -415,8 +426,10 @@ def prefill_attention(
     split: int,
     value_scale: float | None,
 ) -> None:
-    """As :func:`preheat.backends.cuda.attention.prefill_attention`, where :func:`fits`. ``scale`` includes log2(e), and
-    tiles are of 128 rows. The grid has at most one program for each multiprocessor.
+    """Attention of runs of tokens, where :func:`fits`.
+
+    The arguments are the arguments of :func:`preheat.backends.cuda.paged_attention.prefill_attention`, except that
+    ``scale`` includes log2(e). Tiles have 128 rows. The grid has at most one program for each multiprocessor.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]

@@ -1,5 +1,7 @@
-"""One tile of keys into an online softmax, and one split into the splits so far: what every kernel of paged attention
-that is written in plain Triton does, as :mod:`preheat.backends.cuda.paged_attention` says.
+"""Steps of paged attention shared by all plain Triton kernels.
+
+:func:`absorb` adds one tile of keys to an online softmax, and :func:`merge` adds one split to the splits so far.
+:mod:`preheat.backends.cuda.paged_attention` states the contract.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from preheat.backends.cuda.launch import widened
 
 @triton.jit
 def blocks_of(table, start, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The blocks that hold the tile of keys from ``start`` on: one, or one for each key. Any block from ``end`` on."""
+    """Load the blocks of the tile of keys from ``start`` on.
+
+    A tile inside one block gets one number, else each key gets one. From ``end`` on it is block 0.
+    """
     at = start if BLOCK >= TILE else start + tl.arange(0, TILE)
     return tl.load(table + at // BLOCK, mask=at < end, other=0)
 
 
 @triton.jit
 def key_offsets(blocks, start, block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Where each key of the tile from ``start`` on lies in the cache, within its head: int64 [TILE]."""
+    """Return the cache offset of each key of a tile, within its head: int64 [TILE]."""
     inside = start % BLOCK + tl.arange(0, TILE) if BLOCK >= TILE else tl.arange(0, TILE) % BLOCK
     return tl.cast(blocks, tl.int64) * block_stride + inside * DIM
 
@@ -29,9 +34,10 @@ def absorb(
     top, total, acc, q, seen_from, seen_to, keys, values, blocks, start, end, scale, slopes, block_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the online softmax; keys and values of another dtype are widened to that of the queries,
-    which is exact. ``FULL``: every query sees all of them; changes no bits. ``slopes``
-    are each query row's for ALiBi, times log2(e), or None.
+    """Add one tile of keys to the online softmax.
+
+    Keys and values of another dtype are widened to the queries' dtype, which is exact. ``FULL``: every query sees the
+    whole tile; this changes no bits. ``slopes`` holds the ALiBi slope of each query row, times log2(e), or is None.
     """
     WIDTH: tl.constexpr = acc.shape[1]
     at = start + tl.arange(0, TILE)
@@ -48,7 +54,7 @@ def absorb(
         k = widened(k, q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if slopes is not None:
-        distance = at[None, :] + 1 - seen_to[:, None]  # a query sees all up to itself
+        distance = at[None, :] + 1 - seen_to[:, None]  # seen_to is the query's position + 1
         s = tl.fma(s, scale, slopes[:, None] * distance.to(tl.float32))
     if not FULL:
         s = tl.where((at[None, :] < seen_to[:, None]) & (at[None, :] >= seen_from[:, None]), s, -float("inf"))
@@ -63,7 +69,7 @@ def absorb(
     fade = tl.exp2(top - base)[:, None]
     ones = tl.full([TILE, 16], 1.0, tl.float32).to(q.dtype)
     total = tl.dot(p, ones, total * fade, input_precision="ieee")
-    if v.dtype != q.dtype:  # this late, so that keys and values take turns in the same shared memory
+    if v.dtype != q.dtype:  # widened late, so that keys and values take turns in the same shared memory
         v = widened(v, q.dtype)
     acc = tl.dot(p, v, acc * fade, input_precision="ieee")
     return new_top, total, acc
@@ -71,7 +77,10 @@ def absorb(
 
 @triton.jit
 def merge(tops, totals, accs, top, total, acc):
-    """The splits so far and the next one. ``total`` is [rows, 1] or, with equal columns, [rows, 16]."""
+    """Merge the next split into the splits so far.
+
+    ``total`` is [rows, 1] or, with equal columns, [rows, 16].
+    """
     new_top = tl.maximum(tops, top)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
     x, y = tl.exp2(tops - base)[:, None], tl.exp2(top - base)[:, None]
@@ -80,7 +89,7 @@ def merge(tops, totals, accs, top, total, acc):
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A maximum, sums and outputs before any key."""
+    """Return the maximum, sums and outputs of an empty softmax."""
     return (
         tl.full([ROWS], -float("inf"), tl.float32),
         tl.zeros([ROWS, 16], tl.float32),

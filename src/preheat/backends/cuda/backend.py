@@ -181,6 +181,12 @@ class CudaBackend:
         """As they are written: their parts are kernels already."""
         return lambda region: region
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def functions(self, *_: object) -> None:
+        """Return none: a layer is regions and operations."""
+
     @cached_property
     def _pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()
@@ -191,8 +197,8 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def settle(self, layers: Iterable[tuple[base.Linear | base.ExpertsLayer, Sequence[int]]]) -> None:
-        """Compile kernels side by side; replace kernels that have not the contract's bits at a number of rows."""
+    def select_kernels(self, layers: Iterable[tuple[base.Linear | base.ExpertsLayer, Sequence[int]]]) -> None:
+        """Compile kernels side by side; replace kernels that give other bits than the contract."""
         given = list(layers)
         linears = [(each, rows) for each, rows in given if isinstance(each, Layer)]
         adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}

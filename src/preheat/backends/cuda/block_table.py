@@ -1,7 +1,7 @@
 """The block table on a device that replays programs.
 
-Few rows of it change from one step to the next. So every copy knows the version of each of its rows, and only rows that
-differ go on to the next copy.
+Few rows of the table change from one step to the next. So every copy knows the version of each row, and only rows with
+another version go on to the next copy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from preheat.backends.base import Backend, BlockTables
 
 
 class DeviceTable:
-    """``rows`` int32 [num_slots + 1, max_blocks] on the device, the last of them all pad block, and ``copies`` of the
-    table on the host, of which one may be written while the device still reads another.
+    """The block table on the device and its copies on the host.
+
+    ``rows`` int32 [num_slots + 1, max_blocks] lies on the device; its last row is all pad block. The host may write one
+    of the ``copies`` while the device still reads another.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, copies: int, backend: Backend) -> None:
@@ -35,7 +37,7 @@ class DeviceTable:
         version[changed] = tables.table_version[changed]
 
     def send(self, copy: int) -> None:
-        """Let the device have what a host copy holds; returns before it is there."""
+        """Send a host copy to the device; returns before the copy has arrived."""
         if self._writes == self._host_writes[copy]:
             return
         version, self._writes = self._host_versions[copy], self._host_writes[copy]
@@ -46,6 +48,6 @@ class DeviceTable:
             self._version[:] = version
 
     def clear(self) -> None:
-        """On the device every entry is the pad block."""
+        """Set every entry on the device to the pad block."""
         self.rows.zero_()
         self._version[:], self._writes = 0, 0

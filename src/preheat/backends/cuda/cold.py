@@ -1,4 +1,4 @@
-"""How cold events are noticed on CUDA: Triton's hooks, captured graphs, the allocator's counter."""
+"""Sources of cold events on CUDA: Triton's hooks, captured graphs, the allocator's counter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cold import DYNAMO, IMPORTS, NO_FALLBACK, NO_RECIPES, SELDOM, Counted, Tally, Watched
+from preheat.backends.cold import (
+    DYNAMO,
+    IMPORTS,
+    NO_FALLBACK,
+    NO_LLVM_FUNCTIONS,
+    NO_RECIPES,
+    SELDOM,
+    Counted,
+    Tally,
+    Watched,
+)
 
 
 def triton(undo: ExitStack) -> Counted:
-    """Kernels that Triton compiles, or reads from its disk cache, and those that it loads onto the device."""
+    """Count kernels compiled by Triton, read from its disk cache or loaded onto the device."""
     tally = Tally()
     with suppress(ModuleNotFoundError):  # without Triton there is nothing to compile with
         from triton import knobs
@@ -23,7 +33,7 @@ def triton(undo: ExitStack) -> Counted:
 
 
 def hook_triton(knobs: Any, tally: Tally) -> Callable[[], None]:
-    """Listen to ``triton.knobs``, after the listener that is there already. Calling the result ends it."""
+    """Listen to ``triton.knobs``, after the listener already there; return a function that stops."""
     before, active = knobs.compilation.listener, [True]
 
     def compiled(*, src: Any, cache_hit: bool, **more: Any) -> None:
@@ -47,14 +57,17 @@ def hook_triton(knobs: Any, tally: Tally) -> Callable[[], None]:
 
 
 def graph_capture(undo: ExitStack) -> Counted:
-    """Graphs captured through torch, Inductor's own included."""
+    """Count graphs captured through torch, Inductor's own included."""
     tally = Tally()
     undo.callback(count_calls(torch.cuda.CUDAGraph, "capture_begin", tally, "a CUDA graph was captured"))
     return Counted("graph capture", tally.read, tally.last)
 
 
 def count_calls(owner: type, method: str, tally: Tally, detail: str) -> Callable[[], None]:
-    """Tell ``tally`` of every call of ``owner.method``, for classes without a hook. Calling the result ends it."""
+    """Tell ``tally`` of every call of ``owner.method``; return a function that stops.
+
+    It serves classes without a hook.
+    """
     inner, active = getattr(owner, method), [True]
 
     @functools.wraps(inner)
@@ -73,7 +86,7 @@ def count_calls(owner: type, method: str, tally: Tally, detail: str) -> Callable
 
 
 def allocator(undo: ExitStack) -> Counted:
-    """Requests of torch's caching allocator to CUDA: memory that warm-up did not need."""
+    """Count requests of torch's caching allocator to CUDA for memory not needed by warm-up."""
     stats = functools.partial(torch._C._cuda_memoryStats, torch.cuda.current_device())
 
     def grown(number: int) -> list[str]:
@@ -86,6 +99,7 @@ def allocator(undo: ExitStack) -> Counted:
 COLD_SOURCES: Mapping[str, Watched] = {
     "dynamo": DYNAMO,
     "triton": Watched("hook", "Triton's compilation listener and kernel load hook", triton),
+    "llvm": NO_LLVM_FUNCTIONS,
     "recipe": NO_RECIPES,
     "host fallback": NO_FALLBACK,
     "graph capture": Watched("hook", "calls of `torch.cuda.CUDAGraph.capture_begin`", graph_capture),

@@ -1,6 +1,7 @@
-"""What GPUs exchange: NCCL moves bits and adds nothing; the sum of ranks is a kernel, in the order of the tree.
+"""Exchange between GPUs: NCCL moves bits, and a kernel adds the ranks' numbers.
 
-NCCL's own sums take their order from the size of the message and the algorithm that it picks.
+The kernel adds in the order of the tree. NCCL's own sums take their order from the size of the message and from the
+algorithm picked for it.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import Rendezvous
 
 _BLOCK = 1024
 
 
 @triton.jit
 def _pair(parts, rank: tl.constexpr, stride, at, inside):
-    """What two neighbours have."""
+    """Return the sum of the numbers of ``rank`` and ``rank`` + 1."""
     left = tl.load(parts + rank * stride + at, mask=inside, other=0.0)
     return left + tl.load(parts + (rank + 1) * stride + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def root_of(parts, stride, at, inside, WORLD: tl.constexpr):
-    """What WORLD ranks have together, in the tree's order: of rank r at ``parts + r * stride + at``."""
+    """Return the sum of WORLD ranks in the tree's order; rank r is at ``parts + r * stride + at``."""
     total = _pair(parts, 0, stride, at, inside)
     if WORLD >= 4:
         total += _pair(parts, 2, stride, at, inside)
@@ -45,7 +46,10 @@ def root_of(parts, stride, at, inside, WORLD: tl.constexpr):
 def _add_ranks(
     parts, bias, out, size, stride, outputs, WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr
 ):
-    """``BLOCK`` numbers of out a program, of ``size`` from each rank; out are rows of ``outputs``."""
+    """Write ``BLOCK`` numbers of ``out`` a program, each a sum over ranks.
+
+    Each rank gives ``size`` numbers; ``out`` has rows of ``outputs`` numbers.
+    """
     begin(overlap)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -56,8 +60,10 @@ def _add_ranks(
 
 
 def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum [rows, outputs] in ``dtype`` of fp32 ``parts`` [ranks, rows, outputs], those of each rank contiguous, in
-    the tree's order, and of ``bias`` [outputs].
+    """Return the sum over ranks, in the tree's order, plus ``bias`` [outputs].
+
+    ``parts`` is fp32 [ranks, rows, outputs], the part of each rank contiguous. The result is [rows, outputs] in
+    ``dtype``.
     """
     world, rows, outputs = parts.shape
     out = parts.new_empty(rows, outputs, dtype=dtype)
@@ -69,7 +75,7 @@ def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 class RankSums:
-    """One rank alone, and what all kinds of groups of ranks do."""
+    """A group of one rank, and the base of larger groups."""
 
     rank, world = 0, 1
 
@@ -78,7 +84,7 @@ class RankSums:
         return x.unsqueeze(0)
 
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The sum of all ranks' ``mine``, fp32 [rows, outputs], and of ``bias``: in ``dtype``, a new tensor."""
+        """Return the sum of all ranks' ``mine``, fp32 [rows, outputs], plus ``bias``: a new tensor in ``dtype``."""
         return add_ranks(self.gather(mine), bias, dtype)
 
     def abort(self) -> None:
@@ -86,13 +92,13 @@ class RankSums:
 
 
 class Nccl(RankSums):
-    """A rank on ``device``, see :func:`preheat.backends.process_group.join_group`."""
+    """A rank on ``device``; :func:`preheat.backends.process_group.join_group` tells how it joins."""
 
-    def __init__(self, device: torch.device, meeting: Meeting, check: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, meeting: Rendezvous, check: Callable[[], None]) -> None:
         self.rank, self.world = meeting.rank, meeting.world
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
         join_group("nccl", meeting, check, device=device)
-        self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory that this needs
+        self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory of the connections
         torch.cuda.synchronize(device)
 
     def gather(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether an NVIDIA GPU can be used here, and the arithmetic that it must keep to. No Triton."""
+"""Detection of a usable NVIDIA GPU, and the fixed arithmetic of cuBLAS. No Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def obstacle() -> str | None:
-    """Why CUDA cannot be used here and what to change; None where it can."""
+    """Return why CUDA cannot be used here and how to change that; None where it can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA; install its wheel for CUDA, or use --device cpu"
     if not torch.cuda.is_available():
@@ -37,10 +37,10 @@ def has_gpu() -> bool:
 
 
 def fix_arithmetic() -> None:
-    """cuBLAS keeps one fp32 accumulator: no TF32, no sums in bfloat16, and K is not split among blocks.
+    """Let cuBLAS keep one fp32 accumulator: no TF32, no sums in bfloat16, no K split among blocks.
 
-    Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours. Only
-    cublasLt can be told not to, see `CudaBackend.prepare`.
+    cuBLAS would choose a K split by the number of rows, and a row's bits would depend on the other rows of the batch.
+    Only cublasLt can be told not to split; `CudaBackend.prepare` selects it.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
@@ -50,7 +50,7 @@ def fix_arithmetic() -> None:
 
 
 def driver_version() -> str:
-    """The kernel module's version."""
+    """Return the version of the kernel module."""
     try:
         first = DRIVER.read_text().partition("\n")[0]
     except OSError:

@@ -26,7 +26,7 @@ def _key(column):
 
 @triton.jit(do_not_specialize=["stride"])
 def _digest_rows(words, digests, stride, size: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
-    """One row a program: ``digests[row]`` of ``size`` int32 ``words``."""
+    """Write ``digests[row]`` of ``size`` int32 ``words``, one row a program."""
     begin(overlap)
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([block], tl.uint64)
@@ -38,7 +38,10 @@ def _digest_rows(words, digests, stride, size: tl.constexpr, block: tl.constexpr
 
 
 def digest_rows(logits: Tensor) -> Tensor:
-    """int64 [rows] for fp32 ``logits`` [rows, vocab] with contiguous rows. Never waits for the device."""
+    """Return the digests, int64 [rows], of fp32 ``logits`` [rows, vocab] with contiguous rows.
+
+    Never waits for the device.
+    """
     check_logits(logits)
     rows, vocab = logits.shape
     digests = torch.empty(rows, dtype=torch.int64, device=logits.device)

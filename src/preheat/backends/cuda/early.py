@@ -1,7 +1,7 @@
-"""Wake the GPU while torch is still being imported: both take about a second, and neither needs the other. No torch
-here.
+"""Wake the GPU while torch is still being imported. No torch here.
 
-The driver builds its context for the process in a thread of its own; torch finds it built.
+Both take about a second, and neither needs the other. The driver builds its context for the process in a thread of its
+own; torch finds the context built.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ DRIVER = "libcuda.so.1"
 
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Sums in NVLink's switch have an order that nobody knows, so ranks never use its multicast."""
+"""NVLink's switch adds in an unknown order, so ranks never use its multicast."""
 
 
 def wake_gpu() -> None:
-    """Begin to build the first GPU's context. A failure is left to torch, which will meet the same and say why.
+    """Begin to build the first GPU's context.
 
-    torch is told which of NVIDIA's libraries to multiply with: it only listens to this before it is imported, and
-    warns that the choice is new when it is told later.
+    A failure is left to torch, which will meet the same failure and name its cause. The environment also gets torch's
+    BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
     """
     os.environ.update(NO_MULTICAST)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
@@ -29,7 +29,7 @@ def wake_gpu() -> None:
 
 
 def build_context() -> bool:
-    """Build the context that torch will use, and wait for it; False where there is no GPU or no driver."""
+    """Build the context for torch, and wait for it; False where there is no GPU or no driver."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

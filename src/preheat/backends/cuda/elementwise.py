@@ -1,4 +1,4 @@
-"""What more than one kernel computes of single elements: one text, so that all give the same bits."""
+"""Operations on single elements, shared by kernels so that all give the same bits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from preheat.backends.cuda.launch import COMPILED
 
 @triton.jit
 def rounded(wide, like):
-    """fp32 ``wide`` in the dtype of ``like``, to nearest.
+    """Return fp32 ``wide`` in the dtype of ``like``, rounded to nearest.
 
-    Hopper rounds two numbers to bfloat16 in one instruction. Triton may round each alone instead, as where a result is
-    widened again: by one that has an eighth of the rate, and waits for the unit that exponentials need, too.
+    Hopper rounds two numbers to bfloat16 in one instruction. Triton may instead round each number alone, for example
+    where a result is widened again. That instruction has an eighth of the rate, and waits for the unit also needed by
+    exponentials.
     """
     if COMPILED and like.dtype == tl.bfloat16:
         found = tl.inline_asm_elementwise(
@@ -26,8 +27,10 @@ def rounded(wide, like):
 
 @triton.jit
 def plus(wide, product):
-    """The sum of two fp32 numbers, of which ``product`` may be one of the matrix unit that began with zero: Triton
-    would have that begin with ``wide`` instead, which is rounded in another way.
+    """Return the sum of two fp32 numbers; ``product`` may come from the matrix unit.
+
+    Triton would fold the sum into the product: the matrix unit would begin with ``wide`` instead of zero, and round in
+    another way.
     """
     if COMPILED:
         found = tl.inline_asm_elementwise(
@@ -40,7 +43,7 @@ def plus(wide, product):
 
 @triton.jit
 def silu_mul(gate, up):
-    """silu(``gate``) * ``up``: silu in fp32, rounded to the dtype of both; the product rounded again."""
+    """Return silu(``gate``) * ``up``: silu in fp32, rounded to the dtype of both; the product rounded again."""
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
@@ -48,14 +51,14 @@ def silu_mul(gate, up):
 
 @triton.jit
 def gelu(x):
-    """GELU by the error function, in fp32, rounded to the dtype."""
+    """Return GELU by the error function, in fp32, rounded to the dtype."""
     wide = x.to(tl.float32)
     return ((tl.erf(wide * 0.7071067811865476) + 1.0) * (wide * 0.5)).to(x.dtype)
 
 
 @triton.jit
 def gelu_tanh(x):
-    """GELU approximated by tanh, in fp32, rounded to the dtype."""
+    """Return GELU approximated by tanh, in fp32, rounded to the dtype."""
     wide = x.to(tl.float32)
     inner = (wide * wide * wide * 0.044715 + wide) * -1.5957691216057308
     return (wide / (tl.exp(inner) + 1.0)).to(x.dtype)
@@ -63,6 +66,6 @@ def gelu_tanh(x):
 
 @triton.jit
 def quick_gelu(x):
-    """x * sigmoid(1.702 * x), in fp32, rounded to the dtype."""
+    """Return x * sigmoid(1.702 * x), in fp32, rounded to the dtype."""
     wide = x.to(tl.float32)
     return (wide / (tl.exp(wide * -1.702) + 1.0)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Copies of rows on CUDA: token embedding, and the choice of rows to go on with.
+"""Copies of rows on CUDA: token embedding, and the selection of rows.
 
 Contract. Copies; embeddings of tokens may be scaled, and a row for their position be added, as
 :mod:`preheat.ops.embedding` says.
@@ -14,7 +14,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.ops.embedding import rounded
 
 COLUMNS = 1024
-"""Numbers that a program copies."""
+"""Numbers copied by a program."""
 
 
 @triton.jit
@@ -78,9 +78,11 @@ def embed(
     at: Tensor | None = None,
     images: Tensor | None = None,
 ) -> None:
-    """Fill ``out`` [tokens, hidden] with the rows of ``table`` [vocab, hidden] that ``tokens`` int32 [tokens] name; -1
-    stands for ``last_token[slot]``. They are multiplied by ``scale``, and the rows of ``positions`` [positions, hidden]
-    that ``at`` int32 [tokens] names are added. With ``images`` [rows, hidden], -2 - row stands for that row of them.
+    """Fill ``out`` [tokens, hidden] with embeddings of ``tokens`` int32 [tokens].
+
+    An id names a row of ``table`` [vocab, hidden]; -1 stands for ``last_token[slot]``. With ``images`` [rows, hidden],
+    -2 - row stands for that row of ``images``. Rows of ``table`` are multiplied by ``scale``; then the rows of
+    ``positions`` [positions, hidden] named by ``at`` int32 [tokens] are added. Rows of ``images`` stay as they are.
 
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
@@ -95,7 +97,7 @@ def embed(
 
 
 def take_rows(hidden: Tensor, index: Tensor) -> Tensor:
-    """The rows of ``hidden`` [tokens, size] that ``index`` int32 [rows] names, a new tensor [rows, size]."""
+    """Return the rows ``index`` int32 [rows] of ``hidden`` [tokens, size]: a new tensor [rows, size]."""
     size = hidden.shape[1]
     out = hidden.new_empty(len(index), size)
     programs = (len(index), triton.cdiv(size, COLUMNS))

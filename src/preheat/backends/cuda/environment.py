@@ -1,4 +1,4 @@
-"""What `preheat doctor` looks at for the CUDA backend, by asking nvidia-smi. No torch, and no memory of a GPU."""
+"""Findings of `preheat doctor` for the CUDA backend, by asking nvidia-smi. No torch, and no memory of a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_CAPABILITY, MIN_DRIVER = (9, 0), 580
 
 
 class Gpu(NamedTuple):
-    """A line of nvidia-smi's answer; the names are its fields, in which a point is written as two underscores."""
+    """A line of nvidia-smi's answer; field names write a point as two underscores."""
 
     name: str
     compute_cap: str
@@ -30,7 +30,10 @@ class Gpu(NamedTuple):
 
 
 def findings() -> Iterator[Finding]:
-    """The driver, and of each GPU: capability, memory, clocks, power, ECC, MIG; the compiler that Triton needs."""
+    """Yield findings about the driver, each GPU, and the compiler needed by Triton.
+
+    Of a GPU: capability, memory, clocks, power, ECC, MIG.
+    """
     if shutil.which("nvidia-smi") is None:
         yield Finding("NVIDIA driver", "no nvidia-smi", "note", "without a GPU models run on the CPU")
         return
@@ -49,7 +52,7 @@ def findings() -> Iterator[Finding]:
 
 
 def of_gpu(what: str, gpu: Gpu) -> Iterator[Finding]:
-    """The findings about one GPU, called ``what``."""
+    """Yield the findings about one GPU, called ``what``."""
     capability = tuple(int(part) for part in gpu.compute_cap.split("."))
     found = f"{gpu.name}, compute capability {gpu.compute_cap}, driver {gpu.driver_version}"
     if capability < MIN_CAPABILITY:
@@ -63,7 +66,7 @@ def of_gpu(what: str, gpu: Gpu) -> Iterator[Finding]:
     yield Finding(f"{what} memory", f"{gpu.memory__free} of {gpu.memory__total} MiB free")
     yield Finding(f"{what} clock", f"{gpu.clocks__sm} MHz now, {gpu.clocks__max__sm} MHz at most")
     if gpu.power__limit != gpu.power__default_limit:
-        advice = "timings differ from those of a card at its default limit"
+        advice = "timings differ from a card at its default limit"
         yield Finding(f"{what} power", f"{gpu.power__limit} W, by default {gpu.power__default_limit} W", "note", advice)
     if gpu.ecc__mode__current == "Disabled":
         yield Finding(f"{what} ECC", "off", "note", "a flipped bit in memory would go unnoticed")

@@ -1,21 +1,22 @@
-"""What is known of the CUDA backend without torch."""
+"""Facts about the CUDA backend that need no torch."""
 
 from __future__ import annotations
 
-from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Modes, QuantizedKernel
+from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, NO_LLVM, Facts, Machine, Modes, QuantizedKernel
 
 FACTS = Facts(
     name="cuda",
     modes=Modes(
         default="graphs",
         runs={
-            "eager": "the host launches one kernel after the other",
+            "eager": "the host launches one kernel after another",
             "graphs": "every program is captured once and replayed",
         },
         rejected={
-            "compile": "a layer is a few fused kernels, which a compiler must leave as they are to keep their bits; "
-            "what it saves in launches, graphs save whole",
+            "compile": "a layer is a few fused kernels, and a compiler must not change them or their bits change; "
+            "graphs already save the launches",
             "lazy": NO_LAZY_BRIDGE,
+            "llvm": NO_LLVM,
         },
     ),
     machine=Machine(flops=4e14, bandwidth=3e12, step_overhead=2e-2, call_overhead=1e-3),
@@ -34,8 +35,8 @@ FACTS = Facts(
         ("tensor_parallel", "pooling"): "nobody has tried it there",
     },
     rejected={
-        "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
-        "contiguous_pa": "attention reads every block where it lies",
+        "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
+        "contiguous_pa": "attention always reads blocks in place",
         "defrag_with_graphs": "blocks are swapped operation by operation",
     },
 )

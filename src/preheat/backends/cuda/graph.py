@@ -1,4 +1,4 @@
-"""Capture: the one way in which launches become a CUDA graph, and the driver that replays graphs."""
+"""Capture of launches into CUDA graphs, and the driver that replays graphs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from preheat.backends.base import K, R
 from preheat.utils.gc import paused
 
 Pool = Any
-"""A graph pool's handle, whose type torch keeps to itself."""
+"""A graph pool's handle; torch keeps its type private."""
 
 
 def capture(work: Callable[[], object], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
-    """A graph of what ``work`` launches on the current stream, in memory ``pool``. Its first replay will take it to the
-    device. All that is launched must have run before, so that it is compiled and every library has its workspace.
+    """Return a graph of the launches of ``work`` on the current stream, in memory ``pool``.
 
-    Not on another stream, as `torch.cuda.graph` does it: from the first such capture on, all that a process captures
-    with products of cuBLAS in it is slower, by up to 13 % for a decoding step of Qwen3-0.6B.
+    The first replay of the graph takes it to the device. Every launch must have run before, so that kernels are
+    compiled and every library has its workspace.
+
+    The current stream captures, unlike in `torch.cuda.graph`. After a first capture on another stream, all captures of
+    a process with cuBLAS products are slower, by up to 13 % for a decoding step of Qwen3-0.6B.
     """
     graph = torch.cuda.CUDAGraph()
-    with paused():  # what is collected may free memory of the device, which ends a capture
+    with paused():  # garbage may own device memory, and freeing it ends a capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()
@@ -33,11 +35,11 @@ def capture(work: Callable[[], object], pool: Pool | None = None) -> torch.cuda.
 
 
 class CudaGraphs(Generic[K, R]):
-    """``body(key)`` for each key, over static buffers, replayed as a graph once it was captured.
+    """Programs ``body(key)`` over static buffers, each replayed as a graph once captured.
 
-    Graphs in one ``pool`` share their working memory: of two that run, one after the other, nothing is left but what
-    they wrote into static buffers, and what the later one returned. A graph that is forgotten lives on unused: torch
-    frees cuBLAS's workspace of the stream when it destroys a graph, and the other graphs still write there.
+    Graphs in one ``pool`` share their working memory. After two runs, only the static buffers and the later result are
+    valid. A forgotten graph lives on unused: torch frees cuBLAS's workspace of the stream when it destroys a graph, and
+    the other graphs still write there.
     """
 
     def __init__(self, body: Callable[[K], R], pool: Pool | None = None) -> None:

@@ -1,5 +1,6 @@
-"""What kernels written for Hopper share: rings in shared memory, filled by one warp and emptied by others, and the
-descriptors from which the copy engine (TMA) fills them.
+"""Rings in shared memory and TMA descriptors for Hopper's kernels.
+
+One warp fills a ring and other warps empty it. The copy engine (TMA) fills rings by descriptors.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 @gluon.jit
 def ring(at, STAGES: gl.constexpr):
-    """The place in a ring of the ``at``-th that went in, and its phase."""
+    """Return the place of item ``at`` in a ring, and the phase of the place."""
     return at % STAGES, at // STAGES & 1
 
 
 @gluon.jit
 def barriers(PLACES: gl.constexpr, count: gl.constexpr):
-    """One for each place of a ring, for so many who arrive."""
+    """Return a barrier for each place of a ring; ``count`` arrivals complete a barrier."""
     made = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(PLACES):
         mbarrier.init(made.index(place), count=count)
@@ -28,7 +29,7 @@ def barriers(PLACES: gl.constexpr, count: gl.constexpr):
 
 
 def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Of ``tensor``, numbers which is copied in pieces of the shape ``block``."""
+    """Return a descriptor of ``tensor`` for copies of pieces of the shape ``block``."""
     size = tensor.element_size()
     width = min(128, block[-1] * size)
     layout = gl.NVMMASharedLayout(
@@ -38,7 +39,7 @@ def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def is_hopper(device: torch.device | None = None) -> bool:
-    """Whether ``device``, by default the current GPU, is one of compute capability 9."""
+    """Return whether ``device``, by default the current GPU, has compute capability 9."""
     if device is not None and device.type != "cuda":  # Triton's interpreter
         return False
     return torch.cuda.get_device_capability(device)[0] == 9

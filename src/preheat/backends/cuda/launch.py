@@ -1,9 +1,9 @@
-"""What every kernel shares: how it is launched behind the one before it.
+"""Launches of kernels, each overlapping with the kernel before it.
 
-With programmatic dependent launch a kernel's blocks are placed while the kernel before it still runs, so that launches
-overlap. A kernel then must wait before it touches anything that an earlier kernel writes or reads: each begins with
-:func:`begin`, whose wait covers all earlier kernels, because each of them waited in turn. Programs that touch nothing
-may end without it, if another one of the launch waits.
+With programmatic dependent launch (PDL) a kernel's blocks are placed while the kernel before it still runs, so that
+launches overlap. A kernel must wait before it touches anything written or read by an earlier kernel. So each kernel
+begins with :func:`begin`. Its wait covers all earlier kernels, because each of them waited in turn. Programs that touch
+nothing may end without a wait, if another program of the launch waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
 
 OVERLAP = not INTERPRETED
-"""Whether kernels are launched behind each other in this way."""
+"""Whether launches overlap."""
 
 COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
 def begin(overlap: tl.constexpr):
-    """Wait until all that earlier kernels wrote can be seen; let the next one get in place."""
+    """Wait until all writes of earlier kernels are visible; let the next kernel launch."""
     if overlap:
         gdc_wait()
         gdc_launch_dependents()
@@ -43,8 +43,9 @@ def begin(overlap: tl.constexpr):
 
 @triton.jit
 def begin_early(overlap: tl.constexpr):
-    """Of a kernel whose operands no kernel writes that has not ended when the one before it begins: the next one may
-    get in place. It has to call :func:`begin_late`, too.
+    """Let the next kernel launch early (PDL); :func:`begin_late` must follow.
+
+    The operands of the calling kernel must have been written at least two launches before, or by no kernel.
     """
     if overlap:
         gdc_launch_dependents()
@@ -52,21 +53,24 @@ def begin_early(overlap: tl.constexpr):
 
 @triton.jit
 def begin_late(overlap: tl.constexpr):
-    """Behind :func:`begin_early`: wait for the kernel before, before what it wrote is read and before this one ends."""
+    """Wait for the previous kernel, after :func:`begin_early`.
+
+    The wait must come before any read of the previous kernel's output and before this kernel ends.
+    """
     if overlap:
         gdc_wait()
 
 
 @triton.jit
 def widened(numbers, dtype: tl.constexpr):
-    """``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.
+    """Return ``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.
 
-    Triton follows an operand back to where it was loaded, and where that was narrower it deals out the inputs of
+    Triton follows an operand back to its load. Where the loaded dtype is narrower, Triton deals out the inputs of
     ``mma.sync`` in another order, so that each thread loads whole words. Other instructions keep the order: sums would
-    differ in the last bit. A move that the compiler cannot see through ends its search.
+    differ in the last bit. A move that the compiler cannot see through ends the search.
 
-    Numbers of float8 go through fp32, which is exact, and is compiled for Hopper without F2F, an instruction for each
-    number between fp16 and bfloat16.
+    Numbers of float8 go through fp32, which is exact. Hopper then compiles without F2F, an instruction for each number
+    between fp16 and bfloat16.
     """
     wide = (numbers.to(tl.float32) if numbers.dtype.is_fp8() else numbers).to(dtype)
     if COMPILED and wide.dtype.primitive_bitwidth == 16:
@@ -75,24 +79,27 @@ def widened(numbers, dtype: tl.constexpr):
 
 
 def options(**more: Any) -> dict[str, Any]:
-    """Keywords of a launch: num_warps and num_stages as given, and the overlap."""
+    """Return keywords of a launch: num_warps and num_stages as given, and the overlap."""
     return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
 
 
 def processors(device: torch.device) -> int:
-    """Its multiprocessors, for persistent grids; 1 for Triton's interpreter."""
+    """Return the number of multiprocessors for persistent grids; 1 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class Loading(ThreadPoolExecutor):
-    """Compiles a kernel, then builds its launcher and brings it to the device, which its first launch would do else."""
+    """A pool that compiles kernels, builds their launchers and loads them onto the device.
+
+    Otherwise the first launch of a kernel builds its launcher and loads it.
+    """
 
     def submit(self, build: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # Triton's one use
         return super().submit(self._load, build, torch.cuda.current_device())
 
     @staticmethod
     def _load(build: Callable[[], Any], device: int) -> Any:
-        torch.cuda.set_device(device)  # a thread has none of its own
+        torch.cuda.set_device(device)  # each thread has its own current device, at first the default
         kernel = build()
         assert kernel.run is not None
         return kernel
@@ -100,9 +107,10 @@ class Loading(ThreadPoolExecutor):
 
 @contextmanager
 def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
-    """Kernels that are launched inside are compiled, or read from Triton's cache, by so many ``threads`` and not run.
+    """Compile kernels launched inside, or read them from Triton's cache, without running them.
 
-    All are there in the end; the first error is raised then, unless it is to be ignored.
+    The pool has ``threads`` threads. All kernels are ready at the end. The first error is raised then, unless
+    ``ignore_errors``.
     """
     kind = triton.JITFunction
     run = kind.run
@@ -118,4 +126,4 @@ def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
             finally:
                 kind.run = run
     finally:
-        active_mode.set(None)  # which Triton leaves set where a kernel did not compile
+        active_mode.set(None)  # Triton leaves it set where a kernel did not compile

@@ -1,12 +1,13 @@
-"""Linear maps of many rows on Hopper: the contract of :mod:`preheat.backends.cuda.linear`, as fast as the matrix unit
-is.
+"""Linear maps of many rows on Hopper, with the bits of the other kernels.
+
+The contract is the contract of :mod:`preheat.backends.cuda.linear`; the rate is the rate of the matrix unit.
 
 A persistent program has three parts that run at once. One warp loads tiles of x and of W into a ring in shared memory
-(TMA), also those of the next tile of y while this one is finished. Two groups of four warps multiply, each half of the
-rows of a tile: what one leaves idle while it stores, the other one uses. An output is added up in one accumulator, the
-inputs in order, as the other kernels do it: the bits are theirs.
+(TMA). It also loads the first tiles for the next tile of y while this tile is finished. Two groups of four warps
+multiply, each with half of the rows of a tile. While one group stores, the other uses the matrix unit. An output is
+added up in one accumulator, the inputs in order, as in the other kernels, so the bits are the same.
 
-A tile of W holds gates in its first half and their ups in its second, or just outputs that follow each other: one
+A tile of W holds gates in its first half and the matching ups in its second half, or just consecutive outputs. One
 thread then has both halves of a pair in its registers.
 """
 
@@ -33,24 +34,27 @@ from preheat.backends.cuda.lora_hopper import adapters_of, add_adapters
 from preheat.backends.cuda.matmul.config import LinearShape, Wide, fits_wide
 
 INPUTS = gl.constexpr(64)
-"""Depth of a tile: what 128-byte rows of shared memory hold."""
+"""Depth of a tile: 128-byte rows of shared memory."""
 
 GROUP = gl.constexpr(2048)
-"""Rows of x that are gone through together, so that those, and the weights that are being read, stay in the L2 cache;
-about as many rows of W meet them in the tiles that are computed at a time."""
+"""Rows of x processed together, so that they and the weights being read stay in the L2 cache.
+
+About as many rows of W meet them in the tiles computed at a time.
+"""
 
 
 @gluon.jit
 def num_tiles(x, y, starts, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
-    """How many tiles of y there are; ``WIDTH`` are its columns in a tile."""
+    """Return the number of tiles of y; ``WIDTH`` are the columns of a tile."""
     down = gl.cdiv(x.shape[0], 2 * x.block_shape[0]) if starts is None else gl.load(starts + EXPERTS)
     return down * gl.cdiv(y.shape[1], WIDTH)
 
 
 @gluon.jit
 def tile_place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
-    """The first row and the first column of a tile of y, and whose weights it needs. Tiles below each other follow each
-    other: those of one expert, or of ``GROUP`` rows.
+    """Return the first row and the first column of a tile of y, and the expert of its weights.
+
+    Tiles follow each other down the rows of one expert, or of ``GROUP`` rows, then across.
     """
     ROWS: gl.constexpr = 2 * x.block_shape[0]
     across = gl.cdiv(y.shape[1], WIDTH)
@@ -69,7 +73,7 @@ def tile_place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
 
 @gluon.jit
 def load_tiles(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
-    """Keep the ring full. Of rows that x or W has not, it gets zeros."""
+    """Keep the ring full; rows beyond x or W are zeros."""
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
     HALVES: gl.constexpr = weight.block_shape[0]
@@ -90,7 +94,10 @@ def load_tiles(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS:
 
 @gluon.jit
 def rounded_outputs(acc, bias, first, last, dtype: gl.constexpr):
-    """As an output of the map, of which ``first`` is the first; beyond the ``last`` it does not matter."""
+    """Return ``acc`` plus bias in the output dtype.
+
+    ``first`` is the first output. Outputs after the ``last`` have no meaning.
+    """
     if bias is not None:
         out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
         acc += gl.load(bias + out).to(gl.float32)[None, :]
@@ -99,7 +106,10 @@ def rounded_outputs(acc, bias, first, last, dtype: gl.constexpr):
 
 @gluon.jit
 def store_tile(y, row, first, result, memory):
-    """Write what there is of a tile of y: by way of shared memory, out of which the one before it must have gone."""
+    """Write the part of a tile inside y.
+
+    The tile passes through shared memory, after the previous tile has left the memory.
+    """
     tma.store_wait(0)
     tl.debug_barrier()
     memory.store(result)
@@ -114,7 +124,7 @@ def _multiply(
     gated: gl.constexpr, EXPERTS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, WORLD: gl.constexpr,
     PARTS: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """One half of the rows of each tile of y."""
+    """Multiply one half of the rows of each tile of y."""
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
@@ -192,7 +202,7 @@ def _wide(
 
 
 def fits(shape: LinearShape) -> bool:
-    """Whether this kernel does for a map, on this device."""
+    """Return whether this kernel supports a map, on this device."""
     return is_hopper() and fits_wide(shape)
 
 
@@ -200,7 +210,7 @@ def wide(
     choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor,
     experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None,
 ) -> None:  # fmt: skip
-    """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
+    """Compute ``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
 
     With ``experts`` and ``starts`` of an arrangement in blocks of ``choice.rows`` (:mod:`preheat.backends.cuda.moe`),
     ``weight`` [experts, outputs, inputs] has the weights of each block. The grid has at most one program for each

@@ -140,7 +140,7 @@ class Factors:
         outputs = term.parts * max(value.groups.experts, 1)
         assert value.groups.experts or len(outputs) <= MOST_PARTS
         among = ranks if term.shared == "ranks" and isinstance(ranks, RankSums) else RankSums()
-        splits = value.order.own if value.order.is_split and not value.groups.experts else 1
+        splits = value.order.own_k_splits if value.order.is_split and not value.groups.experts else 1
         return cls(value.inputs, outputs, term.slots, term.rank, held, device, leaves=splits, among=among)
 
     @property

@@ -1,8 +1,8 @@
-"""Memory of a GPU that is given back and taken again at the same addresses, which captured graphs know.
+"""GPU memory that is given back and taken again at the same addresses, as captured graphs need.
 
 The driver's virtual memory: a range of addresses stays reserved, and physical memory is mapped behind it, unmapped and
-mapped again. torch's caching allocator takes its segments from here while a tag's pool is in use, so that whatever
-is allocated meanwhile can sleep, with no change to what allocates it.
+mapped again. torch's caching allocator takes its segments from here while a tag's pool is in use. So everything
+allocated meanwhile can sleep, without a change to the code that allocates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PINNED, DEVICE, READ_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
 
 PIECE_BYTES = 1 << 30
-"""Of pinned memory, at most, in one allocation."""
+"""Most bytes of one allocation of pinned memory."""
 
 
 class Location(ctypes.Structure):
@@ -54,7 +54,7 @@ class AccessDesc(ctypes.Structure):
 
 
 class Driver:
-    """The calls of libcuda for virtual memory. Raises RuntimeError with the driver's name of an error."""
+    """Virtual memory calls of libcuda; raise RuntimeError with the driver's name of an error."""
 
     def __init__(self, device: int) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -63,19 +63,19 @@ class Driver:
         self._access = AccessDesc(where, READ_WRITE)
 
     def granularity(self) -> int:
-        """Sizes and addresses are multiples of it, in bytes."""
+        """Return the unit of sizes and addresses, in bytes."""
         size = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(size), byref(self._prop), c_int(0))
         return size.value
 
     def reserve(self, size: int) -> int:
-        """The address of a range with nothing behind it."""
+        """Reserve a range without memory behind it; return its address."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
         return address.value
 
     def map(self, address: int, size: int) -> int:
-        """Put new physical memory behind a range; its handle."""
+        """Put new physical memory behind a range; return the memory's handle."""
         handle, place = c_uint64(), (c_uint64(address), c_size_t(size))
         self._call("cuMemCreate", byref(handle), c_size_t(size), byref(self._prop), c_uint64(0))
         try:
@@ -91,7 +91,7 @@ class Driver:
         return handle.value
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has finished all launches."""
         self._call("cuCtxSynchronize")
 
     def unmap(self, address: int, size: int, handle: int) -> None:
@@ -100,7 +100,7 @@ class Driver:
         self._call("cuMemRelease", c_uint64(handle))
 
     def free(self, address: int, size: int) -> None:
-        """The range is no longer reserved."""
+        """End the reservation of a range."""
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
 
     def _call(self, name: str, *args: Any) -> None:
@@ -113,7 +113,7 @@ class Driver:
 
 @dataclass
 class Segment:
-    """Of torch's allocator. ``handle`` is None while nothing is behind its addresses."""
+    """A segment of torch's allocator; ``handle`` is None while no memory is behind its addresses."""
 
     tag: str
     address: int
@@ -121,7 +121,7 @@ class Segment:
     handle: int | None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Its bytes, uint8."""
+        """Return the segment's bytes as uint8."""
         return torch.as_tensor(_Bytes(self.address, self.size), device=device)
 
 
@@ -133,11 +133,11 @@ class _Bytes:
 
 
 _ALLOCATORS: list[VirtualMemory] = []
-"""Kept until the process ends: torch calls back when it gives segments up, in whatever order garbage is collected."""
+"""Kept until the process ends: torch calls back when it gives segments up, in any order of garbage collection."""
 
 
 class VirtualMemory:
-    """What may sleep on ``device``, by tag. ``driver`` is what :class:`Driver` offers."""
+    """Memory on ``device`` that may sleep, by tag; ``driver`` is like :class:`Driver`."""
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._device, self._driver = device, driver or Driver(device.index or 0)
@@ -153,7 +153,7 @@ class VirtualMemory:
 
     @contextmanager
     def taking(self, tag: str) -> Iterator[None]:
-        """What this thread allocates inside can sleep under ``tag``."""
+        """Let this thread's allocations inside sleep under ``tag``."""
         if tag not in self._pools:
             if self._allocator is None:
                 pointers = [ctypes.cast(each, c_void_p).value or 0 for each in (self._malloc, self._free)]
@@ -164,19 +164,19 @@ class VirtualMemory:
             yield
 
     def pin(self, tag: str) -> int:
-        """Pinned memory of the host for the contents of ``tag``, taken ahead; bytes."""
+        """Take pinned memory of the host for the contents of ``tag``, ahead of sleep; return its bytes."""
         pieces = self._pieces(tag)
         self._host[tag] = [torch.empty(len(piece), dtype=torch.uint8, pin_memory=True) for piece in pieces]
         return sum(map(len, pieces))
 
     def sleep(self, tag: str, *, keep: bool) -> None:
-        """Give the memory back. ``keep``: with its contents on the host, else they are lost."""
+        """Give the memory of ``tag`` back; ``keep`` saves its contents on the host, else they are lost."""
         if keep:
             if tag not in self._host:
                 self.pin(tag)
             for kept, piece in zip(self._host[tag], self._pieces(tag), strict=True):
                 kept.copy_(piece, non_blocking=True)
-        torch.cuda.synchronize(self._device)  # nothing reads or writes what is about to go
+        torch.cuda.synchronize(self._device)  # nothing reads or writes the memory from now on
         self._asleep[tag] = keep
         for segment in self._of(tag):
             assert segment.handle is not None
@@ -184,8 +184,10 @@ class VirtualMemory:
             segment.handle = None
 
     def wake(self, tag: str) -> None:
-        """Take memory again, at the same addresses. What was not kept is undefined. Raises RuntimeError where the
-        device has not enough, and then nothing is awake.
+        """Take the memory of ``tag`` again, at the same addresses.
+
+        Contents that were not kept are undefined. Raises RuntimeError if the device has too little memory; then nothing
+        is awake.
         """
         woken = []
         try:
@@ -210,7 +212,7 @@ class VirtualMemory:
         return [piece for each in self._of(tag) for piece in each.tensor(self._device).split(PIECE_BYTES)]
 
     def _allocate(self, size: int, device: int, stream: int | None) -> int | None:
-        """torch's allocator asks for a segment; None: there is no memory."""
+        """Return a segment's address for torch's allocator; None if there is no memory."""
         del device, stream
         try:
             self._unit = self._unit or self._driver.granularity()
@@ -222,13 +224,13 @@ class VirtualMemory:
                 self._driver.free(address, whole)
                 raise
         except RuntimeError as error:  # nothing may be raised through torch's allocator
-            logger.error("No memory that can sleep, of %d bytes: %s", size, error)
+            logger.error("Cannot allocate %d bytes of memory that sleep can release: %s", size, error)
             return None
         self.segments[address] = Segment(self._tag, address, whole, handle)
         return address
 
     def _release(self, address: int, size: int, device: int, stream: int | None) -> None:
-        """torch's allocator gives a segment up, maybe while kernels that were launched before still use it."""
+        """Free a segment of torch's allocator, maybe still in use by kernels launched before."""
         del size, device, stream
         segment = self.segments.pop(address)
         if segment.handle is not None:

@@ -129,10 +129,10 @@ class ExpertsLayer:
         self._gate_up: list[Weights]
         self._down: list[Weights]
         if self._split and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            self.shape = self.shape._replace(inner=down.shape[2] // order.own)
-            halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own, 2)
+            self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits)
+            halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
             self._gate_up = [half.reshape(len(gate_up), -1, gate_up.shape[2]).contiguous() for half in halves]
-            self._down = [part.contiguous() for part in down.chunk(order.own, 2)]
+            self._down = [part.contiguous() for part in down.chunk(order.own_k_splits, 2)]
         else:
             self._gate_up, self._down = [stored(gate_up, ONE_SUM)], [stored(down, order)]
         self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)

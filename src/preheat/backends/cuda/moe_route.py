@@ -1,10 +1,10 @@
-"""Which token goes to which expert, and where its rows lie, on CUDA; and the sum over its experts in the end.
+"""Routing of tokens to experts, places of the experts' rows, and the sum over experts, on CUDA.
 
-Contract. As :mod:`preheat.ops.moe` says. A row's place among the rows of its expert is the order of arrival: it decides
-where a row is computed and never how, so no bit depends on it. Sums over experts go by slots.
+Contract. As :mod:`preheat.ops.moe` says. A row's place among the rows of its expert is the order of arrival. The place
+decides where a row is computed and never how, so no bit depends on it. Sums over experts go by slots.
 
-The rows of an expert lie next to each other, padded to whole blocks of ``block`` rows. The host does not know how many
-there are: grids are as large as they could ever be, and programs past the end return. With ``block`` one there is
+The rows of an expert lie next to each other, padded to whole blocks of ``block`` rows. The host does not know the
+number of rows: grids have the largest possible size, and programs past the end return. With ``block`` one there is
 nothing to arrange: every slot is a block of its own.
 """
 
@@ -21,14 +21,16 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.ops.values import Routing
 
 SLOTS = 128
-"""Slots, and blocks, that one program arranges at most."""
+"""Most slots, and blocks, arranged by one program."""
 
 
 class Arrangement(NamedTuple):
-    """Of [tokens * top_k] slots. ``places`` int32 [slots]: the row of each; ``tokens`` int32 [rows]: the token of each
-    row, undefined for padding; ``experts`` int32 [blocks]: the expert of each block. ``starts`` int32 [experts + 1]:
-    each expert's first block, then how many blocks there are; ``counts`` int32 [experts]: its rows. ``weights`` fp32
-    [slots]. With ``block`` one, ``places`` and ``tokens`` are not needed, and ``starts`` and ``counts`` undefined.
+    """Places of the rows of [tokens * top_k] slots.
+
+    ``places`` int32 [slots]: the row of each; ``tokens`` int32 [rows]: the token of each row, undefined for padding;
+    ``experts`` int32 [blocks]: the expert of each block. ``starts`` int32 [experts + 1]: each expert's first block,
+    then the number of blocks; ``counts`` int32 [experts]: its rows. ``weights`` fp32 [slots]. With ``block`` one,
+    ``places`` and ``tokens`` are not needed, and ``starts`` and ``counts`` undefined.
     """
 
     block: int
@@ -54,7 +56,7 @@ def _route(
     SLOTS_WIDTH: tl.constexpr, renormalize: tl.constexpr, round_weights: tl.constexpr, count: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Choose the experts and weights of one token a program; with ``count``, count each expert's rows."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
@@ -90,7 +92,7 @@ def _arrange(
     chosen, ranks, counts, places, tokens, experts, starts, slots, blocks, K: tl.constexpr, BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself."""
+    """Place ``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself."""
     begin(overlap)
     at = tl.arange(0, WIDTH)
     rows = tl.load(counts + at, mask=at < EXPERTS, other=0)
@@ -114,14 +116,14 @@ def _arrange(
 
 
 def most_blocks(slots: int, num_experts: int, block: int) -> int:
-    """The most blocks that so many slots can fill, however they are routed."""
+    """Return the most blocks for so many slots, with any routing."""
     return min(slots, num_experts) + max(slots - num_experts, 0) // block
 
 
 def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor) -> Arrangement:
-    """The arrangement of the experts that ``logits`` [tokens, experts] choose, in blocks of ``block`` rows.
+    """Return the arrangement of the experts chosen by ``logits`` [tokens, experts].
 
-    ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again.
+    Blocks have ``block`` rows. ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again.
     """
     tokens, num_experts = logits.shape
     slots = tokens * routing.top_k
@@ -156,7 +158,7 @@ def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor) -> Arr
 
 @triton.jit
 def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
-    """One token a program: its row goes to the places of all its slots."""
+    """Copy one token's row a program to the places of all its slots."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
@@ -168,7 +170,7 @@ def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap:
 
 
 def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
-    """Rows of ``x`` [tokens, size] where the arrangement has them; padding is undefined."""
+    """Return rows of ``x`` [tokens, size] at their arranged places; padding is undefined."""
     if arrangement.block == 1:
         return x[:, None].expand(-1, arrangement.top_k, -1).contiguous().view(arrangement.rows, -1)
     size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
@@ -183,7 +185,7 @@ def _combine(
     rows, places, weights, counts, out, size, K: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One token and ``COLUMNS`` columns a program."""
+    """Add up one token and ``COLUMNS`` columns a program."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -203,7 +205,7 @@ def _combine(
 
 
 def combine(rows: Tensor, arrangement: Arrangement) -> Tensor:
-    """The weighted sum [tokens, size] of the experts' ``rows`` [arranged rows, size], in slot order."""
+    """Return the weighted sum [tokens, size] of the experts' ``rows`` [arranged rows, size], in slot order."""
     tokens, size = len(arrangement.weights), rows.shape[1]
     out = rows.new_empty(tokens, size)
     columns, experts = min(1024, triton.next_power_of_2(size)), len(arrangement.counts)

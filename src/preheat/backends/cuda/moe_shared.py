@@ -1,4 +1,4 @@
-"""The expert that all tokens visit, on CUDA: its gate, and its addition to the others.
+"""The shared expert on CUDA: its gate, and its addition to the routed experts.
 
 Contract. As in :mod:`preheat.ops.moe`. The order of the gate's sum is fixed by the length alone: one program a row.
 """
@@ -30,8 +30,9 @@ def _add_shared(routed, x, gate, shared, out, SIZE: tl.constexpr, WIDTH: tl.cons
 
 
 def add_shared(routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
-    """``routed`` + sigmoid(``x`` . ``gate``) * ``shared``, a new tensor: all are [tokens, hidden] and contiguous, but
-    ``gate`` [1, hidden].
+    """Return ``routed`` + sigmoid(``x`` . ``gate``) * ``shared``, a new tensor.
+
+    All are [tokens, hidden] and contiguous, but ``gate`` is [1, hidden].
     """
     size, out = x.shape[1], torch.empty_like(x)
     _add_shared[(len(x),)](routed, x, gate, shared, out, SIZE=size, **layout(size))

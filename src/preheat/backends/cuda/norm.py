@@ -2,10 +2,11 @@
 
 Contract. As in :mod:`preheat.ops.norm`; of kind "rms": per row, in fp32, the sum of the squares, times 1 / length, plus
 eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. No multiplication is fused with
-an addition. The order of a sum is fixed by the length alone: one program a row, whose block and warps follow from it.
+an addition. The order of a sum is fixed by the length alone: one program a row, with block and warps chosen by the
+length.
 
-For a linear layer with float8 activations the same program goes on to codes and scales of the row, those that
-:func:`preheat.backends.cuda.quantize.quantize_rows` gives for the norm's result.
+For a linear layer with float8 activations the same program also writes codes and scales of the row. They equal the
+codes and scales from :func:`preheat.backends.cuda.quantize.quantize_rows` for the norm's result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from preheat.ops.quantization import QuantizedRows
 
 @triton.jit
 def inverse_rms(total, share, eps):
-    """From the sum of squares and 1 / length."""
+    """Return the reciprocal root mean square, from the sum of squares and 1 / length."""
     return tl.rsqrt(total * share + eps)
 
 
@@ -36,8 +37,9 @@ def _norm(
     x, residual, weight, bias, out, static, codes, row_scales, share, eps,
     KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; with ``residual``, x is added to it first. The result goes to ``out``, if there is one, and
-    its codes to ``codes``.
+    """Write the norm of one row a program; with ``residual``, add x to the residual first.
+
+    The result goes to ``out``, if given, and its codes to ``codes``.
     """
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
@@ -70,17 +72,20 @@ def _norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
+    """Return the norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
     return CudaNorm(weight, eps)(x)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to ``residual`` in place, both [tokens, size], contiguous; then the norm of the sum: a new tensor."""
+    """Add ``x`` to ``residual`` in place; return the norm of the sum, a new tensor.
+
+    Both are [tokens, size], contiguous.
+    """
     return CudaNorm(weight, eps).add(x, residual)
 
 
 def layout(size: int) -> dict[str, Any]:
-    """Keywords of a launch of one program for each row of ``size`` numbers."""
+    """Return keywords of a launch of one program for each row of ``size`` numbers."""
     width = triton.next_power_of_2(size)
     return {"WIDTH": width, "enable_fp_fusion": False, **options(num_warps=min(max(width // 512, 1), 16), num_stages=1)}
 
@@ -102,7 +107,10 @@ class CudaNorm:
         return out
 
     def quantized(self, x: Tensor, residual: Tensor | None, how: QuantizedInput) -> QuantizedRows:
-        """The same, ``how`` a linear layer reads it."""
+        """Return float8 codes and scales of the norm, after adding x to ``residual`` if given.
+
+        ``how`` tells how the next linear layer reads the norm.
+        """
         codes, scales = empty_codes(x, how.kind)
         out = torch.empty_like(x) if how.plain else None
         self._launch(x, residual, out, how.kind, how.static, codes, scales)
@@ -121,8 +129,10 @@ class CudaNorm:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedInput:
-    """Float8 inputs of a linear layer, made by the norm before it; ``static`` is their scale, if it is not their own.
-    ``plain``: other layers read the norm's result too, as it is.
+    """Float8 inputs of a linear layer, made by the norm before it.
+
+    ``static`` is their scale, or None if each row gets its own. ``plain``: other layers also read the norm's result
+    unquantized.
     """
 
     kind: ActivationScales

@@ -7,16 +7,16 @@ dtype; fade = exp2(maximum - top); sum = sum * fade + p . 1 and output = output 
 unit. Across the splits of a query, in rising order and from (-inf, 0, 0) again: both sides are scaled to the greater
 maximum, then added with one fma. At the end output / sum, rounded once. ``scale`` includes log2(e).
 
-A cache of eight bits is widened to the dtype of the queries, exactly, as tiles are loaded. ``scale`` then includes the
-scale of the keys, and output / sum is multiplied by that of the values before it is rounded.
+A cache of eight bits is widened to the queries' dtype, exactly, as tiles are loaded. ``scale`` then includes the scale
+of the keys, and output / sum is multiplied by the scale of the values before it is rounded.
 
 With ALiBi, s = fma(q . k, scale, slope * log2(e) * (key - query)), the bias in fp32, takes the place of s * scale in
 both the maximum and the exponent.
 
-A tile in which a query sees no key leaves its three numbers as they are, and so does a split. Hence the bits of a
-query depend on its position and on what it attends to, never on the kernel, its tiles, its warps, its neighbours, the
-blocks or how the sequence was cut into steps. Sums of a row go through the matrix unit because the order of an ordinary
-reduction follows the layout of the tile.
+A tile without a key seen by the query leaves the query's three numbers as they are, and so does such a split. Hence the
+bits of a query depend on its position and its keys and values alone. They never depend on the kernel, tiles, warps,
+other rows of the batch, the blocks or the sequence's steps. Sums of a row go through the matrix unit because the order
+of an ordinary reduction follows the layout of the tile.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ SPLITS, WHOLE = tl.constexpr(MOST_SPLITS), tl.constexpr(WHOLE_CONTEXT)
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The layout of a kernel, none of which changes bits: query rows of a program, its warps, the tiles of keys that
-    are loaded ahead, and the least programs of a persistent grid for each multiprocessor; 0: one for each piece.
+    """Layout of a kernel; no field changes bits.
+
+    ``rows`` are the query rows of a program, ``warps`` its warps, and ``stages`` the tiles of keys loaded ahead.
+    ``programs`` is the least number of programs of a persistent grid for each multiprocessor; 0: one for each piece.
     """
 
     rows: int
@@ -54,16 +56,17 @@ class AttentionConfig:
 
 
 MANY = 64
-"""Rows from which on there is enough to do everywhere: thin programs then do it best."""
+"""Least rows of a step for programs of two warps; rows then give all of the device enough work."""
 
 
 MANY_NARROW = 16
-"""The same with a cache of eight bits."""
+"""As ``MANY``, with a cache of eight bits."""
 
 
 def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) -> AttentionConfig:
-    """For steps of ``rows`` and heads of ``dim`` numbers, ``stored`` in the cache; measured on an H200
-    (benchmarks/attention.py).
+    """Return the layout for decoding ``rows`` rows with heads of ``dim`` numbers.
+
+    The cache has the dtype ``stored``. Measured on an H200 (benchmarks/attention.py).
     """
     if dim * dtype.itemsize > 256:
         return AttentionConfig(rows=16, warps=4, stages=2, programs=6)
@@ -77,8 +80,9 @@ def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) 
 
 
 def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
-    """Query rows of a program of :func:`decode_attention` for rows of ``width`` tokens: what they need, up to what the
-    registers have room for.
+    """Return the query rows of a :func:`decode_attention` program for rows of ``width`` tokens.
+
+    The number covers all tokens of a row, up to the limit set by registers.
     """
     group_rows: int = triton.next_power_of_2(heads // kv_heads)
     most = 16 if dtype == torch.float32 else 64 if dim <= 128 else 32
@@ -87,14 +91,17 @@ def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dt
 
 
 def verify_queries(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
-    """The tokens of a tile for :func:`decode_attention`, for rows of ``width`` tokens."""
+    """Return the tokens of a :func:`decode_attention` tile for rows of ``width`` tokens."""
     group_rows: int = triton.next_power_of_2(heads // kv_heads)
     queries: int = verify_rows(heads, kv_heads, width, dim, dtype) // group_rows
     return queries
 
 
 def prefill_config(dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """For heads of ``dim`` numbers. Two outputs of all rows must fit into registers."""
+    """Return the layout of prefill for heads of ``dim`` numbers.
+
+    Two outputs of all rows must fit into registers.
+    """
     if dtype == torch.float32:
         return AttentionConfig(rows=16, warps=4, stages=2)
     return AttentionConfig(rows=128, warps=8, stages=3) if dim <= 128 else AttentionConfig(rows=64, warps=8, stages=2)
@@ -102,7 +109,7 @@ def prefill_config(dim: int, dtype: torch.dtype) -> AttentionConfig:
 
 @triton.jit
 def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr):
-    """Write one split of the rows that are ``own`` to the places ``at``, int64 [rows]."""
+    """Write one split of the rows in ``own`` to the places ``at``, int64 [rows]."""
     dims = tl.arange(0, acc.shape[1])
     tl.store(tops + at, top, mask=own)
     tl.store(totals + at, tl.max(total, 1), mask=own)  # all columns are equal
@@ -111,8 +118,9 @@ def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr)
 
 @triton.jit
 def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge ``count`` splits of the rows that are ``own``, from the places ``at`` on and ``step`` apart: their sums and
-    outputs.
+    """Merge ``count`` splits of the rows in ``own``; return their sums and outputs.
+
+    The splits begin at the places ``at`` and lie ``step`` apart.
     """
     ROWS: tl.constexpr = own.shape[0]
     dims = tl.arange(0, WIDTH)
@@ -130,9 +138,11 @@ def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, W
 
 @triton.jit
 def _claim(claims, units, programs):
-    """The next unit of work: the first ``programs`` are their programs', the rest go to whoever asks first.
+    """Return the number of this program's next unit.
 
-    Each program asks once in vain, so the last number to be drawn is known: who draws it leaves ``claims`` at zero.
+    The first ``programs`` units belong to the programs with the same numbers. The others go to the first program that
+    asks. Each program asks once in vain, so the last number to be drawn is known: the program that draws it sets
+    ``claims`` to zero.
     """
     unit = units
     if units > programs:
@@ -151,9 +161,11 @@ def _decode(
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     VERIFY: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of tiles of up to ``QUERIES`` queries that follow each other in a sequence, each with one kv head and the
-    heads of its group. A program that is done claims the next free piece; who finishes a tile's last piece merges them.
-    Without ``VERIFY`` a tile is one query. With it, a piece may be the whole context of a tile.
+    """Attend with tiles of up to ``QUERIES`` consecutive queries of a sequence, piece by piece.
+
+    A unit is a piece with one kv head and the heads of its group. A program that is done claims the next free unit; the
+    program that finishes a tile's last piece merges the tile. Without ``VERIFY`` a tile is one query. With ``VERIFY``,
+    a piece may be the whole context of a tile.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUP_ROWS: tl.constexpr = ROWS // QUERIES
@@ -187,7 +199,7 @@ def _decode(
         slopes = None
         if alibi is not None:
             slopes = tl.load(alibi + kv_head * GROUP + of_group, mask=own, other=0.0) * LOG2E
-        begin(overlap)  # this late, so that what the host copied is read while earlier kernels end
+        begin(overlap)  # late, so that the host's copies are read while earlier kernels end
         head = kv_head * GROUP + of_group
         token_row = tl.full([ROWS], 0, tl.int64) + token
         if VERIFY:
@@ -226,7 +238,7 @@ def _decode(
         else:
             place = (tl.cast(piece, tl.int64) * QUERIES + nth) * HEADS + head
             _keep_part(parts, tops, totals, place, top, total, acc, own, DIM)
-            tl.debug_barrier()  # all warps have written before one of them says so
+            tl.debug_barrier()  # all warps have written before one of them counts the piece
             counter = arrived + token * KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.debug_barrier()
@@ -249,7 +261,10 @@ def _prefill(
     GROUP_ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries with one kv head a program: ``GROUP_ROWS`` rows a token, some of which may be unused."""
+    """Attend with one tile of queries and one kv head a program.
+
+    A token has ``GROUP_ROWS`` rows, and some of them may be unused.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     unit = tl.program_id(0)
     tile, kv_head = unit // KV_HEADS, unit % KV_HEADS
@@ -327,9 +342,11 @@ def _walk(
 
 
 class Workspace:
-    """What queries of several splits keep between their pieces: room for ``max_work`` splits of ``heads`` heads of
-    ``dim`` numbers (a piece takes as many as its tile may have queries), a count of the pieces done for each of
-    ``max_tokens`` tokens and kv heads, and one of the pieces claimed; the counts are zero between calls.
+    """Partial results of queries with several splits.
+
+    There is room for ``max_work`` splits of ``heads`` heads of ``dim`` numbers; a piece takes as many splits as its
+    tile may have queries. ``arrived`` counts the finished pieces of each of ``max_tokens`` tokens and kv heads, and
+    ``claims`` counts the claimed units. All counts are zero between calls.
     """
 
     def __init__(self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> None:
@@ -341,7 +358,7 @@ class Workspace:
 
 
 def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
-    """Tokens of a tile for :func:`prefill_attention`."""
+    """Return the tokens of a tile for :func:`prefill_attention`."""
     group_rows: int = triton.next_power_of_2(heads // kv_heads)
     return max(1, config.rows // group_rows)
 
@@ -366,18 +383,20 @@ def decode_attention(
     alibi: Tensor | None = None,
     value_scale: float | None = None,
 ) -> None:
-    """Attention of tokens that are the only ones of their sequence in the step, or up to ``width`` of them, written to
-    their rows of ``out``.
+    """Attention of decoding rows: one token each, or up to ``width`` consecutive tokens.
 
-    ``q`` [tokens, heads, dim] (any strides but the last), ``cache`` [blocks, 2, kv heads, block size, dim] (any strides
-    but the last two), ``table`` int32 [slots, max blocks], ``slots`` and ``positions`` int32 [tokens], ``out`` [tokens,
-    heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
-    :func:`preheat.backends.cuda.work.decode_work` gives for the same ``split`` and ``window`` and, where rows are
-    longer than one token, for tiles of :func:`verify_queries`. What the host copies for
-    a step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
-    it. The grid is persistent, of a program for every kv head of ``rows`` at least: a grid for all the work that there
-    can be would mostly start programs that have nothing to do. ``alibi`` fp32 [heads] are slopes. ``cache`` may be of
-    eight bits: ``scale`` then includes its keys' scale, and ``value_scale`` multiplies what comes out.
+    The result goes to the tokens' rows of ``out``. ``q`` [tokens, heads, dim] (any strides but the last), ``cache``
+    [blocks, 2, kv heads, block size, dim] (any strides but the last two), ``table`` int32 [slots, max blocks],
+    ``slots`` and ``positions`` int32 [tokens], ``out`` [tokens, heads * dim].
+
+    ``work`` int32 [most pieces, 2] comes from :func:`preheat.backends.cuda.work.decode_work` for the same ``split`` and
+    ``window``; the first ``num_work`` [1] pieces count. Where rows are longer than one token, its tiles have
+    :func:`verify_queries` tokens. The host copies ``work``, ``num_work``, ``slots`` and ``positions`` for each step.
+    They are read before earlier kernels end, so no kernel may write them.
+
+    The grid is persistent and has at least one program for each kv head of ``rows`` rows. A grid for the largest
+    possible work would mostly start programs without any. ``alibi`` fp32 [heads] holds slopes. ``cache`` may have eight
+    bits: ``scale`` then includes the scale of its keys, and ``value_scale`` multiplies the output.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -416,11 +435,12 @@ def prefill_attention(
     alibi: Tensor | None = None,
     value_scale: float | None = None,
 ) -> None:
-    """Attention of runs of tokens, whose keys are in the cache, written to their rows of ``out``.
+    """Attention of runs of tokens with their keys already in the cache.
 
-    ``tiles`` int32 [most tiles, 2], of which ``num_tiles`` [1] count, is what
-    :func:`preheat.backends.cuda.work.prefill_tiles` gives for tiles of :func:`query_tile` tokens; the rest as in
-    :func:`decode_attention`. Where Hopper's kernel fits, it runs unless ``config`` is given, and gives the same bits.
+    The result goes to the tokens' rows of ``out``. ``tiles`` int32 [most tiles, 2] comes from
+    :func:`preheat.backends.cuda.work.prefill_tiles` for tiles of :func:`query_tile` tokens; the first ``num_tiles`` [1]
+    tiles count. :func:`decode_attention` describes the other arguments. Where Hopper's kernel fits, it runs unless
+    ``config`` is given, and gives the same bits.
     """
     if config is None and alibi is None and hopper.fits(q, cache):
         hopper.prefill_attention(

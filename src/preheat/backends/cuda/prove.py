@@ -94,7 +94,9 @@ def prove(
             if (size, choice) in wrong:
                 proven[shape, size] = False
                 configs.reject(shape, size)
-                logger.info("%s has other bits than the reference for %d rows of %s: not used", choice, size, shape)
+                logger.info(
+                    "%s gives other bits than the reference for %d rows of %s: it is not used", choice, size, shape
+                )
     return proven
 
 
@@ -155,7 +157,7 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
         wrong |= {tokens for tokens in sizes if _bits(found(tokens)).ne(_bits(expected[:tokens])).any()}
     for tokens in sorted(wrong):
         config = configs.experts(shape, tokens)
-        logger.info("%s has not the contract's bits for %d tokens of %s: done without", config, tokens, shape)
+        logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)
         configs.reject(shape, tokens)
 
 

@@ -1,8 +1,10 @@
-"""Float8 codes and scales of activations on CUDA, by the contract of :mod:`preheat.ops.quantization`: one launch before
-a layer with float8 activations, or part of the norm before it (:mod:`preheat.backends.cuda.norm`) or of the activation.
+"""Float8 codes and scales of activations on CUDA.
 
-A maximum has no order, so how a row is laid out changes no bits, nor how many ranks it is spread over: they exchange
-the greatest magnitudes of their parts, and each takes the greatest of all. Divisions are IEEE's.
+The contract is in :mod:`preheat.ops.quantization`. One launch before a layer with float8 activations computes them, or
+a part of the norm before the layer (:mod:`preheat.backends.cuda.norm`) or of the activation.
+
+A maximum has no order, so the layout of a row changes no bits. Neither does the number of ranks: ranks exchange the
+greatest magnitudes of their parts, and each rank takes the greatest of all. Divisions are IEEE's.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ GROUP: tl.constexpr = tl.constexpr(PROMOTED)
 def store_codes(
     row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, greatest=None
 ):
-    """Codes and scales of a ``row`` [WIDTH] of SIZE numbers, zeros beyond, go to the place of ``token``. ``greatest``:
-    its greatest magnitude, where it is a part of the token's row.
+    """Store codes and scales of ``row`` [WIDTH] at the place of ``token``.
 
-    They are stored as a matrix with a row for each group: a store of eight bits as wide as the row would change how the
-    row itself is spread over threads, and so the order in which a norm adds it up.
+    The row has SIZE numbers and zeros beyond. ``greatest`` is the greatest magnitude of the token's whole row, if
+    ``row`` is a part of it.
+
+    The codes are stored as a matrix with a row for each group. A store of eight bits as wide as the row would change
+    the layout of the row over threads, and so the order of a norm's sum.
     """
     BLOCK: tl.constexpr = KIND == "block" and WIDTH > GROUP
     GROUPS: tl.constexpr = WIDTH // GROUP if BLOCK else 1
@@ -61,9 +65,11 @@ def store_codes(
 
 @triton.jit
 def divided(x, y, reciprocal):
-    """``x`` / ``y`` rounded to nearest, given the ``reciprocal`` of y so rounded (Markstein, "Computation of elementary
-    functions on the IBM RISC System/6000 processor", 1990): three instructions instead of a division. y is neither
-    so small nor so large that a step underflows, where it would matter to eight bits.
+    """Return ``x`` / ``y`` rounded to nearest, given the ``reciprocal`` of y rounded to nearest.
+
+    Three instructions instead of a division (Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000 processor", 1990). y is neither so small nor so large that an underflow of a step would matter to eight
+    bits.
     """
     near = x * reciprocal
     zeros = tl.zeros_like(x)
@@ -72,7 +78,7 @@ def divided(x, y, reciprocal):
 
 @triton.jit
 def _place(places):
-    """The row of a program: its own, or that of its slot."""
+    """Return the row of a program: its own number, or its entry in ``places``."""
     row = tl.program_id(0)
     if places is not None:
         row = tl.load(places + row)
@@ -84,8 +90,10 @@ def _quantize(
     x, out, static, places, maxima, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     WORLD: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; of silu of the first half of x times the other, which goes to ``out``, if there is one; of
-    WORLD ranks' ``maxima`` [WORLD, programs], where its numbers are spread over them.
+    """Quantize one row a program.
+
+    If there is ``out``, the row is silu of the first half of x times the second half, and is also written to ``out``.
+    If a row's numbers are spread over WORLD ranks, ``maxima`` [WORLD, programs] holds the ranks' greatest magnitudes.
     """
     begin(overlap)
     token = _place(places)
@@ -105,7 +113,7 @@ def _quantize(
 
 @triton.jit
 def _greatest(x, places, maxima, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
-    """The greatest magnitude of one row a program."""
+    """Write the greatest magnitude of one row a program."""
     begin(overlap)
     at = tl.arange(0, WIDTH)
     row = tl.load(x + _place(places) * SIZE + at, mask=at < SIZE, other=0.0)
@@ -113,7 +121,7 @@ def _greatest(x, places, maxima, SIZE: tl.constexpr, WIDTH: tl.constexpr, overla
 
 
 def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
-    """Room for codes and scales of rows like ``x`` [rows, inputs]."""
+    """Return empty codes and scales for rows like ``x`` [rows, inputs]."""
     rows, inputs = x.shape
     groups = triton.cdiv(inputs, PROMOTED) if kind == "block" else 1
     codes = torch.empty((rows, inputs), dtype=E4M3, device=x.device)
@@ -121,12 +129,15 @@ def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None) -> QuantizedRows:
-    """``x`` [rows, inputs], contiguous, quantized."""
+    """Return ``x`` [rows, inputs], contiguous, quantized."""
     return _launch(x, None, empty_codes(x, kind), kind, static)
 
 
 def silu_and_quantize(gate_up: Tensor, kind: ActivationScales, static: Tensor | None) -> QuantizedRows:
-    """silu(gate) * up for ``gate_up`` [rows, 2 * inputs], contiguous, gate first: quantized and plain."""
+    """Return silu(gate) * up, quantized and plain.
+
+    ``gate_up`` [rows, 2 * inputs] is contiguous, gate first.
+    """
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     return _launch(gate_up, out, empty_codes(out, kind), kind, static)
 
@@ -140,8 +151,10 @@ def _launch(
 
 
 def quantize_parts(x: Tensor, ranks: RankSums, places: Tensor | None = None) -> QuantizedRows:
-    """``x`` [rows, inputs of this rank], contiguous, each row quantized with the scale of what all ``ranks`` have of
-    it: they send a number for each row. ``places`` int32: these rows alone, in an order that ranks agree on.
+    """Quantize rows spread over ``ranks``, each with one scale for the whole row.
+
+    ``x`` [rows, inputs of this rank] is contiguous. Ranks send one number for each row. ``places`` int32: only these
+    rows, in an order on which all ranks agree.
     """
     count = len(x) if places is None else len(places)
     mine = torch.empty(count, dtype=torch.float32, device=x.device)
@@ -154,6 +167,6 @@ def quantize_parts(x: Tensor, ranks: RankSums, places: Tensor | None = None) -> 
 
 
 def _layout(x: Tensor) -> dict[str, Any]:
-    """Keywords of a launch of one program for each row of ``x``."""
+    """Return keywords of a launch of one program for each row of ``x``."""
     width = triton.next_power_of_2(x.shape[1])
     return {"SIZE": x.shape[1], "WIDTH": width, **options(num_warps=min(max(width // 512, 1), 8), num_stages=1)}

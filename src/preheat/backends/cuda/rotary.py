@@ -1,11 +1,11 @@
-"""What happens between the projection of queries, keys and values and attention, on CUDA, in one kernel.
+"""Norm and rotary embedding of queries and keys, and writes to the KV cache, in one CUDA kernel.
 
-Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`, then, if
+Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`. Then, if
 there are angles, rotary embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype.
-Keys so turned, and values as they are, go into the cache; into one of eight bits they go divided by a scale, which is
-rounded correctly, and rounded to it (:mod:`preheat.ops.float8`). No value is stored that is not finite, as
-:mod:`preheat.ops.finite` says. A head's bits depend on its own numbers and position alone, a key's also on whether its
-value is finite.
+Rotated keys, and values as they are, go into the cache. A cache of eight bits stores a key or value divided by a scale;
+the quotient is rounded correctly, then to the cache's dtype (:mod:`preheat.ops.float8`). Only finite values are stored,
+as :mod:`preheat.ops.finite` says. A head's bits depend on its own numbers and position alone, a key's also on whether
+its value is finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _times(a, b):
-    """The product, rounded to the dtype."""
+    """Return the product, rounded to the dtype."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
@@ -36,10 +36,10 @@ def _plus(a, b):
 
 @triton.jit
 def _stored(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
-    """What the cache of eight bits holds of ``x``; NaN stays NaN."""
+    """Return ``x`` as stored in a cache of eight bits; NaN stays NaN."""
     wide = x.to(tl.float32)
     if COMPILED:
-        most = scale * (2 * MOST)  # beyond it all is bounded, also what is infinite
+        most = scale * (2 * MOST)  # beyond this everything is bounded, infinity too
         wide = tl.minimum(tl.maximum(wide, -most, tl.PropagateNan.ALL), most, tl.PropagateNan.ALL)
         quotient = divided(wide, scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     else:
@@ -50,7 +50,7 @@ def _stored(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _odd(x, BOUNDED: tl.constexpr):
-    """Where numbers are not finite; ``BOUNDED``: where they are NaN."""
+    """Return where numbers are not finite or, if ``BOUNDED``, where they are NaN."""
     wide = x.to(tl.float32)
     return ~(wide == wide if BOUNDED else tl.abs(wide) < float("inf"))
 
@@ -62,7 +62,10 @@ def _rope_and_write(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """``PER_PROGRAM`` heads of one token, as two halves of ``HALF`` numbers, the least power of two that holds them."""
+    """Process ``PER_PROGRAM`` heads of one token.
+
+    A head is two halves of ``HALF`` numbers, the least power of two that holds a half.
+    """
     MIDDLE: tl.constexpr = DIM // 2
     token = tl.program_id(0)
     head = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
@@ -70,7 +73,7 @@ def _rope_and_write(
     inside = dims < MIDDLE
     real = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
     turned = (head < HEADS + KV_HEADS)[:, None] & inside[None, :]
-    position = tl.load(positions + token)  # these two and the tables of weights and angles: no kernel writes them
+    position = tl.load(positions + token)  # no kernel writes positions, slots, weights or angles
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * max_blocks + position // BLOCK).to(tl.int64)
     if rope is not None:
@@ -118,7 +121,7 @@ def _rope_and_write(
     cache_at = cache + lies[:, None] + dims[None, :]
     BOUNDED: tl.constexpr = key_scale is not None
     is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & inside[None, :]
-    beside = heads_at + KV_HEADS * DIM  # a key's value
+    beside = heads_at + KV_HEADS * DIM  # the value beside each key
     odd_left = _odd(tl.load(beside, mask=is_key, other=0.0), BOUNDED)
     odd_right = _odd(tl.load(beside + MIDDLE, mask=is_key, other=0.0), BOUNDED)
     told = (tl.max((odd_left | odd_right).to(tl.int32), 1) != 0)[:, None]
@@ -149,15 +152,16 @@ def rope_and_write(
     *,
     scales: tuple[float, float] | None = None,
 ) -> None:
-    """Norm (if ``norm``) and turn the queries of ``qkv`` in place; store its keys, normed and turned, and its values.
+    """Apply the norm, if any, and rotary embedding to queries and keys; write keys and values to ``cache``.
 
-    ``qkv`` [tokens, heads + 2 * kv heads, dim], contiguous: queries, keys, values. The keys in it are left as they
-    are. ``rope`` [positions, 2, dim], or with a 1 before dim, is what :func:`preheat.model.rope.rope_table` gives.
-    ``slots`` and ``positions`` int32 [tokens], ``table`` int32 [slots, max blocks]: the token's place in ``cache``
-    [blocks, 2, kv heads, block size, dim] (any strides but the last two) is block ``table[slot, position // block
-    size]``. ``norm`` [heads + kv heads, dim] are the weights of a root-mean-square norm of this ``kind``. What the host
-    copies for a step (``slots``, ``positions``, ``table``) is read before earlier kernels end: no kernel may write it.
-    ``scales`` of keys and of values are for a ``cache`` of eight bits.
+    Queries change in place in ``qkv`` [tokens, heads + 2 * kv heads, dim], contiguous: queries, keys, values. The keys
+    in ``qkv`` stay as they are. ``rope`` [positions, 2, dim], or with a 1 before dim, comes from
+    :func:`preheat.model.rope.rope_table`. ``slots`` and ``positions`` int32 [tokens], ``table`` int32 [slots, max
+    blocks]. A token's place in ``cache`` [blocks, 2, kv heads, block size, dim] (any strides but the last two) is block
+    ``table[slot, position // block size]``. ``norm`` [heads + kv heads, dim] holds the weights of a root-mean-square
+    norm of this ``kind``. The host copies ``slots``, ``positions`` and ``table`` for each step. They are read before
+    earlier kernels end, so no kernel may write them. ``scales`` of keys and of values are for a ``cache`` of eight
+    bits.
     """
     assert kind != "layer", "heads have root-mean-square norms"
     key_scale, value_scale = (None, None) if scales is None else scales

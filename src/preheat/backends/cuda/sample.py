@@ -1,12 +1,13 @@
-"""What the sampler's kernels share: a row's settings, the order of tokens, mass in integers and noise.
+"""Shared parts of the sampler's kernels: row settings, order of tokens, integer mass, noise.
 
 Contract, as on the host (:mod:`preheat.ops.order`, :mod:`preheat.ops.top_k_top_p`, :mod:`preheat.ops.philox`): a row's
 answer depends on that row alone. Only element-wise operations round, and each is the same instructions wherever it
-occurs (launches forbid fusing, see :func:`sampling`); sums are of integers and ties have an order, so that neither the
-number of rows nor how a row is cut can be seen in its token. Order keys, deficits and random integers are the host's,
-bit for bit; exp and log may differ from the host's in their last bits.
+occurs (launches forbid fusing, see :func:`sampling`). Sums are of integers and ties have an order. So neither the
+number of rows nor the cutting of a row can be seen in its token. Order keys, deficits and random integers are the
+host's, bit for bit; exp and log may differ from the host's in their last bits.
 
-A row of logits is cut into chunks, one program each, and those into groups of which the maximum alone is kept.
+A row of logits is cut into chunks, one program each. A chunk is cut into groups, and only the maximum of a group is
+kept.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ ROW = np.dtype(
         ("frequency", np.float32),
         ("presence", np.float32),
         ("masked", np.int32),  # 1: the row has a mask
-        ("drafts", np.int32),  # where the drafts before it are in the settings, and how many: its penalties count them
+        ("drafts", np.int32),  # place of the row's drafts in the settings, and their number, for penalties
         ("drafted", np.int32),
-        ("final", np.int32),  # 1: what it draws is counted for its penalties
+        ("final", np.int32),  # 1: the drawn token is counted for the row's penalties
     ]
 )
-"""AttentionConfig a row is sampled, as the kernels read it: 32-bit words, one record a row."""
+"""Sampling settings of a row for the kernels: a record of 32-bit words."""
 
 HEADER = 4
-"""Words before the first record: the number of rows, of edits, and two that keep the records aligned."""
+"""Words before the first record: the number of rows, the number of edits, two for alignment."""
 
 EDIT = 3
-"""Words of an edit: row, token, and the float32 that is added to its logit; minus infinity bans the token."""
+"""Words of an edit: row, token, and the float32 added to its logit; minus infinity bans the token."""
 
 
 def _word(name: str) -> tl.constexpr:
@@ -59,7 +60,10 @@ REPETITION, FREQUENCY, PRESENCE, MASKED = map(_word, ("repetition", "frequency",
 DRAFTS, DRAFTED, FINAL = map(_word, ("drafts", "drafted", "final"))
 
 IMPOSSIBLE = tl.constexpr(-float(np.finfo(np.float32).max))
-"""The logit of what the model rules out. Minus infinity is that of a banned token, which is worse still."""
+"""The logit of tokens ruled out by the model.
+
+A banned token is worse still: its logit is minus infinity.
+"""
 
 ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr(2**20 - 1)
@@ -67,7 +71,7 @@ LOWEST = tl.constexpr(-(2**52))
 """Below every order key."""
 
 MAX_VOCAB = 2**18
-"""Up to here the mass of a row fits the 53 bits of a float64."""
+"""Largest vocabulary; up to here the mass of a row fits the 53 bits of a float64."""
 
 SPREAD = tl.constexpr(19.5)
 """A token this far behind the best one never wins, see :data:`preheat.ops.philox.MAX_SPREAD`."""
@@ -75,35 +79,36 @@ SPREAD = tl.constexpr(19.5)
 MASS = tl.constexpr(float(2**34))
 
 WIDE = tl.constexpr(not INTERPRETED)
-"""Whether kernels may hold instructions of the device, which the interpreter does not know."""
+"""Whether kernels may hold instructions of the device, unknown to the interpreter."""
 
 FINITE = tl.constexpr(1)
-"""The kind of a row in which nothing is amiss, see :func:`kind`."""
+"""The kind of a row with finite logits, see :func:`kind`."""
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def sampling(num_warps: int, **more: Any) -> dict[str, Any]:
-    """Keywords of a launch of the sampler's kernels: no product may be fused with a sum, as the host's are not."""
+    """Return keywords of a launch of the sampler's kernels; products are never fused with sums, as on the host."""
     return options(num_warps=num_warps, enable_fp_fusion=False, **more)
 
 
 @triton.jit
 def word(settings, row, name: tl.constexpr):
-    """An integer of the record of ``row``."""
+    """Return an integer of the record of ``row``."""
     return tl.load(settings + HEADER_WORDS + row * ROW_WORDS + name)
 
 
 @triton.jit
 def real(settings, row, name: tl.constexpr):
-    """A float32 of the record of ``row``."""
+    """Return a float32 of the record of ``row``."""
     return word(settings, row, name).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def read(logits, ids, mask, raw: tl.constexpr):
-    """Logits as float32, minus infinity outside of ``mask``. ``raw`` ones are mended: NaN counts as impossible, as
-    does -inf, and +inf as the greatest finite number.
+    """Return logits as float32, minus infinity outside of ``mask``.
+
+    ``raw`` logits are mended: NaN and -inf count as impossible, +inf as the greatest finite number.
     """
     value = tl.load(logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(mask, mend(value), value) if raw else value
@@ -117,15 +122,20 @@ def mend(value):
 
 @triton.jit
 def kind(value, mask):
-    """What a row's raw logits ``value`` make of it, where ``mask``: 2 if one is NaN or +inf, else 1 if a token is
-    possible, else 0. A row is finite if the greatest of its kinds is FINITE.
+    """Return the kind of raw logits ``value`` where ``mask``.
+
+    2 if a logit is NaN or +inf, else 1 if a token is possible, else 0. A row is finite if the greatest of its kinds is
+    FINITE.
     """
     return tl.max(tl.where(mask, tl.where(value < float("inf"), (value > float("-inf")).to(tl.int32), 2), 0))
 
 
 @triton.jit
 def order(value, ids):
-    """int64 keys that fall from a row's best token to its worst: the logit's order above, the id below."""
+    """Return int64 keys that fall from a row's best token to its worst.
+
+    The logit's order fills the upper bits, the id the lower bits.
+    """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (rising.to(tl.int64) << ID_BITS) + (ids ^ ID_MASK)
@@ -133,34 +143,35 @@ def order(value, ids):
 
 @triton.jit
 def id_of(key):
-    """The token of an order key, int32."""
+    """Return the token of an order key, int32."""
     return ((key & ID_MASK) ^ ID_MASK).to(tl.int32)
 
 
 @triton.jit
 def value_of(key):
-    """The logit of an order key, float32."""
+    """Return the logit of an order key, float32."""
     rising = (key >> ID_BITS).to(tl.int32)
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def deficit_of(value, peak, temperature):
-    """AttentionConfig far ``value`` is behind ``peak``, divided by ``temperature``."""
+    """Return how far ``value`` is behind ``peak``, divided by ``temperature``."""
     return tl.div_rn(peak - value, temperature + tl.zeros_like(value))
 
 
 @triton.jit
 def mass_of(deficit):
-    """exp(-deficit) in integers of 2**-34, rounded down; int64."""
+    """Return exp(-deficit) in integers of 2**-34, rounded down; int64."""
     return (tl.exp(-deficit) * MASS).to(tl.int64)
 
 
 @triton.jit
 def ln(x):
-    """The natural logarithm of normal float32 above 0, to about one unit in the last place, near 1 too.
+    """Return the natural logarithm of normal float32 above 0.
 
-    x = 2**e * m with m in [0.7, 1.4); then the polynomial and the split of log(2) of Cephes' ``logf``.
+    It is right to about one unit in the last place, near 1 too. x = 2**e * m with m in [0.7, 1.4); then the polynomial
+    and the split of log(2) of Cephes' ``logf``.
     """
     bits = x.to(tl.int32, bitcast=True)
     e = (bits - 0x3F3504F3) >> 23
@@ -183,16 +194,17 @@ def ln(x):
 
 @triton.jit
 def gumbel(bits):
-    """The Gumbel variate of 32 random bits, float32."""
+    """Return the Gumbel variate of 32 random bits, float32."""
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -ln(-ln(uniform))
 
 
 @triton.jit
 def product(word, factor):
-    """The high and the low half of the product of uint32 and a constant.
+    """Return the high and the low half of the product of uint32 and a constant.
 
-    On a device one instruction makes both. A compiler that sees the halves taken from a product makes each by its own.
+    On a device one instruction makes both halves. A compiler that sees two halves taken from a product makes each half
+    by its own instruction.
     """
     if WIDE:
         assembly: tl.constexpr = "mul.wide.u32 $0, $1, $2;"
@@ -205,9 +217,10 @@ def product(word, factor):
 
 @triton.jit
 def random_words(settings, row, group):
-    """The random bits of tokens 4 * group to 4 * group + 3 under the key of ``row``: four uint32 of group's shape.
+    """Return the random bits of tokens 4 * group to 4 * group + 3 under the key of ``row``.
 
-    What is the same in the whole row stays a scalar, so that half of the first two rounds is computed once.
+    Four uint32 of group's shape. Counters equal in the whole row stay scalars, so that half of the first two rounds is
+    computed once.
     """
     c0, c1 = group.to(tl.uint32), word(settings, row, POSITION).to(tl.uint32)
     c2, c3 = word(settings, row, CHOICE).to(tl.uint32), tl.full((), 0, tl.uint32)
@@ -223,20 +236,20 @@ def random_words(settings, row, group):
 
 @triton.jit
 def bits_of_groups(settings, row, group):
-    """The random bits uint32 [groups, 4] of the tokens of each of ``group`` [groups]."""
+    """Return the random bits uint32 [groups, 4] of the tokens of each of ``group`` [groups]."""
     w0, w1, w2, w3 = random_words(settings, row, group)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (group.shape[0], 4))
 
 
 @triton.jit
 def noise_of_groups(settings, row, group):
-    """Noise float32 [groups, 4] of the tokens of each of ``group`` [groups]."""
+    """Return noise float32 [groups, 4] of the tokens of each of ``group`` [groups]."""
     return gumbel(bits_of_groups(settings, row, group))
 
 
 @triton.jit
 def noise_of_tokens(settings, row, ids):
-    """Noise float32 of each of ``ids``, the same as in a whole group."""
+    """Return noise float32 of each of ``ids``, the same as in a whole group."""
     w0, w1, w2, w3 = random_words(settings, row, ids >> 2)
     which = ids & 3
     return gumbel(tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3)))
@@ -244,6 +257,6 @@ def noise_of_tokens(settings, row, ids):
 
 @triton.jit
 def winner(score, ids, mask):
-    """The greatest score and its lowest id."""
+    """Return the greatest score and the lowest id with this score."""
     best = tl.max(score)
     return best, tl.min(tl.where((score == best) & mask, ids, NO_TOKEN))

@@ -1,4 +1,4 @@
-"""The best token of each row: the whole sampler of greedy rows, and what all others begin with."""
+"""The best token of each row: the whole sampler of greedy rows, and the first step of others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def peaks(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows): ``tops`` float32 [rows, groups] gets the greatest logit of each group of a row, ``leads``
-    int64 [rows, chunks] the order key of each chunk's best token, ``kinds`` int32 [rows, chunks] the kind of each chunk
+    """Write the greatest logit of each group and the best token of each chunk.
+
+    Grid (chunks, rows). ``tops`` float32 [rows, groups] gets the greatest logit of each group of a row. ``leads`` int64
+    [rows, chunks] gets the order key of each chunk's best token, ``kinds`` int32 [rows, chunks] the kind of each chunk
     of ``raw`` logits.
     """
     begin(overlap)
@@ -50,29 +52,34 @@ def peaks(
 
 @triton.jit
 def best_of(leads, row, chunks, CHUNKS: tl.constexpr):
-    """The order key of the best token of ``row``; ``CHUNKS`` is a power of two and at least ``chunks``."""
+    """Return the order key of the best token of ``row``.
+
+    ``CHUNKS`` is a power of two and at least ``chunks``.
+    """
     chunk = tl.arange(0, CHUNKS)
     return tl.max(tl.load(leads + row * chunks + chunk, mask=chunk < chunks, other=-(2**62)))
 
 
 @triton.jit
 def is_finite(kinds, row, chunks, CHUNKS: tl.constexpr):
-    """Whether the logits of ``row`` are finite."""
+    """Return whether the logits of ``row`` are finite."""
     chunk = tl.arange(0, CHUNKS)
     return tl.max(tl.load(kinds + row * chunks + chunk, mask=chunk < chunks, other=0)) == FINITE
 
 
 @triton.jit
 def token_of(tokens, row):
-    """The token of ``row``, of which the host is told the complement where its logits are not finite."""
+    """Return the token of ``row``; ``tokens`` holds its complement if the row's logits are not finite."""
     token = tl.load(tokens + row)
     return tl.where(token < 0, ~token, token)
 
 
 @triton.jit
 def emit(settings, row, token, finite, tokens, last_token, history, VOCAB: tl.constexpr):
-    """Give ``token`` to ``row``, as its complement unless its logits are ``finite``, and to its slot. Count it if the
-    row has penalties, the token is final and there is a ``history``.
+    """Give ``token`` to ``row`` and to its slot.
+
+    ``tokens`` gets the complement unless the row's logits are ``finite``. The token is counted if the row has
+    penalties, the token is final and there is a ``history``.
     """
     slot = word(settings, row, SLOT)
     tl.store(tokens + row, tl.where(finite, token, ~token))
@@ -85,7 +92,7 @@ def emit(settings, row, token, finite, tokens, last_token, history, VOCAB: tl.co
 
 @triton.jit
 def is_penalised(settings, row):
-    """Whether ``row`` has any penalty."""
+    """Return whether ``row`` has any penalty."""
     repeated = real(settings, row, REPETITION) != 1
     return repeated | (real(settings, row, FREQUENCY) != 0) | (real(settings, row, PRESENCE) != 0)
 
@@ -95,7 +102,10 @@ def pick(
     settings, leads, kinds, tokens, last_token, chunks,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): each row takes its best token, rows that pad take token 0."""
+    """Pick the best token of each row; padding rows get token 0.
+
+    Grid (rows).
+    """
     begin(overlap)
     row = tl.program_id(0)
     token, finite = 0, tl.full((), 1, tl.int1)

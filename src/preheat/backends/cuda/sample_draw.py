@@ -1,14 +1,14 @@
-"""Drawing at random: Gumbel-max among the tokens that min_p, top_k and top_p leave.
+"""Random draws: Gumbel-max among the tokens left by min_p, top_k and top_p.
 
-No row is sorted. The winner among *all* tokens is found first, then it is judged: has it too much mass, or too many
-tokens, before it? If so, all that come after it in order are out as well, and the best of the rest is the next to be
-judged. What survives the judgement is the winner among the survivors, which is the token to draw. A row seldom needs
+No row is sorted. The winner among *all* tokens is found first, then it is judged: is there too much mass, or are there
+too many tokens, before it? If so, all tokens after it in order are out as well, and the best of the rest is judged
+next. The winner that survives judgement is the winner among the survivors, and so the token to draw. A row seldom needs
 more than two tries, since a token is tried as often as it is likely.
 
 Three kernels. ``enter`` (:mod:`preheat.backends.cuda.sample_gumbel`) lets the tokens of each chunk race, ``weigh``
-judges the first winner, both with many programs a row; ``settle`` does the rest with one program a row: it need only
-look again at chunks whose own winner is not known, or was ruled out, while they may still hold the best. top_k has no
-use for the first two: its tokens come from a list of few.
+judges the first winner, both with many programs a row. ``settle`` does the rest with one program a row. It looks again
+only at chunks that may still hold the best token, if their own winner is not known or was ruled out. top_k has no use
+for ``enter`` and ``weigh``: its tokens come from a list of few.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from preheat.backends.cuda.sample_gumbel import entrants, is_random
 from preheat.backends.cuda.sample_source import kth_key, list_candidates, mass_above, race
 
 STEP = tl.constexpr(2048)
-"""Tokens that a single program weighs together."""
+"""Tokens weighed together by a single program."""
 
 
 @triton.jit
 def leading(score, key, CHUNKS: tl.constexpr):
-    """The chunk with the greatest score, the first of them, and its winner's order key."""
+    """Return the first chunk with the greatest score, and its winner's order key."""
     chunk = tl.arange(0, CHUNKS)
     _, first = winner(score, chunk, chunk >= 0)
     return first, tl.max(tl.where(chunk == first, key, LOWEST))
@@ -56,8 +56,10 @@ def weigh(
     settings, logits, stride, leads, nearest, masses, aheads,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows), for rows with top_p and without top_k: the mass min_p leaves of each chunk, and the part
-    of it that comes before the row's winner; both int64 [rows, chunks].
+    """Weigh each chunk of rows with top_p and without top_k.
+
+    Grid (chunks, rows). ``masses`` gets a chunk's mass after min_p, ``aheads`` the mass before the row's winner; both
+    int64 [rows, chunks].
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -81,7 +83,7 @@ def weigh(
 
 @triton.jit
 def chunk_sum(values, row, chunks, CHUNKS: tl.constexpr):
-    """The sum of a row's values, one a chunk."""
+    """Return the sum of a row's values, one a chunk."""
     chunk = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=0))
 
@@ -93,7 +95,10 @@ def settle(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     duplicates: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): each row's token, its best one if it is greedy; rows that pad take token 0."""
+    """Choose each row's token, its best one if it is greedy; padding rows get token 0.
+
+    Grid (rows).
+    """
     begin(overlap)
     row = tl.program_id(0)
     token, finite = 0, tl.full((), 1, tl.int1)
@@ -117,8 +122,10 @@ def survivor(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     duplicates: tl.constexpr, raw: tl.constexpr,
 ):  # fmt: skip
-    """The order key of the token that ``row`` draws. A chunk whose winner is ruled out keeps its score as a bound on
-    what else it holds, until it leads.
+    """Return the order key of the token drawn by ``row``.
+
+    A chunk with a winner that is ruled out keeps the winner's score as a bound on its other tokens, until the chunk
+    leads.
     """
     peak, temperature = value_of(lead), real(settings, row, TEMPERATURE)
     furthest, top_p, k = real(settings, row, FURTHEST), real(settings, row, TOP_P), word(settings, row, TOP_K)
@@ -142,7 +149,7 @@ def survivor(
             total = chunk_sum(masses, row, chunks, CHUNKS)
     limit = top_p.to(tl.float64) * total.to(tl.float64)
     first, best = leading(score, key, CHUNKS)
-    judged = best < floor  # of a winner that the second lap has found, ``weigh`` knows what is before it
+    judged = best < floor  # ``weigh`` has weighed the mass before a winner of the second lap
     pending = tl.full((), 1, tl.int1)
     while pending:
         if best < floor:
@@ -169,7 +176,10 @@ def survivor(
 
 @triton.jit
 def cut_by_k(logits, listed, count, whole, k, low, lead, duplicates: tl.constexpr, raw: tl.constexpr):
-    """The order key of the last token that top_k keeps, with ``duplicates`` of the last that could equal it."""
+    """Return the order key of the last token kept by top_k.
+
+    With ``duplicates``, return the lowest key with the same logit.
+    """
     width = tl.full((), 16, tl.int64)
     while low + width <= lead:
         width *= 16

@@ -1,7 +1,7 @@
-"""Changes of logits before they are sampled: penalties, logit_bias and banned stop ids; and the counts they need.
+"""Changes of logits before sampling, and the counts they need.
 
-``history`` int32 [slots, vocab] says of each token twice how often it occurs in the output of the slot's sequence, plus
-one if it occurs in its prompt.
+The changes are penalties, masks, logit_bias and banned stop ids. ``history`` int32 [slots, vocab] holds for each token
+twice its number in the output of the slot's sequence, plus one if the prompt has the token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from preheat.backends.cuda.sample_best import is_penalised
 EDIT_WORDS = tl.constexpr(EDIT)
 
 PART = 4
-"""Words that describe a stretch of a sequence that is to be counted."""
+"""Words that describe a stretch of a sequence to be counted."""
 
 PART_WORDS = tl.constexpr(PART)
 
@@ -41,10 +41,13 @@ def penalise(
     settings, logits, stride, history, masks, edited, kinds,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows): ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
-    seen, then frequency and presence on those of the output, the drafts before the row included; minus infinity where
-    the row's mask has no bit. ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows token i; None where no
-    row ever has one. ``kinds`` int32 [rows, chunks] gets the kind of each chunk of the raw logits.
+    """Write penalised and masked logits.
+
+    Grid (chunks, rows). ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
+    seen, then frequency and presence penalties on tokens of the output, the drafts before the row included. Tokens
+    without a bit in the row's mask get minus infinity. ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows
+    token i; None where no row ever has a mask. ``kinds`` int32 [rows, chunks] gets the kind of each chunk of the raw
+    logits.
     """
     begin(overlap)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -75,8 +78,9 @@ def penalise(
 
 @triton.jit
 def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr):
-    """Grid (any): add each edit's value to its row's logit; minus infinity takes its place. No two edits of different
-    value may be of the same logit; ids outside of the vocabulary are passed over.
+    """Add each edit's value to its row's logit; minus infinity replaces the logit.
+
+    Grid (any). Two edits of the same logit must have the same value; ids outside of the vocabulary are passed over.
     """
     begin(overlap)
     count = tl.load(settings + 1)
@@ -90,14 +94,16 @@ def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: t
         there &= (token >= 0) & (token < VOCAB)
         place = edited + row.to(tl.int64) * VOCAB + token
         value = tl.load(place, mask=there, other=0.0)
-        banned = (change == float("-inf")) | (value == float("-inf"))  # logits are mended: a mask has banned it
+        banned = (change == float("-inf")) | (value == float("-inf"))  # only a mask leaves minus infinity
         tl.store(place, tl.where(banned, float("-inf"), mend(value + change)), mask=there)
 
 
 @triton.jit
 def recount(history, parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (parts): count stretches of sequences. ``parts`` int32 begins with PART words for each: the slot, where its
-    tokens are in ``parts``, how many they are (at most BLOCK), and how many of them belong to the prompt.
+    """Count stretches of sequences in ``history``.
+
+    Grid (parts). ``parts`` int32 begins with PART words for each stretch: the slot, the place of its tokens in
+    ``parts``, their number (at most BLOCK), and how many of them belong to the prompt.
     """
     part = parts + tl.program_id(0) * PART_WORDS
     slot, begin, length, prompt = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)

@@ -1,10 +1,10 @@
-"""The race of all tokens of a row, in two laps: bounds on scores for every token, scores for the few that may win.
+"""The race of all tokens of a row, in two laps: bounds for every token, scores for a few.
 
-A token's score is its noise less its deficit. The first lap bounds the scores of each group of four tokens, whose
-noise comes from one Philox block, without a logarithm, an exponential or a division, and keeps each chunk's two groups
-of the highest bounds. The second lap scores the better one of them: if no other group can reach what it scores, then
-it holds the chunk's winner, or else the other one's bound stands for the chunk until somebody looks again. Bounds are
-real bounds, rounding included, so that nothing of this can be seen in a token.
+A token's score is its noise less its deficit. The first lap bounds the scores of each group of four tokens with noise
+from one Philox block. It needs no logarithm, exponential or division, and keeps each chunk's two groups of the highest
+bounds. The second lap scores the better of these two groups. If no other group can reach its score, then it holds the
+chunk's winner. Otherwise the other group's bound stands for the chunk until the chunk is looked at again. Bounds are
+real bounds, rounding included, so no token depends on them.
 """
 
 from __future__ import annotations
@@ -35,38 +35,42 @@ from preheat.backends.cuda.sample import (
 from preheat.backends.cuda.sample_best import best_of
 
 LAPPED = tl.constexpr(2)
-"""Groups of a chunk that the first lap reports: the one that is to be scored, and the next one, a bound on the rest."""
+"""Groups of a chunk reported by the first lap.
+
+The first is scored; the second bounds the rest.
+"""
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of float32's infinity."""
 
 LN_2 = tl.constexpr(math.log(2))
 OCTAVES = tl.constexpr(float(2**23))
-"""What one power of two adds to a positive float32's bits."""
+"""Step of a positive float32's bits for one power of two."""
 
 STEEPEST = tl.constexpr(1e30)
 
 
 @triton.jit
 def is_random(settings, row):
-    """Whether ``row`` exists and draws; if nothing in it is possible, there is nothing to draw from all the same."""
+    """Return whether ``row`` exists and draws at random; a row without possible tokens is not excluded."""
     return (row < tl.load(settings)) & (real(settings, row, TEMPERATURE) > 0)
 
 
 @triton.jit
 def reach(settings, row):
-    """A token that is farther behind the best one than this, in logits, has a deficit with which it is out."""
+    """Return the greatest distance in logits from the best token at which a token may still win."""
     limit = tl.minimum(real(settings, row, FURTHEST), SPREAD)
     return limit * real(settings, row, TEMPERATURE) * (1 + 2.0**-20) + 2.0**-120
 
 
 @triton.jit
 def lags(bits, behind, temperature, furthest):
-    """AttentionConfig far the best of each group is behind at least, in powers of two times 2**23: float32 [groups].
+    """Return the least lag of each group behind the best token: float32 [groups].
 
-    ``bits`` [groups, 4] are the tokens' random ones, ``behind`` how much less their logits are than the best one; those
-    beyond ``furthest`` are out. A token whose uniform u is 1 - (n + 1/2) / 2**23 has at most the noise -log(1 - u), and
-    the bits of n as a float32, taken as an integer, are at most its logarithm.
+    The unit is 2**-23 of a power of two. ``bits`` [groups, 4] are the tokens' random bits, ``behind`` is the distance
+    of their logits from the best token's. Tokens beyond ``furthest`` are out. A token with the uniform u = 1 - (n +
+    1/2) / 2**23 has at most the noise -log(1 - u), and the bits of n as a float32, taken as an integer, are at most its
+    logarithm.
     """
     slope = tl.minimum(tl.div_rn(OCTAVES / LN_2, temperature), STEEPEST)
     n = ((bits ^ 0xFFFFFFFF) >> 9).to(tl.float32)
@@ -76,7 +80,10 @@ def lags(bits, behind, temperature, furthest):
 
 @triton.jit
 def score_at_most(lag):
-    """No token that lags so far has a higher score; 2**-12 is more than all that is rounded on either side."""
+    """Return a bound on the score of tokens with at least this lag.
+
+    2**-12 is more than all rounding on either side.
+    """
     return lag * (-LN_2 / OCTAVES) + (150 * LN_2 + 2.0**-12)
 
 
@@ -85,8 +92,10 @@ def enter(
     settings, logits, stride, leads, nearest,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """The first lap. Grid (chunks, rows), for rows that draw without top_k: ``nearest`` int32 [rows, chunks, LAPPED]
-    gets the bits of the least lags of a chunk's groups, the group's place in their lowest bits.
+    """Run the first lap, for rows that draw without top_k.
+
+    Grid (chunks, rows). ``nearest`` int32 [rows, chunks, LAPPED] gets the bits of the least lags of a chunk's groups,
+    the group's place in their lowest bits.
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -99,7 +108,7 @@ def enter(
         return
     nearest += (row * chunks + chunk) * LAPPED
     furthest = reach(settings, row)
-    if peak - value_of(tl.load(leads + row * chunks + chunk)) > furthest:  # there is nothing to look at
+    if peak - value_of(tl.load(leads + row * chunks + chunk)) > furthest:  # no token of this chunk may win
         for i in tl.static_range(LAPPED):
             tl.store(nearest + i, INFINITE)
         return
@@ -121,7 +130,10 @@ def entrants(
     settings, row, logits, nearest, chunks, peak,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr,
 ):  # fmt: skip
-    """The second lap: the score and the order key of every chunk's winner, or a bound on its score and LOWEST."""
+    """Run the second lap; return score and order key of every chunk's winner.
+
+    A chunk without a sure winner gets a bound on its score, and LOWEST.
+    """
     GROUPS: tl.constexpr = CHUNK // 4
     chunk = tl.arange(0, CHUNKS)
     there = chunk < chunks

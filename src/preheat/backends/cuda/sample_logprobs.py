@@ -1,7 +1,7 @@
-"""What the model itself thought: log-probabilities, ranks and the most likely tokens, of raw logits.
+"""Log-probabilities, ranks and the most likely tokens, of raw logits.
 
-A row's answer depends on that row alone: probability is summed in integers (of 2**-40 of the best token's), so the sum
-has no order; a rank is 1 + the tokens that come before, ties to the lowest id.
+A row's answer depends on that row alone. Probability is summed in integers (of 2**-40 of the best token's), so the sum
+has no order. A rank is 1 + the number of tokens before the token, ties to the lowest id.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def tally(
     settings, logits, stride, leads, chosen, sums, befores,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows): each chunk's probability, and how many of its tokens come before the row's ``chosen`` one;
-    int64 and int32 [rows, chunks].
+    """Write each chunk's probability, and the number of its tokens before the row's ``chosen`` token.
+
+    Grid (chunks, rows). ``sums`` int64 and ``befores`` int32, both [rows, chunks].
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -44,7 +45,7 @@ def tally(
 
 @triton.jit
 def peak_and_total(leads, sums, row, chunks, CHUNKS: tl.constexpr):
-    """The greatest logit of a row, and the logarithm of its sum."""
+    """Return the greatest logit of a row, and the logarithm of its sum."""
     peak = value_of(best_of(leads, row, chunks, CHUNKS))
     total = ln((chunk_sum(sums, row, chunks, CHUNKS) + tl.zeros([1], tl.int64)).to(tl.float32) * (1.0 / UNIT))
     return peak, total
@@ -56,8 +57,11 @@ def report(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). ``ids_out`` int32 and ``values_out`` float32, both [rows, 1 + most]: first the rank and the
-    log-probability of the chosen token, then the ``most`` most likely tokens and theirs (-1 beyond the vocabulary).
+    """Write rank and log-probability of the chosen token, and the most likely tokens.
+
+    Grid (rows). ``ids_out`` int32 and ``values_out`` float32, both [rows, 1 + most]: first the rank and the
+    log-probability of the chosen token, then the ``most`` most likely tokens and their log-probabilities (-1 beyond the
+    vocabulary).
     """
     begin(overlap)
     row = tl.program_id(0)
@@ -96,8 +100,10 @@ def report_told(
     settings, logits, stride, leads, sums, told, values_out, chunks,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). ``values_out`` float32 [rows, MOST]: log-probabilities of the tokens ``told`` int32 [rows, MOST],
-    with the bits that `report` gives them; minus infinity for -1. ``leads`` and ``sums`` are those of `report`.
+    """Write the log-probabilities of the tokens ``told`` int32 [rows, MOST].
+
+    Grid (rows). ``values_out`` float32 [rows, MOST] gets the same bits as from `report`; minus infinity for -1.
+    ``leads`` and ``sums`` are the inputs of `report`.
     """
     begin(overlap)
     row = tl.program_id(0)
@@ -113,5 +119,5 @@ def report_told(
 
 @triton.jit
 def log_probability(value, peak, total):
-    """Of a token with logit ``value``; ``total`` is the logarithm of the sum."""
+    """Return the log-probability of a token with logit ``value``; ``total`` is the logarithm of the sum."""
     return tl.where(value > IMPOSSIBLE, value - peak - total, float("-inf"))

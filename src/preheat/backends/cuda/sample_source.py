@@ -1,7 +1,7 @@
-"""Where a single program looks for a row's tokens: among all of them, or in a list of few that may matter.
+"""Sources of a row's tokens for a single program: all tokens, or a list of few.
 
 A *source* is ``logits`` (one row), ``ids``, ``count`` and ``whole``: entry i is token i if ``whole``, else token
-``ids[i]``, ascending; there are ``count`` entries. The answers are the same for every source that holds what matters.
+``ids[i]``, ascending; there are ``count`` entries. All sources with the tokens that matter give the same answers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ TILE = tl.constexpr(1024)
 """Entries looked at together where each takes much work."""
 
 WAYS = tl.constexpr(16)
-"""Parts into which the search for the k-th key cuts what is left."""
+"""Parts of the remaining range in each step of the search for the k-th key."""
 
 
 @triton.jit
 def look(logits, ids, at, count, whole, raw: tl.constexpr):
-    """Token, logit and presence of the entries ``at``."""
+    """Return token, logit and presence of the entries ``at``."""
     there = at < count
     listed = tl.load(ids + at, mask=there & (whole == 0), other=0)
     token = tl.where(whole != 0, at, listed)
@@ -29,8 +29,9 @@ def look(logits, ids, at, count, whole, raw: tl.constexpr):
 
 @triton.jit
 def kth_key(logits, ids, count, whole, k, low, width, exact, raw: tl.constexpr):
-    """The k-th greatest order key of a source, which is in [low, low + width); rounded down to a multiple of ``exact``
-    above ``low``. Width and exact are powers of two.
+    """Return the k-th greatest order key of a source, in [low, low + width).
+
+    The key is rounded down to a multiple of ``exact`` above ``low``. Width and exact are powers of two.
     """
     way = tl.arange(0, WAYS)
     while width > exact:
@@ -49,7 +50,7 @@ def kth_key(logits, ids, count, whole, k, low, width, exact, raw: tl.constexpr):
 def mass_above(
     logits, ids, first, last, count, whole, key, peak, temperature, furthest, raw: tl.constexpr, STEP: tl.constexpr
 ):
-    """The mass, int64, that min_p leaves of the tokens whose order key is above ``key`` among entries first to last."""
+    """Return the mass, int64, after min_p of entries first to last with order keys above ``key``."""
     mass = tl.zeros([STEP], tl.int64)
     for start in range(first, last, STEP):
         token, value, there = look(logits, ids, start + tl.arange(0, STEP), count, whole, raw)
@@ -61,8 +62,9 @@ def mass_above(
 
 @triton.jit
 def race(settings, row, logits, ids, first, last, count, whole, floor, peak, temperature, furthest, raw: tl.constexpr):
-    """Score and order key of the winner among the entries first to last whose key is at least ``floor``; (-inf, LOWEST)
-    if there is none.
+    """Return score and order key of the winner among the entries first to last.
+
+    Only keys of at least ``floor`` race. Without any such key, returns (-inf, LOWEST).
     """
     best, best_key = tl.full((), float("-inf"), tl.float32), tl.full((), LOWEST, tl.int64)
     for start in range(first, last, TILE):
@@ -81,9 +83,11 @@ def list_candidates(
     logits, tops, listed, groups, k,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, raw: tl.constexpr,
 ):  # fmt: skip
-    """List, in ``listed`` [ROOM], every token that can be among the k best of a row: those not below the k-th greatest
-    of its groups' maxima, but for its last bits. Returns how many there are, up to ``ROOM`` of them in the list (which
-    is complete if there are no more), and an order key that is not above any of them.
+    """List every token that can be among the k best of a row, in ``listed`` [ROOM].
+
+    A token is listed unless it is below the k-th greatest of the groups' maxima; the last bits of the maxima do not
+    count. Returns the number of such tokens and an order key at most as great as any of theirs. The list is complete if
+    the number is at most ``ROOM``; otherwise counting stops early.
 
     ``tops`` [GROUPS] are the maxima, -inf for groups that do not exist. ``groups`` [GROUPS] is scratch.
     """

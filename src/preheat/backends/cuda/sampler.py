@@ -1,7 +1,7 @@
-"""The sampler on the device: the semantics of :mod:`preheat.ops.sampler`, in kernels that a graph can hold.
+"""The sampler on the device: the semantics of :mod:`preheat.ops.sampler`, in capturable kernels.
 
-A step runs one of three programs, the highest level that any row needs. A row's token is the same at each. All memory
-is static and all sizes that change are read from the device, so that a program can be captured and replayed.
+A step runs one of three programs, the highest level needed by any row. A row's token is the same at each level. All
+memory is static and all changing sizes are read from the device, so that a program can be captured and replayed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from preheat.ops.logprobs import prompt_entries
 from preheat.ops.sampling import Penalties, SamplingInput, words_of
 
 _NO_OWNER = -1
-_COUNTED = 4096  # tokens of a sequence that one program counts
-_TOGETHER = 64  # programs that are launched at once
+_COUNTED = 4096  # tokens of a sequence counted by one program
+_TOGETHER = 64  # programs of one launch
 _STAGED = _TOGETHER * (_COUNTED + PART)
-_ALIGNED = 4  # words: pointers of the alignment that the kernel was compiled for
+_ALIGNED = 4  # words: the kernel was compiled for pointers of this alignment
 _EDIT_PROGRAMS, _EDITS = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """AttentionConfig a row is cut: into chunks (a program each) of groups. Changes no bits."""
+    """Cutting of a row into chunks (a program each) of groups. Changes no bits."""
 
     chunk: int = 4096
     group: int = 64
 
 
 class DeviceCounts:
-    """The device's counts of each slot's tokens, and whose they are.
+    """The device's counts of each slot's tokens, and the sequence that owns each slot.
 
-    A step counts the tokens that it draws for rows with penalties, if they are final. The host sees to it that a
-    sequence that takes a slot is counted from its beginning, and counts what was kept of drafts.
+    A step counts the final tokens drawn for rows with penalties. The host counts a sequence that takes a slot from its
+    beginning, and counts the accepted drafts.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, backend: Backend) -> None:
@@ -58,11 +58,11 @@ class DeviceCounts:
         self._copied = backend.event()
 
     def follow(self, rows: Penalties) -> None:
-        """Before a step of level full is launched, count what the device does not know yet of the sequences' known
-        tokens: all of a sequence that is new in its slot, or what came behind drafts.
+        """Count known tokens that the device has not counted, before a step of level full.
 
-        The step's own tokens are counted when they are drawn, if they are final. Raises ValueError for a sequence of
-        which a token must be counted that is not known to the host.
+        For a sequence new in its slot, these are all tokens, else the tokens after accepted drafts. The step's own
+        tokens are counted when they are drawn, if they are final. Raises ValueError if a token to be counted is not
+        known to the host.
         """
         slots, once = np.unique(rows.slots, return_index=True)
         owner, lengths = rows.owner[once], rows.known[once]
@@ -73,13 +73,14 @@ class DeviceCounts:
         self._owner[slots], self._length[slots] = owner, lengths + rows.final[once]
 
     def forget(self) -> None:
-        """Be as new."""
+        """Set all counts to zero, and forget the owners of slots."""
         self.history.zero_()
         self._owner[:], self._length[:] = _NO_OWNER, 0
 
     def _count_tails(self, rows: Penalties, which: np.ndarray, counted: np.ndarray) -> None:
-        """Count these sequences' tokens behind those that are ``counted``, in one launch unless they are many or long.
-        Those of which none is begin anew.
+        """Count the tokens of the sequences at indices ``which`` behind the first ``counted`` ones.
+
+        One launch does it unless sequences are many or long. Sequences without counted tokens begin anew.
         """
         parts = list[tuple[int, int, np.ndarray]]()
         for i, begin in zip(which.tolist(), counted.tolist(), strict=True):
@@ -95,7 +96,7 @@ class DeviceCounts:
             self._count(parts[first : first + _TOGETHER])
 
     def _count(self, parts: list[tuple[int, int, np.ndarray]]) -> None:
-        """Count ``parts`` of sequences: the slot, how many of the tokens are the prompt's, and the tokens."""
+        """Count ``parts`` of sequences: the slot, the number of prompt tokens, and the tokens."""
         begin, table = PART * len(parts), list[tuple[int, int, int, int]]()
         for slot, prompt, tokens in parts:
             table.append((slot, begin, len(tokens), prompt))
@@ -104,11 +105,14 @@ class DeviceCounts:
         self.launch(self._stage(words), len(parts))
 
     def launch(self, words: Tensor, parts: int) -> None:
-        """Count the ``parts`` of sequences that ``words`` tell of, int32: the table of parts, then their tokens."""
+        """Count ``parts`` stretches of sequences; ``words`` int32 holds their table, then their tokens."""
         recount[parts,](self.history, words, self.history.shape[1], _COUNTED, num_warps=4)
 
     def _stage(self, words: np.ndarray) -> Tensor:
-        """``words`` on the device. The host waits for the device only when all of the staging memory has been used."""
+        """Copy ``words`` to the device.
+
+        The host waits for the device only after all of the staging memory has been used.
+        """
         if self._used + len(words) > _STAGED:
             self._used = 0
             self._copied.wait()
@@ -121,8 +125,9 @@ class DeviceCounts:
 
 
 class Answer:
-    """Where the answers of a step go on the host: ``arrays`` are its tokens, report ids and report values, and those of
-    told tokens.
+    """A step's answers on the host.
+
+    ``arrays`` holds tokens, report ids, report values and values of told tokens.
     """
 
     def __init__(self, answers: Sequence[Tensor], backend: Backend) -> None:
@@ -132,25 +137,24 @@ class Answer:
         self._there = backend.event()
 
     def fetch(self, tokens: bool, reports: bool, told: bool) -> None:
-        """Have the device send what is wanted, of all rows; returns before it is there."""
+        """Fetch the wanted arrays, of all rows; returns before they have arrived."""
         for wanted, source, target in zip((tokens, reports, reports, told), self._from, self._to, strict=True):
             if wanted:
                 target.copy_(source, non_blocking=True)
         self._there.record()
 
     def wait(self) -> None:
-        """Until what was fetched last, and all that was launched before, is there."""
+        """Wait until the latest fetch, and all launches before it, have finished."""
         self._there.wait()
 
 
 class CudaSampler:
     """Draws tokens for the sequences of a step.
 
-    ``layout`` says how the host describes a step; ``settings`` int32 [layout.words] is that description on the device.
-    ``masked``: rows may have masks.
-    ``tokens`` int32 [max rows] are the answers in row order, as :func:`preheat.core.marked` marks them, ``last_token``
-    int32 [slots + 1] is each slot's latest; the last slot is that of rows that pad. Log-probabilities are reported with
-    the ``max_logprobs`` most likely tokens.
+    ``layout`` is the host's description of a step; ``settings`` int32 [layout.words] is the description on the device.
+    ``masked``: rows may have masks. ``tokens`` int32 [max rows] holds the answers in row order, marked as by
+    :func:`preheat.core.marked`. ``last_token`` int32 [slots + 1] is each slot's latest token; the last slot is for
+    padding rows. Log-probabilities are reported with the ``max_logprobs`` most likely tokens.
     """
 
     def __init__(
@@ -185,8 +189,8 @@ class CudaSampler:
         self._told_ids = zeros(max_rows, MAX_LOGPROB_IDS)
         self._told_values = zeros(max_rows, MAX_LOGPROB_IDS, dtype=torch.float32)
         self._host_told = [backend.host_copy(self._told_ids) for _ in range(HOST_COPIES)]
-        self._told: list[dict[int, list[int]] | None] = [None] * HOST_COPIES  # of each copy
-        self._telling: dict[int, list[int]] | None = None  # what ``_told_ids`` are
+        self._told: list[dict[int, list[int]] | None] = [None] * HOST_COPIES  # of each host copy
+        self._telling: dict[int, list[int]] | None = None  # the content of ``_told_ids``
         self._chunks = chunks = -(-vocab_size // cut.chunk)
         groups = chunks * (cut.chunk // cut.group)
         self._cut = {"VOCAB": vocab_size, "CHUNK": cut.chunk}
@@ -200,8 +204,8 @@ class CudaSampler:
         self._live, self._successors = zeros(1), zeros(max_rows)
         self._host = [backend.host_copy(self.settings) for _ in range(HOST_COPIES)]
         self._arrays = [host.numpy() for host in self._host]
-        self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # of each copy, and its words
-        self._described: SamplingInput | None = None  # what ``settings`` says
+        self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # step and words of each copy
+        self._described: SamplingInput | None = None  # the content of ``settings``
         answers = self.tokens, self.report_ids, self.report_values, self._told_values
         self._answers = [Answer(answers, backend) for _ in range(HOST_COPIES)]
 
@@ -216,7 +220,7 @@ class CudaSampler:
         return self._host_masks[turn].numpy()
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
-        """What the device was told already is neither written nor sent again."""
+        """Describe a step to the device; unchanged descriptions are neither written nor sent again."""
         if step.penalties:
             self.counts.follow(step.penalties)
         host, (before, used) = self._arrays[turn], self._packed[turn]
@@ -232,13 +236,13 @@ class CudaSampler:
         if step.masked is not None and self._masks is not None:
             rows = slice(int(step.masked[0]), int(step.masked[-1]) + 1)
             self._masks[rows].copy_(self._host_masks[turn][rows], non_blocking=True)
-        self._told[turn] = step.told
-        if step.told is not self._telling:
-            self._send_told(turn, step.told or {})
-            self._telling = step.told
+        self._told[turn] = step.logprob_ids
+        if step.logprob_ids is not self._telling:
+            self._send_told(turn, step.logprob_ids or {})
+            self._telling = step.logprob_ids
 
     def _send_told(self, turn: int, told: dict[int, list[int]]) -> None:
-        """Let the device know of the tokens whose log-probabilities are wanted, by row."""
+        """Send the tokens with wanted log-probabilities, by row."""
         rows = max(told, default=-1) + 1
         host = self._host_told[turn]
         host[:rows].fill_(-1)
@@ -277,14 +281,15 @@ class CudaSampler:
         return prompt_entries(read_report(ids, values, tokens, np.full(count, alternatives)), finite)
 
     def compile(self, logits: Tensor) -> None:
-        """Reports of logprobs, and the count of a whole sequence."""
+        """Compile reports of log-probabilities, and the count of a whole sequence."""
         self._launch_logprobs(self.settings, logits[:1], self.tokens)
         self._launch_told(self.settings, logits[:1])
         self.counts.launch(self.settings, 1)
 
     def sample(self, level: Level, logits: Tensor) -> None:
-        """``logits`` bf16 or fp32, left alone. ``tokens`` and ``last_token`` get the answers; rows beyond the described
-        ones pad and get token 0.
+        """Sample rows of ``logits``, bf16 or fp32; the logits stay unchanged.
+
+        ``tokens`` and ``last_token`` get the answers. Rows beyond the described rows are padding and get token 0.
         """
         rows = len(logits)
         raw = level is not Level.FULL
@@ -309,10 +314,11 @@ class CudaSampler:
         )  # fmt: skip
 
     def _launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor) -> None:
-        """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].
+        """Compute log-probabilities of ``chosen`` int32 [rows] and the most likely tokens.
 
-        ``live`` int32 [at least 1]: how many rows there are, the rest pad; for the rows of a step that is ``settings``.
-        ``report_ids`` and ``report_values`` [max rows, 1 + max_logprobs] get the answers, see :func:`read_report`.
+        ``logits`` [rows, vocab] are raw. ``live`` int32 [at least 1] holds the number of real rows, the rest are
+        padding; for the rows of a step it is ``settings``. ``report_ids`` and ``report_values`` [max rows, 1 +
+        max_logprobs] get the answers, see :func:`read_report`.
         """
         rows = len(logits)
         self._peaks(logits, rows, raw=True, live=live)
@@ -327,14 +333,14 @@ class CudaSampler:
         )  # fmt: skip
 
     def _launch_told(self, live: Tensor, logits: Tensor) -> None:
-        """The log-probabilities of told tokens, behind :meth:`_launch_logprobs` of the same rows."""
+        """Compute log-probabilities of told tokens, after :meth:`_launch_logprobs` of the same rows."""
         report_told[len(logits),](
             live, logits, logits.stride(0), self._leads, self._masses, self._told_ids, self._told_values, self._chunks,
             self.vocab_size, self._chunked["CHUNKS"], MAX_LOGPROB_IDS, **sampling(num_warps=4),
         )  # fmt: skip
 
     def _peaks(self, logits: Tensor, rows: int, raw: bool, live: Tensor | None = None) -> None:
-        """The greatest logit of every group, and the best token of every chunk."""
+        """Find the greatest logit of every group, and the best token of every chunk."""
         counted = self.settings if live is None else live
         peaks[self._chunks, rows](
             counted, logits, logits.stride(0), self._tops, self._leads, self._kinds,
@@ -342,7 +348,7 @@ class CudaSampler:
         )  # fmt: skip
 
     def _edit(self, logits: Tensor, rows: int) -> Tensor:
-        """A float32 copy [rows, vocab] after penalties, masks, logit_bias and bans."""
+        """Return a float32 copy [rows, vocab] after penalties, masks, logit_bias and bans."""
         edited = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=logits.device)
         penalise[self._chunks, rows](
             self.settings, logits, logits.stride(0), self.counts.history, self._masks, edited, self._kinds,
@@ -357,8 +363,10 @@ class CudaSampler:
 def read_report(
     ids: np.ndarray, values: np.ndarray, tokens: np.ndarray, alternatives: np.ndarray
 ) -> list[TokenLogprobs]:
-    """What :meth:`CudaSampler.report` reported of rows whose token was ``tokens[i]``, with the first
-    ``alternatives[i]`` most likely ones. All are [n] or [n, 1 + most], on the host.
+    """Return log-probabilities from the arrays written by :meth:`CudaSampler.report`.
+
+    Row i has the token ``tokens[i]``, and the first ``alternatives[i]`` most likely tokens are returned. All arrays are
+    [n] or [n, 1 + most], on the host.
     """
     rows = zip(tokens.tolist(), ids.tolist(), values.tolist(), alternatives.tolist(), strict=True)
     return [
@@ -368,5 +376,5 @@ def read_report(
 
 
 def _power_of_two(n: int) -> int:
-    """The least one that is not below ``n``."""
+    """Return the least power of two that is not below ``n``."""
     return 1 << (n - 1).bit_length()

@@ -1,8 +1,8 @@
-"""What the device must know to sample a step, in one stretch of 32-bit words that travels with the step's other input.
+"""Layout of a step's sampling settings, as one stretch of 32-bit words.
 
-A header (the number of rows and of edits), one record a row (:data:`preheat.backends.cuda.sample.ROW`), then the edits:
-logit_bias and banned stop ids; then the drafts before each row with penalties. Only the words up to the last of them
-need be copied.
+The stretch travels with the step's other input. It holds a header (the number of rows and of edits), one record a row
+(:data:`preheat.backends.cuda.sample.ROW`), the edits (logit_bias and banned stop ids), and the drafts before each row
+with penalties. Words behind the last draft or edit need not be copied.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from preheat.ops.top_k_top_p import SamplingMetadata, furthest
 from preheat.utils.speculation import MAX_TOKENS
 
 EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
-"""Room for all that a request may ask for, in every row."""
+"""Edits of a row for all logit biases and banned ids allowed in a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerLayout:
-    """The layout for at most ``max_rows`` rows of ``vocab_size`` logits; rows that pad belong to slot ``pad_slot``.
-    Before a row are at most ``max_drafts`` drafts.
+    """The layout for at most ``max_rows`` rows of ``vocab_size`` logits.
+
+    Padding rows belong to slot ``pad_slot``. Before a row are at most ``max_drafts`` drafts.
     """
 
     max_rows: int
@@ -46,9 +47,9 @@ class SamplerLayout:
         return HEADER + self.max_rows * (ROW.itemsize // 4)
 
     def pack(self, host: np.ndarray, step: SamplingInput, slots: np.ndarray) -> int:
-        """Fill ``host`` int32 [words] for ``step``, whose rows are the sequences in ``slots`` [step.size].
+        """Fill ``host`` int32 [words] for ``step``; return the number of words in use.
 
-        Returns how many words are in use. Raises ValueError if there are more edits than room.
+        The rows are the sequences in ``slots`` [step.size]. Raises ValueError if there are more edits than room.
         """
         words = host[HEADER : self._edits_at].reshape(-1, len(_NOTHING))
         words[:] = _NOTHING
@@ -75,12 +76,12 @@ class SamplerLayout:
         return self._pack_drafts(host, records, used, step.penalties) if step.penalties else used
 
     def advance(self, host: np.ndarray, random: SamplingMetadata) -> None:
-        """``host`` describes the same rows at other positions, and now those of ``random``."""
+        """Update ``host`` to the positions in ``random``; the rows are the same."""
         records = host[HEADER : self._edits_at].view(ROW)
         records["position"][random.rows] = random.position
 
     def _pack_drafts(self, host: np.ndarray, records: np.ndarray, at: int, penalties: Penalties) -> int:
-        """Write the drafts before each row from the word ``at`` on; returns where they end."""
+        """Write the drafts before each row from the word ``at`` on; return the word after the last."""
         for row, drafts in zip(penalties.rows.tolist(), penalties.drafts, strict=True):
             if len(drafts):
                 records[row]["drafts"], records[row]["drafted"] = at, len(drafts)
@@ -89,7 +90,7 @@ class SamplerLayout:
         return at
 
     def _pack_edits(self, host: np.ndarray, edits: Edits) -> int:
-        """Write all edits; returns how many there are."""
+        """Write all edits; return their number."""
         count = len(edits.rows)
         if count > self.max_edits:
             raise ValueError(f"a step has {count} biases and banned ids; {self.max_edits} fit")
@@ -101,7 +102,7 @@ class SamplerLayout:
 
 
 def _nothing() -> np.ndarray:
-    """The record, int32, of a row of which nothing is asked."""
+    """Return the record, int32, of a row without any settings."""
     record = np.zeros(1, ROW)
     record["top_p"] = record["repetition"] = 1
     record["furthest"] = np.finfo(np.float32).max

@@ -1,4 +1,4 @@
-"""How ranks meet that share a model's layers on GPUs, one process each."""
+"""Meeting of ranks that share a model's layers on GPUs, one process each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from preheat.backends.cuda.collective import Nccl, RankSums
-from preheat.backends.meeting import Meeting
+from preheat.backends.rendezvous import Rendezvous
 
 
 class CudaSharing:
@@ -16,5 +16,5 @@ class CudaSharing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def join(self, meeting: Meeting, check: Callable[[], None]) -> RankSums:
+    def join(self, meeting: Rendezvous, check: Callable[[], None]) -> RankSums:
         return RankSums() if meeting.world == 1 else Nccl(self._device, meeting, check)

@@ -10,10 +10,10 @@ import torch
 from preheat.errors import PreheatError
 
 POOL_STREAMS = 32
-"""Streams that torch has for a device: it hands them out in turns, also those that are in use."""
+"""Streams of torch for a device; torch hands them out in turns, even while in use."""
 
 _OWNERS: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""By stream, the live backend that launches and captures on it."""
+"""The live backend that launches and captures on a stream, by stream."""
 
 
 def own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:

@@ -1,9 +1,9 @@
-"""Triton's cache on disk, in which a shared library is never replaced.
+"""Triton's cache on disk, with shared libraries that are never replaced.
 
 Triton writes a launcher again if two threads or processes build it at the same time, as ranks and replicas do when they
-start. CPython (`Python/dynload_shlib.c`) recognizes libraries that it has loaded by their inodes. It looks at a file's
-inode before the library is loaded by name, and so may remember that of a file which another process replaces just then.
-The next file that is given this inode then counts as loaded, and its kernel gets another kernel's launcher.
+start. CPython (`Python/dynload_shlib.c`) recognizes loaded libraries by their inodes. It reads a file's inode before it
+loads the library by name. If another process replaces the file in between, CPython remembers the old inode. The next
+file with this inode then counts as loaded, and its kernel gets another kernel's launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class KeptLibraries(FileCacheManager):  # type: ignore[misc]  # Triton has no types
-    """The first that was written stays: what is called the same has the same source."""
+    """A cache that keeps the first library written under a name; equal names have equal sources."""
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
         if not filename.endswith(".so"):

@@ -35,7 +35,7 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     share = request.seconds / (len(request.layers) + 1 + len(set(request.experts)))
     found, experts = _measure(request, share), _measure_experts(request, share)
     if not found and not experts:
-        raise PreheatError("no time for a single measurement: give more --seconds")
+        raise PreheatError(f"--seconds {request.seconds:g} is too short for a single measurement: raise it")
     table = merged(read(path), Table(name, torch.cuda.get_device_capability(device), found, experts))
     _write(path, encode(table))
     measured, known = len(found) + len(experts), len(table.entries) + len(table.experts)
@@ -70,7 +70,9 @@ def _path(request: TuneRequest, device: str) -> Path:
     if request.output is not None:
         path = Path(request.output).absolute()
         if not path.parent.is_dir():
-            raise SettingsError(f"--output {request.output}: there is no such folder")
+            raise SettingsError(
+                f"--output {request.output}: its folder does not exist; create it, or name another file"
+            )
         return path
     if request.folder is None:
         raise SettingsError(

@@ -1,9 +1,9 @@
-"""From the pages of a file to a device, in pieces, by several threads.
+"""Copies from the pages of a file to a device, in pieces, by several threads.
 
 A tensor of a safetensors file is a view of the file's pages. A copy from pageable memory to a GPU goes through one
-small buffer of the driver's, at a fraction of what the bus can do. Here each thread copies a piece into pinned memory
-of its own (and converts it on the way), from where the GPU fetches it on a stream of its own, while the other threads
-copy theirs. Nothing larger than the pieces is ever in memory besides the model.
+small buffer of the driver, at a fraction of the bus's rate. Here each thread copies a piece into pinned memory of its
+own, and converts it on the way. The GPU fetches the piece on a stream of the thread, while the other threads copy other
+pieces. Besides the model, no memory is larger than the pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 
 
 class Upload:
-    """Copies to ``device``, at most ``threads`` pieces of ``piece_bytes`` at a time; use it as a context manager."""
+    """Copies to ``device``, at most ``threads`` pieces of ``piece_bytes`` at a time; a context manager."""
 
     def __init__(self, device: torch.device, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         self._device, self._piece_bytes = device, piece_bytes
@@ -28,7 +28,7 @@ class Upload:
         for _ in range(threads):
             self._free.put(_Lane(device, piece_bytes))
         on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(threads, "upload", on_device)  # else each would wake the first GPU
+        self._pool = ThreadPoolExecutor(threads, "upload", on_device)  # else each thread would wake the first GPU
 
     def __enter__(self) -> Upload:
         return self
@@ -37,11 +37,12 @@ class Upload:
         self._pool.shutdown()
 
     def copy(self, source: Tensor, out: Tensor) -> None:
-        """Copy ``source``, on the host, into ``out`` of the same shape, in the dtype of ``out``, which is contiguous.
-        The device has it all when this returns.
+        """Copy ``source``, on the host, into ``out``; returns when the device has everything.
+
+        ``out`` is contiguous and has the same shape; its dtype may differ.
         """
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the previous user of this memory is done with it
+            torch.cuda.current_stream(self._device).synchronize()  # earlier work may still use the memory
         length = self._piece_bytes // out.element_size()
         pieces = zip(torch.split(source.reshape(-1), length), torch.split(out.view(-1), length), strict=True)
         for moved in [self._pool.submit(self._move, *piece) for piece in pieces]:
@@ -56,7 +57,7 @@ class Upload:
 
 
 class _Lane:
-    """What one thread needs: room for a piece, and on a GPU a stream."""
+    """Room for one thread's piece and, on a GPU, a stream."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         cuda = device.type == "cuda"
@@ -64,10 +65,10 @@ class _Lane:
         self._stream = torch.cuda.Stream(device) if cuda else None
 
     def move(self, source: Tensor, out: Tensor) -> None:
-        """Wait until ``out`` holds ``source``, so that the room is free again."""
+        """Copy ``source`` into ``out`` and wait, so that the room is free again."""
         staged = self._room[: out.numel() * out.element_size()].view(out.dtype)
         staged.copy_(source)
-        with torch.cuda.stream(self._stream):  # nothing, without a stream
+        with torch.cuda.stream(self._stream):  # does nothing without a stream
             out.copy_(staged, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()

@@ -1,6 +1,7 @@
-"""How attention is cut into pieces of work, on the host: splits of keys for decoding rows, tiles of longer runs.
+"""Cutting of attention into pieces of work, on the host.
 
-Keys are cut at absolute multiples of ``SPLIT``, so that a token's pieces depend on its position alone. Pure numpy.
+Decoding rows are cut into KV splits, longer runs into tiles of queries. Keys are cut at absolute multiples of
+``SPLIT``, so that a token's pieces depend on its position alone. Pure numpy.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ SPLIT = FACTS.split
 
 
 MOST_SPLITS = 1 << 20
-"""A piece of decoding says in one number which split of its tile it is, and in multiples of this how many queries the
-tile has beyond the first."""
+"""Base of the number of a piece of decoding.
+
+The number is the split, plus this base for each query of the tile after the first.
+"""
 
 WHOLE_CONTEXT = MOST_SPLITS - 1
-"""In place of a split: all of them."""
+"""In place of a split: the whole context."""
 
 
 def decode_work(
@@ -30,12 +33,12 @@ def decode_work(
     queries: np.ndarray | None = None,
     room: int | None = None,
 ) -> np.ndarray:
-    """The pieces of tiles of queries: int32 [pieces, 2] of (first token, split), a tile's in rising order one after
-    another.
+    """Return the pieces of tiles of queries: int32 [pieces, 2] of (first token, split).
 
-    ``token_index`` and ``positions`` [tiles] say which token of the step the first query of each tile is and where in
-    its sequence; ``queries`` [tiles] how many there are, by default one. Splits that lie wholly before the ``window``
-    of all of a tile's queries are left out. If the pieces are more than ``room``, each tile is one piece.
+    The pieces of a tile are consecutive and in rising order. ``token_index`` and ``positions`` [tiles] hold the first
+    query of each tile, as a token of the step and as a position in its sequence. ``queries`` [tiles] holds the queries
+    of each tile, by default one. Splits wholly before the ``window`` of all of a tile's queries are left out. If there
+    are more pieces than ``room``, each tile is one piece.
     """
     beyond = np.zeros_like(positions) if queries is None else queries - 1
     last = (positions + beyond) // split
@@ -56,8 +59,10 @@ def decode_work(
 
 
 def query_tiles(ends: np.ndarray, extend: np.ndarray, first: np.ndarray, tile: int) -> tuple[np.ndarray, ...]:
-    """Rows of ``extend`` [rows] tokens, which end before the step's tokens ``ends`` and begin at the positions
-    ``first`` of their sequences, cut into tiles of at most ``tile``: the first token of each, its position and length.
+    """Cut rows of ``extend`` [rows] tokens into tiles of at most ``tile`` tokens.
+
+    Rows end before the step's tokens ``ends`` and begin at the positions ``first`` of their sequences. Returns the
+    first token of each tile, its position and its length.
     """
     counts = -(-extend // tile)
     offset = (np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)) * tile
@@ -66,7 +71,10 @@ def query_tiles(ends: np.ndarray, extend: np.ndarray, first: np.ndarray, tile: i
 
 
 def steady_steps(positions: np.ndarray, split: int, window: int | None) -> int:
-    """For how many more steps, in each of which every query is one position further, the pieces stay the same."""
+    """Return for how many more steps the pieces stay the same.
+
+    In each step, every query is one position further.
+    """
     into = positions % split
     if window:
         oldest = positions - (window - 1)  # negative where the window has not begun to move
@@ -75,10 +83,10 @@ def steady_steps(positions: np.ndarray, split: int, window: int | None) -> int:
 
 
 def prefill_tiles(starts: np.ndarray, extends: np.ndarray, positions: np.ndarray, tile: int) -> np.ndarray:
-    """The pieces of longer runs: int32 [pieces, 2] of (first token, number of tokens, at most ``tile``).
+    """Return the tiles of longer runs: int32 [tiles, 2] of (first token, number of tokens).
 
-    Run r is ``extends[r]`` tokens from token ``starts[r]`` of the step and position ``positions[r]`` of its sequence
-    on. The pieces that see most keys, which take longest, come first.
+    A tile has at most ``tile`` tokens. Run r is ``extends[r]`` tokens, from token ``starts[r]`` of the step and
+    position ``positions[r]`` of its sequence on. Tiles with the most keys take longest, and come first.
     """
     counts = -(-extends // tile)
     ends = np.cumsum(counts)

@@ -1,1 +1,1 @@
-"""Gaudi: its facts. No kernels yet: the device cannot be picked."""
+"""The Gaudi backend; its facts can be imported without torch."""

@@ -1,20 +1,24 @@
-"""Paged attention on Gaudi, in operations of static shapes: a program depends on its bucket and on nothing else.
+"""Paged attention on Gaudi, in operations of static shapes.
+
+A program depends only on its bucket.
 
 Contract. Keys lie in blocks. A tile of queries meets a block in one product of a fixed form, [tile * group, dim] by
-[dim, block], in fp32; scaled, ALiBi's bias added, what a query does not see set to minus infinity. Each row's maximum
-m, the sum l of exp(score - m) and the product o of these with the values are its partial result. Partial results are
-merged in the order of the blocks: M' = max(M, m), l and o are scaled by exp(M - M') and exp(m - M') and added; at the
-end o is divided by l. Keys and values of eight bits are widened as they are stored: the keys' scale is part of the
-scores', the values' multiplies o / l before it is rounded. A block that a row does not see changes nothing, so padding
-of any kind changes no bits; nor does the way a block is found. Nor does a slot that no query of a tile sees, whatever
-it holds; what is stored is as :mod:`preheat.ops.finite` says. Every row is normalised by its own maximum: these are the
-softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
-requests.
+[dim, block], in fp32. The scores are scaled, ALiBi's bias is added, and the score of a key that a query does not see
+becomes minus infinity. The partial result of a row and a block is the row's maximum m, the sum l of exp(score - m), and
+the product o of these weights with the values. Partial results are merged in the order of the blocks: M' = max(M, m); l
+and o are scaled by exp(M - M') and exp(m - M') and added. At the end o is divided by l. Keys and values of eight bits
+are widened as they are stored. The keys' scale is part of the scores' scale. The values' scale multiplies o / l before
+it is rounded.
 
-A step of decoding rows is a list of pairs of a row and a block, of the bucket's length: as many blocks as the bucket
-says are read, whoever owns them. With ``contiguous`` there is a second form of the program, for steps whose blocks
-belong to one row each and are the first of the cache: it reads these as they lie. Any other step is
-tiles of queries against all blocks that a sequence may have.
+A block that a row does not see changes nothing, so padding of any kind changes no bits. The way in which a block is
+found changes no bits either, nor do the contents of a slot that no query of a tile sees. :mod:`preheat.ops.finite` says
+how numbers are stored. Every row is normalized by its own maximum, as in the softmax variants index_reduce and
+scatter_reduce of vLLM on Gaudi. The other variants take a maximum over rows of other requests.
+
+A step of decoding rows is a list of pairs of a row and a block. The list has the bucket's length: as many blocks as the
+bucket says are read, whoever owns them. With ``contiguous`` the program has a second form, which reads the first blocks
+of the cache as they lie. It serves a step if each of these blocks belongs to one row. Any other step is tiles of
+queries against all blocks that a sequence may have.
 """
 
 from __future__ import annotations
@@ -35,12 +39,15 @@ from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
 
 TILE_ROWS = 16
-"""Rows of a product of queries and keys, of one key/value head. Part of the contract."""
+"""Rows of a product of queries and keys, of one head.
+
+The head is a key/value head. Part of the contract.
+"""
 
 PAD_BLOCK = 0
 
 FLOOR = -1e30
-"""The maximum of a row that sees nothing."""
+"""Maximum of a row that sees no key."""
 
 GATHERED, IN_PLACE = "gathered", "in place"
 IN_PROGRAM = (GATHERED,)
@@ -48,8 +55,10 @@ IN_PROGRAM = (GATHERED,)
 
 @dataclass(slots=True)
 class HpuWork(AttentionWork):
-    """A step's rows, from which `HpuAttention.send` fills what the program of its bucket reads. ``blocks`` int64 are
-    those of the rows one after the other, ``row`` and ``number`` whose and the how many-th each one is.
+    """A step's rows, for `HpuAttention.send` to fill the static tensors.
+
+    ``blocks``, int64, are the blocks of the rows one after the other. ``row`` is the row of each block, and ``number``
+    the block's index in its row.
     """
 
     step: StepRows
@@ -60,9 +69,11 @@ class HpuWork(AttentionWork):
 
 @dataclass(frozen=True, kw_only=True)
 class HpuLayer(AttentionLayer):
-    """A layer and what its recipes find in tensors, since a number would make recipes of its own for each layer:
-    ``score_scale`` [1], with that of the keys; of a cache of eight bits, ``stored`` [2 * kv heads, 1], what keys and
-    values are divided by, and ``value_scale`` [1], which multiplies the output.
+    """A layer with its scales in tensors, so that layers share recipes.
+
+    A number would be part of a recipe. ``score_scale`` [1] includes the keys' scale. For a cache of eight bits,
+    ``stored`` [2 * kv heads, 1] divides keys and values before they are stored, and ``value_scale`` [1] multiplies the
+    output.
     """
 
     score_scale: Tensor
@@ -85,7 +96,10 @@ class HpuLayer(AttentionLayer):
         )
 
     def store(self, rows: Tensor, kv: Tensor) -> None:
-        """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache, which are those of heads."""
+        """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache.
+
+        Each head of a token has a row.
+        """
         cache, kv = self.cache.view(-1, self.head_dim), finite_values(kv, bounded=self.stored is not None)
         if self.stored is None:
             cache.index_copy_(0, rows, kv.reshape(-1, self.head_dim))
@@ -94,18 +108,24 @@ class HpuLayer(AttentionLayer):
             cache.view(torch.uint8).index_copy_(0, rows, codes.view(torch.uint8))
 
     def blocks(self, numbers: Tensor) -> Tensor:
-        """The blocks of these ``numbers``."""
+        """Return the blocks of these ``numbers``."""
         if self.stored is None:
             return self.cache.index_select(0, numbers)
         return self.cache.view(torch.uint8).index_select(0, numbers).view(self.cache.dtype)
 
     def scaled(self, out: Tensor) -> Tensor:
-        """fp32 ``out``, which values as they are stored have given, in the model's dtype."""
+        """Return ``out`` times the values' scale, in the model's dtype.
+
+        ``out`` is fp32, computed with the values as stored.
+        """
         return (out if self.value_scale is None else out * self.value_scale).to(self.dtype)
 
 
 class HpuAttention:
-    """Attention of all layers over static tensors, which a step fills before its programs run."""
+    """Attention of all layers over static tensors.
+
+    A step fills the tensors before its programs run.
+    """
 
     def __init__(self, layers: Sequence[AttentionLayer], limits: Limits, bridge: Bridge, *, contiguous: bool) -> None:
         self._layers = [HpuLayer.of(layer, bridge.device) for layer in layers]
@@ -124,7 +144,7 @@ class HpuAttention:
 
         self._table = static(self._rows + 1, self._most)
         self._pairs = static(3, pairs)  # the block of each pair, its row, and the position of its first key
-        self._places = static(self._rows * self._most)  # [row, number]: which pair, or none
+        self._places = static(self._rows * self._most)  # [row, number]: the index of the pair, or none
         self._tiles = static(tiles, 1 + self._tile)  # the slot of each tile, and its queries
         self._token_places = static(tokens)  # the query of the tiles that each token is
         self._table_now = np.zeros((self._rows + 1, self._most), np.int32)
@@ -133,7 +153,10 @@ class HpuAttention:
         self._seen: set[tuple[int, int, int, int | None]] = set()
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
-        """None: attention has static tensors of its own, whose use depends on the whole bucket."""
+        """Return no sizes: attention has static tensors of its own.
+
+        Their use depends on the whole bucket.
+        """
         return ()
 
     def variants(self, key: Any) -> tuple[Hashable, ...]:
@@ -146,11 +169,11 @@ class HpuAttention:
         return (GATHERED, IN_PLACE) if self._contiguous and pairs < self._blocks else IN_PROGRAM
 
     def _length(self, rows: int, blocks: int, longest: int) -> int:
-        """The pairs of a decoding program."""
+        """Return the number of pairs of a decoding program."""
         return blocks or rows * (-(-longest // self._size) or self._most)
 
     def plan(self, step: StepRows, tables: BlockTables) -> HpuWork:
-        """For this step alone: what rows see moves with every token."""
+        """Plan for this step alone: visible keys change with every token."""
         counts = -(-(step.first + step.extend) // tables.block_size)
         row = np.repeat(np.arange(len(step.slots)), counts)
         ends = np.cumsum(counts)
@@ -180,7 +203,7 @@ class HpuAttention:
         self.variant = IN_PLACE if alone and IN_PLACE in self._forms(length) else GATHERED
         at = blocks - PAD_BLOCK - 1 if self.variant == IN_PLACE else np.arange(len(blocks))
         pairs = np.zeros((3, length), np.int32)
-        pairs[2] = self._most * self._size  # beyond all that a row sees
+        pairs[2] = self._most * self._size  # beyond every key that a row sees
         pairs[0, at], pairs[1, at], pairs[2, at] = blocks, row, number * self._size
         places = np.full((inputs.rows, most), length, np.int32)
         places[row, number] = at
@@ -206,7 +229,7 @@ class HpuAttention:
         self._token_places[:tokens].copy_(torch.from_numpy(places))
 
     def _num_tiles(self, tokens: int, rows: int) -> int:
-        """The most tiles of a step."""
+        """Return the most tiles of a step."""
         return tokens // self._tile + min(rows, tokens)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
@@ -224,8 +247,9 @@ class HpuAttention:
         return attend
 
     def _forms_to_run(self, inputs: StepInputs, window: int | None) -> list[Hashable]:
-        """That of the step; the first time that a program runs piece by piece, all of its forms, so that every one
-        is compiled.
+        """Return the form of the step.
+
+        The first time that a program runs piece by piece, return all of its forms, so that each one is compiled.
         """
         length = self._length(inputs.rows, inputs.blocks, inputs.longest)
         key = len(inputs.tokens), inputs.rows, length, window
@@ -235,7 +259,10 @@ class HpuAttention:
         return [*(form for form in self._forms(length) if form != self.variant), self.variant]
 
     def _store(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs) -> None:
-        """Norm and turn queries and keys, in place, and put keys and values into the cache."""
+        """Norm and rotate queries and keys, and store keys and values.
+
+        Queries and keys change in place.
+        """
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         turned = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
@@ -250,7 +277,10 @@ class HpuAttention:
         layer.store(rows.view(-1), qkv[:, heads:])
 
     def _decode(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
-        """[tokens, heads * dim] of rows with one query each: all pairs at once, then each row's in order."""
+        """Return [tokens, heads * dim] of rows with one query each.
+
+        All pairs are computed at once, then each row's are merged in order.
+        """
         rows, length = inputs.rows, self._length(inputs.rows, inputs.blocks, inputs.longest)
         block, owner, start = self._pairs[:, :length].unbind()
         found = layer.cache[PAD_BLOCK + 1 :][:length] if form == IN_PLACE else layer.blocks(block)
@@ -267,7 +297,7 @@ class HpuAttention:
         return layer.scaled(merged.reshape(rows, -1))
 
     def _prefill(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
-        """[tokens, heads * dim] of any step: tiles against one block after the other."""
+        """Return [tokens, heads * dim] of any step: tiles against one block after the other."""
         tokens = len(inputs.tokens)
         tiles = self._tiles[: self._num_tiles(tokens, inputs.rows)]
         slot, queries = tiles[:, 0], tiles[:, 1:]
@@ -286,7 +316,7 @@ class HpuAttention:
         return layer.scaled(merged.reshape(len(tiles) * self._tile, -1).index_select(0, places))
 
     def _queries(self, layer: HpuLayer, qkv: Tensor) -> Tensor:
-        """fp32 [n, kv heads, tile * group, dim] of ``qkv`` [n, tile, all heads, dim]."""
+        """Return queries, fp32 [n, kv heads, tile * group, dim], of ``qkv`` [n, tile, all heads, dim]."""
         count, tile = qkv.shape[:2]
         query = qkv[:, :, : layer.num_heads].reshape(count, tile, self._kv_heads, self._group, self._dim)
         return query.transpose(1, 2).reshape(count, self._kv_heads, -1, self._dim).float()
@@ -294,16 +324,17 @@ class HpuAttention:
     def _partial(
         self, layer: HpuLayer, query: Tensor, found: Tensor, at: Tensor, start: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Maximum, sum [n, kv heads, tile * group, 1] and product with the values of ``query`` against the blocks
-        ``found`` [n, 2, kv heads, block, dim], whose first keys are at ``start`` [n]; ``at`` [n, tile] are the queries'
-        positions.
+        """Return the partial results of ``query`` against the blocks ``found`` [n, 2, kv heads, block, dim].
+
+        They are maximum and sum, [n, kv heads, tile * group, 1], and the product with the values. The blocks' first
+        keys are at ``start`` [n]; ``at`` [n, tile] are the queries' positions.
         """
         keys, values = found.float().unbind(1)
         distance = start[:, None, None] + torch.arange(self._size, device=at.device) - at[:, :, None]
         hidden = distance > 0
         if layer.window is not None:
             hidden = hidden | (distance <= -layer.window)
-        values = torch.where(hidden.all(1)[:, None, :, None], 0.0, values)  # a slot that nobody sees holds anything
+        values = torch.where(hidden.all(1)[:, None, :, None], 0.0, values)  # a slot that no query sees holds anything
         scores = torch.matmul(query, keys.mT) * layer.score_scale
         each = (len(at), 1, self._tile, 1, self._size)
         wide = scores.view(len(at), self._kv_heads, self._tile, self._group, self._size)
@@ -328,14 +359,17 @@ class HpuAttention:
         return merged
 
     def clear_inputs(self) -> None:
-        """The integers of a step, which all programs find in one allocation, and all that attention adds to them."""
+        """Zero attention's static tensors and the step's integers.
+
+        The integers share one allocation for all programs.
+        """
         self.clear()
         if self._inputs is not None:
             counts = self._inputs.counts
             counts.new_empty(0).set_(counts.untyped_storage()).zero_()
 
     def clear(self) -> None:
-        """On the device every block table is all pad block."""
+        """Make every block table on the device all pad block."""
         self._table.zero_()
         self._pairs.zero_()
         self._places.zero_()

@@ -1,6 +1,7 @@
-"""The Gaudi backend: operations of torch on Intel's Gaudi through its PyTorch bridge, or on a fake of it in tests.
+"""The Gaudi backend: torch on Intel's Gaudi through its PyTorch bridge.
 
-It has run on the fake alone, never on a card: docs/gaudi.md says what that shows.
+In tests it runs on a fake of the bridge. It has run only on the fake, never on a card: docs/gaudi.md says how much that
+shows.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ logger = logging.getLogger(__name__)
 
 
 class HpuBackend:
-    """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
+    """torch on one Gaudi.
+
+    Raises SettingsError, with advice, if there is no Gaudi that can be used.
+    """
 
     adapters: AdapterOps | None = None
 
@@ -81,7 +85,7 @@ class HpuBackend:
 
     @cached_property
     def _bridge(self) -> Bridge:
-        """Loaded when it is first needed, which is after :meth:`prepare` has said in which mode."""
+        """The bridge, loaded at its first use, after :meth:`prepare`."""
         return Bridge(self._settings)
 
     @cached_property
@@ -99,7 +103,10 @@ class HpuBackend:
         return int(self._bridge.hpu.mem_get_info()[0])
 
     def used_memory(self) -> int:
-        """What the card holds more than when this process started, recipes and graphs included."""
+        """Return the growth of the card's used memory.
+
+        It counts from the start of this process, recipes and graphs included.
+        """
         return self._used() - self._used_before
 
     def peak_memory(self, run: Callable[[], None]) -> int:
@@ -112,30 +119,34 @@ class HpuBackend:
         return max(int(hpu.max_memory_allocated() - allocated), self._used() - before)
 
     def kv_cache_memory(self) -> int | None:
-        """A share of the free memory."""
+        """Return None: the cache takes a share of the free memory."""
         return None
 
     def supports(self, value: Value) -> Support:
-        """As the facts say."""
+        """Return the support that the facts give."""
         return supports(self.facts, value)
 
     def supports_bfloat16(self) -> bool:
-        """Every Gaudi multiplies bfloat16."""
+        """Return True: every Gaudi multiplies bfloat16."""
         return True
 
     def prepare(self, settings: Settings, cache: Path | None) -> None:
-        """Load the bridge in the mode that is asked for. SettingsError for a fake that nobody asked for."""
+        """Load the bridge in the requested mode.
+
+        Raises SettingsError for a fake that the settings do not ask for, and for a real bridge if they ask for the
+        fake.
+        """
         self._settings = settings
         if self.facts.simulated is not settings.use_fake_hpu:
             raise SettingsError(
-                "habana_frameworks is a fake, which computes on the host: set VLLM_USE_FAKE_HPU=1 if that is what you "
-                "want, or use --device cpu"
+                "the installed habana_frameworks is a fake that computes on the host: set VLLM_USE_FAKE_HPU=1 to use "
+                "it, or use --device cpu"
                 if self.facts.simulated
                 else "VLLM_USE_FAKE_HPU is set, but habana_frameworks is not the fake: unset it",
                 param="use_fake_hpu",
             )
         if self.facts.simulated:
-            warn("The device is simulated: nothing that this engine says of speed or bits is true of a Gaudi")
+            warn("The device is simulated: its speed and bits say nothing about a real Gaudi")
         if settings.pa_softmax_impl:
             logger.info("Softmax of attention (%s): each row by its own maximum", settings.pa_softmax_impl)
         if settings.num_threads:
@@ -149,19 +160,24 @@ class HpuBackend:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def event(self) -> HostEvent:
-        """Return an event that is always reached: a host copy is pageable, and copying it waits."""
+        """Return an event that is always reached.
+
+        A host copy is pageable, and copying it waits.
+        """
         return HostEvent()
 
     def sleep_memory(self) -> None:
-        """No graph knows an address."""
+        """Return nothing: no graph knows an address."""
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
         yield _copy
 
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
-        """In ``compile`` a region is what torch.compile builds; else it is a lazy graph of its own, so that layers of
-        one kind share a recipe.
+        """Return a function that builds a region.
+
+        In ``compile`` torch.compile builds the region. Otherwise the region is a lazy graph of its own, so that layers
+        of one kind share a recipe.
         """
         if mode == "compile":
             from preheat.backends.cpu.compile import Regional
@@ -170,8 +186,17 @@ class HpuBackend:
             return lambda region: Regional(region, backend=name)
         return self._bridge.as_unit
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def functions(self, *_: object) -> None:
+        """Return none: a layer is regions and operations."""
+
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
-        """Those that read attention's tensors become graphs; a sampler's and an image encoder's stay lazy."""
+        """Return a driver of the programs.
+
+        Programs that read attention's tensors become graphs. The sampler's and the image encoder's programs stay lazy.
+        """
         if not isinstance(attention, HpuAttention):
             return Calls(self._bridge.as_program(body))
         keeps = self._settings.disable_tensor_cache is False
@@ -181,22 +206,28 @@ class HpuBackend:
         self._captured += 1
 
     def compiling(self, threads: int) -> None:
-        """A recipe is compiled when its graph first runs, and only then."""
+        """Do nothing: a recipe is compiled when its graph first runs."""
 
-    def settle(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
-        """Prove at which sizes the device computes linear layers alike; the last layer also has the head's sizes."""
+    def select_kernels(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
+        """Prove at how many rows the device computes linear layers alike.
+
+        The last layer also has the head's sizes.
+        """
         given = list(layers)
         rows = sorted({size for _, sizes in given for size in sizes})
         parts = [part for layer, _ in given if isinstance(layer, Layer | ExpertsLayer) for part in layer.parts]
         by_shape = {part.shape: part for part in parts if isinstance(part, SizedProduct)}
         for part in by_shape.values():
-            part.settle(rows)
+            part.select_kernels(rows)
 
     def tune(self, request: TuneRequest) -> str:
-        raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
+        raise SettingsError("there is nothing to tune on Gaudi: its graph compiler chooses the kernels", param="device")
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
-        """``contiguous`` must be asked for: it makes a second graph of each decoding program."""
+        """Return attention, contiguous only if the settings ask for it.
+
+        ``contiguous`` makes a second graph of each decoding program.
+        """
         asked = contiguous and self._settings.contiguous_pa is True
         return HpuAttention(layers, limits, self._bridge, contiguous=asked)
 
@@ -249,7 +280,7 @@ class HpuBackend:
         positions: Tensor | None = None,
         images: Tensor | None = None,
     ) -> None:
-        """Every token is known: a step has ended when the next one begins."""
+        """Embed known tokens: a step has ended when the next one begins."""
         with self._bridge.unit():
             embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
 
@@ -257,13 +288,19 @@ class HpuBackend:
         return add_shared(routed, x, gate, shared)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """From all of the static tensor that ``x`` begins: the recipe does not depend on the step's tokens."""
+        """Take rows of the whole static tensor that ``x`` begins.
+
+        So the recipe depends on no step's tokens.
+        """
         whole = _whole(x)
         with self._bridge.unit():
             return whole.index_select(0, index)
 
     def row_digests(self, logits: Tensor) -> Tensor:
-        """Of the host's copy: digests are integer arithmetic, and none of a step."""
+        """Return digests of a host copy.
+
+        Digests are integer arithmetic, and no step computes them.
+        """
         return row_digests(logits.cpu())
 
     def _used(self) -> int:
@@ -276,7 +313,7 @@ def _copy(source: Tensor, out: Tensor) -> None:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """All rows of the allocation whose first rows are ``x`` [rows, width]."""
+    """Return all rows of the allocation that begins with the rows ``x`` [rows, width]."""
     storage, width = x.untyped_storage(), x.shape[1]
     if x.storage_offset() or not x.is_contiguous():
         return x

@@ -1,7 +1,7 @@
-"""Gaudi's PyTorch bridge: all that preheat asks of ``habana_frameworks``, which is imported here and nowhere else.
+"""Gaudi's PyTorch bridge: the only module that imports ``habana_frameworks``.
 
 In lazy mode operations accumulate until ``mark_step``, which looks their graph up, compiles it if it is new, and
-launches it. Where a graph ends therefore decides what is compiled: :meth:`Bridge.unit` ends one.
+launches it. The end of a graph therefore decides the compiled recipe: :meth:`Bridge.unit` ends a graph.
 """
 
 from __future__ import annotations
@@ -24,28 +24,36 @@ R = TypeVar("R")
 
 LAZY = "PT_HPU_LAZY_MODE"
 DEVICES = torch.device("hpu", 0), torch.device("cpu", 0)
-"""Where tensors are: on the card, or for a fake on the host, under a number that the host's own code never gives."""
+"""Device of tensors: the card, or for a fake the host.
+
+The host has a number here that its own code never gives.
+"""
 
 
 def wants_lazy(settings: Settings) -> bool:
-    """Whether the execution mode that ``settings`` ask for runs on the bridge's lazy backend, its default."""
+    """Return whether ``settings`` run on the bridge's lazy backend.
+
+    It is the backend of their execution mode, lazy by default.
+    """
     if settings.execution_mode != "auto":
         return settings.execution_mode in ("graphs", "lazy")
     return settings.lazy_mode is not False
 
 
 class Bridge:
-    """The loaded bridge. ``device`` is where tensors are; ``lazy`` whether operations accumulate; ``inside`` whether a
-    unit is running; ``collects`` whether what is captured or accumulates may hold collectives.
+    """The loaded bridge.
 
-    Raises SettingsError where the bridge was loaded before in the other mode: it reads it once in a process.
+    ``device`` is the device of tensors. ``lazy`` tells whether operations accumulate, and ``inside`` whether a unit is
+    running. ``collects`` tells whether captured or accumulated graphs may hold collectives.
+
+    Raises SettingsError if the bridge was loaded before in the other mode: it reads the mode once in a process.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.simulated, self.lazy = is_simulated(), wants_lazy(settings)
         asked = settings.lazy_collectives
         self.collects = not self.lazy or asked is not False
-        told = {  # what the bridge itself reads, when it is loaded
+        told = {  # variables that the bridge itself reads, when it is loaded
             LAZY: self.lazy,
             "PT_HPU_ENABLE_LAZY_COLLECTIVES": True if asked is None and settings.tensor_parallel_size > 1 else asked,
             "PT_HPU_METRICS_GC_DETAILS": settings.metrics_gc_details,
@@ -66,8 +74,10 @@ class Bridge:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """What is inside runs on the device and is a lazy graph of its own, so that the same operations on the same
-        shapes are one recipe, whatever runs before and after. Nothing ends within a unit.
+        """Run the code inside on the device, as its own lazy graph.
+
+        So the same operations on the same shapes are one recipe, whatever runs before and after. No graph ends within a
+        unit.
         """
         if self.inside:
             yield
@@ -82,14 +92,16 @@ class Bridge:
         self.end()
 
     def end(self) -> None:
-        """The lazy graph that has accumulated, if any, ends here, unless this is within a unit."""
+        """End the accumulated lazy graph, if any, except within a unit."""
         if self.lazy and not self.inside:
             self._core.mark_step()
 
     @contextmanager
     def program(self) -> Iterator[None]:
-        """In lazy mode, what stands between the units inside accumulates too, and what follows the last one ends in a
-        graph of its own: programs that run one after the other share none.
+        """Run units as a program, in lazy mode.
+
+        Operations between the units inside accumulate too. Operations after the last unit end in a graph of their own,
+        so that successive programs share no graph.
         """
         if not self.lazy:
             yield
@@ -99,16 +111,16 @@ class Bridge:
             self.end()
 
     def as_unit(self, function: Callable[P, R]) -> Callable[P, R]:
-        """``function``, each call of which is a unit."""
+        """Return ``function`` with each call as a unit."""
         return _within(self.unit, function)
 
     def as_program(self, function: Callable[P, R]) -> Callable[P, R]:
-        """``function``, each call of which is a program."""
+        """Return ``function`` with each call as a program."""
         return _within(self.program, function)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What is inside is captured in one piece: no unit ends in it."""
+        """Capture the code inside in one piece: no unit ends in it."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -116,14 +128,15 @@ class Bridge:
             self.inside = before
 
     def compile_backend(self) -> str:
-        """The name of torch.compile's backend, registered."""
+        """Register torch.compile's backend, and return its name."""
         with suppress(ModuleNotFoundError):  # versions that register it when they are loaded
             importlib.import_module(f"{FRAMEWORKS}.torch.dynamo.compile_backend")
         return "hpu_backend"
 
     def metric(self, name: str) -> dict[str, Any]:
-        """The bridge's counters of ``graph_compilation``, ``cpu_fallback``: ``TotalNumber``, and ``TotalTime`` in
-        microseconds.
+        """Return a counter of the bridge, ``graph_compilation`` or ``cpu_fallback``.
+
+        ``TotalNumber`` is a count, and ``TotalTime`` is in microseconds.
         """
         return dict(self._metrics.metric_global(name).stats())
 
@@ -132,13 +145,16 @@ class Bridge:
 
     @property
     def process_group(self) -> str:
-        """The name of torch.distributed's backend for collectives among cards, which a module registers."""
+        """Name of torch.distributed's backend for collectives among cards.
+
+        The bridge's module registers the backend first.
+        """
         importlib.import_module(f"{FRAMEWORKS}.torch.distributed.hccl")
         return "hccl"
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, each call of which runs in a new ``context``."""
+    """Return ``function`` with each call in a new ``context``."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,16 +1,19 @@
-"""How cold events are noticed on Gaudi: by the bridge's own counters, read after each step."""
+"""Sources of cold events on Gaudi: the bridge's own counters.
+
+They are read after each step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from preheat.backends.cold import DYNAMO, IMPORTS, SELDOM, Counted, Watched
+from preheat.backends.cold import DYNAMO, IMPORTS, NO_LLVM_FUNCTIONS, SELDOM, Counted, Watched
 from preheat.backends.hpu.bridge import Bridge
 
 
 def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Watched]:
-    """``captured`` counts the graphs that were captured."""
+    """Return the sources; ``captured`` returns the number of captured graphs."""
 
     def metric(name: str, what: str) -> Callable[[ExitStack], Counted]:
         def read() -> int:
@@ -43,6 +46,7 @@ def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Wa
     return {
         "dynamo": DYNAMO,
         "triton": Watched("none", "Triton has no target for it"),
+        "llvm": NO_LLVM_FUNCTIONS,
         "recipe": Watched(
             "counter", "the bridge's metric `graph_compilation`",
             metric("graph_compilation", "a recipe was compiled"),
@@ -52,6 +56,6 @@ def cold_sources(bridge: Bridge, captured: Callable[[], int]) -> Mapping[str, Wa
         ),
         "graph capture": Watched("counter", "modules that the graph driver has wrapped and called", captures),
         "allocator": Watched("counter", "`mem_get_info` of the bridge, every eighth step", memory),
-        "module loading": Watched("none", "what is loaded is a recipe, which counts when it is compiled"),
+        "module loading": Watched("none", "Gaudi loads only recipes, counted at their compilation"),
         "import": IMPORTS,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a Gaudi can be used here, found without importing torch or Habana's software."""
+"""Detection of a usable Gaudi, without importing torch or Habana's software."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ from pathlib import Path
 
 FRAMEWORKS = "habana_frameworks"
 NODES = ("/dev/accel/accel[0-9]*", "/dev/hl[0-9]*")
-"""Device nodes of the driver: of its later versions, and of its earlier ones."""
+"""Device nodes of the driver's later and earlier versions."""
 
 FAKE_ONLY = "simulator.py"
 """A file that only a fake of the frameworks has."""
 
 
 def frameworks() -> Path | None:
-    """The folder of Habana's frameworks; None if they are not installed."""
+    """Return the folder of Habana's frameworks; None if they are not installed."""
     spec = find_spec(FRAMEWORKS)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def is_simulated() -> bool:
-    """Whether what is installed is a fake."""
+    """Return whether the installed frameworks are a fake."""
     folder = frameworks()
     return folder is not None and (folder / FAKE_ONLY).is_file()
 
 
 def nodes() -> list[str]:
-    """The device nodes of the cards."""
+    """Return the device nodes of the cards."""
     return sorted(path for pattern in NODES for path in glob.glob(pattern))
 
 
 def detected() -> bool:
-    """Whether ``auto`` takes this platform: real frameworks and a card. A fake is never chosen without being asked."""
+    """Return whether ``auto`` takes this platform.
+
+    It takes real frameworks and a card, never a fake.
+    """
     return frameworks() is not None and not is_simulated() and bool(nodes())
 
 
 def obstacle() -> str | None:
-    """Why a Gaudi cannot be used here and what to change; None where it can."""
+    """Return the obstacle to using a Gaudi, with advice, or None."""
     if frameworks() is None:
         return (
             "Gaudi's PyTorch bridge (habana_frameworks) is not installed: install habana-torch-plugin of the Gaudi "

@@ -1,7 +1,7 @@
-"""What `preheat doctor` looks at for the Gaudi backend: what of its software stack is here. No torch.
+"""Gaudi's part of `preheat doctor`, without torch.
 
-Source: the environment verification in the documentation of vLLM on Gaudi: ``hl-smi``, the system's packages, those of
-Python, and neural-compressor for FP8.
+It looks at the installed parts of the software stack. Source: the environment verification in the documentation of vLLM
+on Gaudi: ``hl-smi``, the system's packages, Python's packages, and neural-compressor for FP8.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FP8 = "neural-compressor"
 
 
 def findings() -> Iterator[Finding]:
-    """Devices, the driver's tool and packages, the bridge's; where there is nothing of all that, one line."""
+    """Yield findings on devices and on packages.
+
+    The packages are the driver's, with its tool, and the bridge's. If nothing is installed, yield one finding.
+    """
     if not nodes() and frameworks() is None and shutil.which("hl-smi") is None:
         advice = "without a Gaudi models run elsewhere; for one, see docs.habana.ai, Installation Guide"
         yield Finding("Gaudi", "no device, no hl-smi, no habana_frameworks", "note", advice)
@@ -51,7 +54,7 @@ def _package(name: str, version: str | None, verdict: Verdict, advice: str) -> F
 
 
 def _system_version(name: str) -> str | None:
-    """The version of a Debian package; None if it, or dpkg, is not here."""
+    """Return a Debian package's version; None without it or dpkg."""
     query = shutil.which("dpkg-query")
     if query is None:
         return None
@@ -60,7 +63,7 @@ def _system_version(name: str) -> str | None:
 
 
 def _version(name: str) -> str | None:
-    """The version of a Python package; None if it is not here."""
+    """Return a Python package's version; None if it is not here."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""Routed experts on Gaudi: a graph's shapes are static, so every expert sees every token.
+"""Routed experts on Gaudi: every expert sees every token.
 
-Which expert a token chose decides only which of the results it takes. The work is that of a dense block with all
-experts; the contract's order of additions is kept, and the host waits for nothing. See :mod:`preheat.ops.matmul`.
+A graph's shapes are static. A token's choice of experts decides only the results that it takes. The work equals a dense
+block's with all experts. The contract's order of additions is kept, and the host waits for nothing. See
+:mod:`preheat.ops.matmul`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from preheat.ops.values import Experts
 
 
 class ExpertsLayer:
-    """The routed experts of ``value``, of which ranks may share the inner numbers."""
+    """The routed experts of ``value``; ranks may share the inner numbers."""
 
     slots = None
 
@@ -37,10 +38,13 @@ class ExpertsLayer:
         return self._gate_up[0][0].parts[0], self._down[0].parts[0]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
+        """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
+
+        The output is the same on all ranks.
+        """
         chosen, weights = route(logits, self._routing)
         dtype = torch.float32 if self._order.is_split else x.dtype
-        splits = [x.new_zeros(*chosen.shape, x.shape[1], dtype=dtype)] * self._order.own
+        splits = [x.new_zeros(*chosen.shape, x.shape[1], dtype=dtype)] * self._order.own_k_splits
         for number, ((gate_up, finish), down) in enumerate(zip(self._gate_up, self._down, strict=True)):
             mine = (chosen == number).unsqueeze(-1)
             parts = down(finished(gate_up(x)[0], finish))

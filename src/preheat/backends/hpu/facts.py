@@ -1,10 +1,10 @@
-"""What is known of the Gaudi backend without torch: the seat of its execution modes and defaults."""
+"""Facts of the Gaudi backend, without torch: its execution modes and defaults."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import DEQUANTIZED, Facts, Machine, Modes
+from preheat.backends.base import DEQUANTIZED, NO_LLVM, Facts, Machine, Modes
 
 FACTS = Facts(
     name="hpu",
@@ -16,7 +16,7 @@ FACTS = Facts(
             "graphs": "HPU Graphs over the bridge's lazy backend",
             "lazy": "the bridge's lazy backend, without graphs",
         },
-        rejected={},
+        rejected={"llvm": NO_LLVM},
         enforced="lazy",
     ),
     machine=Machine(flops=2e14, bandwidth=2e12, step_overhead=2e-2, call_overhead=1e-3),
@@ -31,23 +31,26 @@ FACTS = Facts(
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
         ("adapters",): "it has no kernels for adapters yet",
-        ("sleep",): "graphs know the addresses of weights and cache, which must stay",
-        ("offload",): "nobody has tried the copies",
+        ("sleep",): "graphs hold the addresses of weights and cache, so these cannot move",
+        ("offload",): "copies of blocks have not been tried on Gaudi",
         ("pooling",): "nobody has tried to read the hidden states of a step there",
         ("replicas",): "replicas on Gaudi have not been tried",
         ("several_models",): "a card belongs to one process",
         ("updates",): "the bridge may have folded the weights into its recipes",
         ("pipeline",): "nobody has tried stages there",
         ("tensor_parallel", "text_drafts"): "nobody has tried it there",
-        ("eagle3",): "its programs have never run with a head",
+        ("eagle3",): "its programs have never run with an EAGLE-3 head",
         **{("tensor_parallel", kind): "ranks have no kernels for quantized layers there" for kind in DEQUANTIZED},
     },
     rejected={
-        "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
-        "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
+        "async_scheduling": "a step ends when its tokens are on the host, so no step can be prepared ahead",
+        "defrag_with_graphs": "prompts and decoding have separate steps, and their cache is not compacted",
     },
 )
-"""``split`` equals the block: attention merges block by block. The defaults are those of vLLM on Gaudi."""
+"""Facts of Gaudi; ``split`` equals the block.
+
+Attention merges block by block. The defaults are from vLLM on Gaudi.
+"""
 
 SIMULATED = replace(FACTS, name="hpu (simulated)", simulated=True)
 """The facts of a fake device."""

@@ -1,4 +1,4 @@
-"""HPU Graphs: the driver that captures programs through the bridge and replays them."""
+"""HPU Graphs: the driver that captures and replays programs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from preheat.backends.hpu.bridge import Bridge
 
 
 class Variants(Protocol):
-    """What a program depends on beside its key: ``variant`` is that of the step to run."""
+    """Variants of programs besides their keys.
+
+    ``variant`` is the variant of the step to run.
+    """
 
     variant: Hashable
 
     def variants(self, key: Any) -> tuple[Hashable, ...]:
-        """All that steps of the program ``key`` may have."""
+        """Return all variants that steps of the program ``key`` may have."""
 
     def clear_inputs(self) -> None:
-        """Let programs read padding alone, whatever their layout."""
+        """Let programs read only padding, whatever their layout."""
 
 
 class Program(torch.nn.Module):
-    """``body(key)`` as a module, which is what the bridge wraps."""
+    """``body(key)`` as a module, for the bridge to wrap."""
 
     def __init__(self, body: Callable[[K], Any], key: K) -> None:
         super().__init__()
@@ -35,10 +38,10 @@ class Program(torch.nn.Module):
 
 
 class HpuGraphs(Generic[K, R]):
-    """``body(key)`` for each key and variant, replayed as a graph once it was captured.
+    """``body(key)`` for each key and variant, replayed once captured.
 
-    Each graph has memory of its own. With the tensor cache, which ``disable_tensor_cache`` turns off, it also keeps
-    what it computes on the way.
+    Each graph has memory of its own. With the tensor cache it also keeps its intermediate results;
+    ``disable_tensor_cache`` turns the cache off.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class HpuGraphs(Generic[K, R]):
         disable_tensor_cache: bool,
         count: Callable[[], None],
     ) -> None:
-        """``count`` is called for each graph that is captured."""
+        """Set up the driver; ``count`` is called for each captured graph."""
         self._body, self._bridge, self._variants = body, bridge, variants
         self._disable_tensor_cache, self._count = disable_tensor_cache, count
         self._graphs: dict[tuple[K, Hashable], Any] = {}
@@ -67,7 +70,10 @@ class HpuGraphs(Generic[K, R]):
         return result
 
     def capture(self, key: K) -> None:
-        """All variants of ``key``, or none. A wrapped module is captured, and run, when it is first called."""
+        """Capture all variants of ``key``, or none.
+
+        A wrapped module is captured, and run, when it is first called.
+        """
         kept = self._variants.variant
         self._variants.clear_inputs()
         try:

@@ -1,10 +1,12 @@
-"""Linear layers on Gaudi: y = x W^T + b, by the matrix engine, and what follows in the same recipe.
+"""Linear layers on Gaudi: y = x W^T + b by the matrix engine.
+
+The finish of a layer is in the same recipe.
 
 Contract. As on a CPU (:mod:`preheat.backends.cpu.linear`): one dot product for each output, in the device's order, plus
-the bias, rounded once; a row's bits do not depend on the number of rows. Which sizes the device computes alike is
-proven at boot, for the plan's numbers of rows, with products that are exactly zero unless the order of additions
-differs. A number of rows is computed as it is, with rows added, or in parts of the reference's. Without batch
-invariance it is always computed as it is.
+the bias, rounded once. A row's bits do not depend on the number of rows. A proof at boot finds the numbers of rows that
+the device computes alike, for the plan's numbers of rows. Its products are exactly zero unless the order of additions
+differs. Rows are computed as they are, with rows added, or in parts of the reference's number of rows. Without batch
+invariance they are always computed as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Shape(NamedTuple):
-    """What the proof of a linear layer depends on."""
+    """Shape and dtype of a linear layer, the key of its proof."""
 
     outputs: int
     inputs: int
@@ -38,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class Sizes:
-    """For each layer's shape and number of rows, the rows that are computed at once."""
+    """Numbers of rows to compute at once, by shape and rows."""
 
     def __init__(self, bridge: Bridge, *, invariant: bool) -> None:
         self.bridge, self._invariant = bridge, invariant
@@ -47,7 +49,10 @@ class Sizes:
         self._operands: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def of(self, shape: Shape, rows: int) -> int:
-        """At most the reference, for parts of it, if no size at least ``rows`` has the reference's bits."""
+        """Return the number of rows to compute at once.
+
+        It is at most the reference, for parts of it, if no size of at least ``rows`` has the reference's bits.
+        """
         if not self._invariant:
             return rows
         size = self._found.get((shape, rows))
@@ -55,8 +60,8 @@ class Sizes:
             size = self._found[shape, rows] = self._prove(shape, rows)
         return size
 
-    def settle(self, shape: Shape, rows: Sequence[int]) -> None:
-        """Prove all of ``rows``, then drop what the proofs are made with."""
+    def select_kernels(self, shape: Shape, rows: Sequence[int]) -> None:
+        """Prove all of ``rows``, then drop the operands of the proofs."""
         for count in rows:
             self.of(shape, count)
         self._operands.pop(shape, None)
@@ -68,7 +73,10 @@ class Sizes:
         return next((size for size in sizes if self._agrees(shape, size, reference)), reference)
 
     def _reference(self, shape: Shape) -> int:
-        """The one of `REFERENCES` that most of the `PROBES` agree with; of equals the largest."""
+        """Return the one of `REFERENCES` that most `PROBES` agree with.
+
+        Of equals it is the largest.
+        """
         if shape not in self._references:
             votes = {
                 rows: sum(self._agrees(shape, probe, rows) for probe in PROBES)
@@ -79,7 +87,10 @@ class Sizes:
         return self._references[shape]
 
     def _agrees(self, shape: Shape, size: int, reference: int) -> bool:
-        """Whether ``size`` rows at once have the bits that they have in parts of ``reference``, in another order."""
+        """Return whether ``size`` rows at once have the reference's bits.
+
+        The reference's bits are of parts of ``reference`` rows, in reverse order.
+        """
         rows, weight = self._operands.get(shape) or self._make(shape)
         repeats = -(-size // len(rows))
         expected = in_parts(rows.flip(0), weight, None, reference).flip(0).repeat(repeats, 1)[:size]
@@ -87,7 +98,7 @@ class Sizes:
         return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
 
     def _make(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """64 rows and a weight, whose products are exactly zero."""
+        """Return 64 rows and a weight with products that are exactly zero."""
         rows = signed_pairs(noise(max(REFERENCES), shape.inputs, seed=1), -1.0)
         weight = signed_pairs(noise(shape.outputs, shape.inputs), 1.0)
         device = self.bridge.device
@@ -97,20 +108,20 @@ class Sizes:
 
 
 def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """``x`` W^T in products of ``rows`` rows each."""
+    """Return ``x`` W^T in products of ``rows`` rows each."""
     padded = F.pad(x, (0, 0, 0, -len(x) % rows))
     return torch.cat([F.linear(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
 
 
 def ending(activation: Activation | None, limit: float | None) -> Callable[[Tensor], Tensor] | None:
-    """What follows a product."""
+    """Return the function that finishes a product."""
     if activation is not None:
         return ACTIVATIONS[activation]
     return None if limit is None else lambda y: clip(y, limit)
 
 
 class SizedProduct:
-    """``weight`` [outputs, inputs], ``bias`` [outputs], and an activation or a limit behind them."""
+    """Product with ``weight`` [outputs, inputs] and ``bias`` [outputs], then an activation or a limit."""
 
     def __init__(
         self,
@@ -126,7 +137,7 @@ class SizedProduct:
         self._end = ending(activation, limit)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
+        """Return [rows, outputs] of ``x`` [rows, inputs], a new tensor."""
         if torch.compiler.is_compiling():
             return self._run(x)
         with self._sizes.bridge.unit():
@@ -141,8 +152,8 @@ class SizedProduct:
             y = in_parts(x, self._weight, self._bias, size)
         return y if self._end is None else self._end(y.contiguous())
 
-    def settle(self, rows: Sequence[int]) -> None:
-        self._sizes.settle(self.shape, rows)
+    def select_kernels(self, rows: Sequence[int]) -> None:
+        self._sizes.select_kernels(self.shape, rows)
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -153,7 +164,10 @@ class SizedProduct:
 def products_of(
     value: Matmul, weight: Tensor | QuantizedWeight, bias: Tensor | None, sizes: Sizes
 ) -> tuple[Tiles[SizedProduct] | Splits[SizedProduct], Finish]:
-    """The products of one matrix of ``value``, and what follows: a whole layer is one recipe with its activation."""
+    """Return the products of a matrix, and the rest of its finish.
+
+    A whole layer is one recipe with its activation.
+    """
 
     def make(weight: Tensor, bias: Tensor | None) -> SizedProduct:
         return SizedProduct(weight, bias, sizes)

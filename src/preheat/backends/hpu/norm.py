@@ -1,4 +1,7 @@
-"""Norms on Gaudi: those of :mod:`preheat.ops.norm`, each a lazy graph of its own where it is not part of another."""
+"""Norms on Gaudi: :mod:`preheat.ops.norm` as lazy graphs.
+
+A norm is a graph of its own unless it is part of another graph.
+"""
 
 from __future__ import annotations
 

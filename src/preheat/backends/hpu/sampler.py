@@ -1,7 +1,8 @@
-"""The sampler of Gaudi: greedy rows on the device, all others on the host by the reference sampler.
+"""The sampler of Gaudi: greedy rows on the device, others on the host.
 
-A program only writes static tensors: the raw logits, and each row's best token. What is drawn at random, or after
-penalties and edits, is drawn from those logits on the host, when the step's answers are fetched.
+The host uses the reference sampler. A program only writes static tensors: the raw logits, and each row's best token.
+Tokens drawn at random, or after penalties and edits, are drawn from these logits on the host, when the step's answers
+are fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from preheat.ops.sampling import SamplingInput, words_of
 
 
 class HpuSampler:
-    """Samples up to ``rows`` rows of ``vocab_size`` logits, of sequences in ``num_slots`` slots."""
+    """Sampler of up to ``rows`` rows of ``vocab_size`` logits.
+
+    The rows belong to sequences in ``num_slots`` slots.
+    """
 
     def __init__(
         self, num_slots: int, rows: int, vocab_size: int, bridge: Bridge, *, handle_topk_duplicates: bool, masked: bool
@@ -50,7 +54,7 @@ class HpuSampler:
                 self._best[:rows].copy_(_best(raw, self._ids))
 
     def report(self, logits: Tensor) -> None:
-        """They are in the static tensor."""
+        """Do nothing: the logits are in the static tensor."""
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Wait for the step, and draw."""
@@ -71,7 +75,8 @@ class HpuSampler:
         if not len(reporting):
             return tokens, []
         raw = self._raw[: self._step.size].cpu()[torch.from_numpy(reporting)]
-        return tokens, token_logprobs(raw, unmarked(tokens[reporting]), alternatives, self._step.told_of(reporting))
+        ids = self._step.logprob_ids_of(reporting)
+        return tokens, token_logprobs(raw, unmarked(tokens[reporting]), alternatives, ids)
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         self._bridge.synchronize()
@@ -80,7 +85,7 @@ class HpuSampler:
         return prompt_entries(entries, finite_rows(raw.numpy()))
 
     def compile(self, logits: Tensor) -> None:
-        """There is nothing that no program launches."""
+        """Do nothing: programs launch all operations."""
 
     def clear(self) -> None:
         self._step = SamplingInput(0, None, None, None)
@@ -90,7 +95,10 @@ class HpuSampler:
 
 
 def _best(raw: Tensor, ids: Tensor) -> Tensor:
-    """The lowest id of each row's greatest logit; the vocabulary's size where that is not finite, for the host."""
+    """Return the lowest id of each row's greatest logit.
+
+    If the greatest logit is not finite, return the vocabulary's size: the host then decides.
+    """
     peak = raw.amax(-1, keepdim=True)
     first = torch.where(raw == peak, ids, len(ids)).amin(-1)
     return torch.where(peak.isfinite().squeeze(-1), first, len(ids))

@@ -1,7 +1,8 @@
-"""How ranks meet that share a model's layers on Gaudi, one card and one process each.
+"""Rendezvous of the ranks that share a model on Gaudi.
 
-Ranks exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
-like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` says.
+Each rank has one card and one process. Ranks exchange by torch.distributed's process group of HCCL's name. Its
+gathering is an operation like any other: in lazy mode it accumulates, and graphs hold it, if
+``PT_HPU_ENABLE_LAZY_COLLECTIVES`` is on.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from torch import Tensor
 
 from preheat.backends.base import Collective
 from preheat.backends.hpu.bridge import Bridge
-from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
+from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import SettingsError
 
 
 class HpuSharing:
-    """See :class:`preheat.backends.base.Sharing`. The ``bridge`` is there once the backend is prepared."""
+    """See :class:`preheat.backends.base.Sharing`; ``bridge`` returns the bridge once the backend is prepared."""
 
     def __init__(self, bridge: Callable[[], Bridge]) -> None:
         self._bridge = bridge
 
-    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
-        return Group(self._bridge(), meeting, check)
+    def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> Collective:
+        return Group(self._bridge(), rendezvous, check)
 
 
 class Group:
-    """A rank, see :func:`preheat.backends.process_group.join_group`. Raises SettingsError also if
-    collectives are kept out of lazy graphs.
+    """A rank, see :func:`preheat.backends.process_group.join_group`.
+
+    Raises SettingsError also if collectives are kept out of lazy graphs.
     """
 
-    def __init__(self, bridge: Bridge, meeting: Meeting, check: Callable[[], None]) -> None:
-        self.rank, self.world = meeting.rank, meeting.world
+    def __init__(self, bridge: Bridge, rendezvous: Rendezvous, check: Callable[[], None]) -> None:
+        self.rank, self.world = rendezvous.rank, rendezvous.world
         if self.world == 1:
             return
         if not bridge.collects:
@@ -43,7 +45,7 @@ class Group:
                 "their collectives: leave it out, set it to true, or set PT_HPU_LAZY_MODE=0",
                 param="lazy_collectives",
             )
-        join_group(bridge.process_group, meeting, check)
+        join_group(bridge.process_group, rendezvous, check)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.world == 1:
@@ -53,4 +55,4 @@ class Group:
         return found
 
     def abort(self) -> None:
-        """What waits on a card ends with the process."""
+        """Do nothing: operations that wait on a card end with the process."""

@@ -1,4 +1,4 @@
-"""Tools that a model may call: how models write calls (``--tool-call-parser``), and how a call is forced."""
+"""Tools that a model may call: the parsers of ``--tool-call-parser``, and forced calls."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
         "xlam": XlamParser,
     }
 )
-"""The parsers by the names that ``--tool-call-parser`` takes."""
+"""The parsers, by the values of ``--tool-call-parser``."""
 
 __all__ = ["TOOL_PARSERS", "NamedParser", "RequiredParser", "Tool", "ToolParser"]

@@ -1,4 +1,4 @@
-"""What parsers of tool calls share."""
+"""The base of all parsers of tool calls."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Tool:
 
 
 class ToolParser(StreamParser):
-    """Finds calls of ``tools`` in the text of an answer. Only the first call counts unless they may be ``parallel``.
+    """Search for calls of ``tools`` in the text of an answer.
 
-    ``MARKS``: markers that are tokens of some tokenizers. ``TRIGGER``: with what every call begins, and ``STRUCTURE``:
-    what is before the JSON of its arguments, with %s for the name as JSON, and what is behind it; for those whose
-    arguments a grammar can hold to a schema. ``REASONING``: the name in ``--reasoning-parser`` of the reasoning that a
-    parser of whole answers reads along.
+    Only the first call counts unless calls may be ``parallel``. ``MARKS``: markers that are tokens of some tokenizers.
+    ``TRIGGER`` and ``STRUCTURE``: empty unless a grammar can hold the calls' arguments to a schema. Every call begins
+    with ``TRIGGER``. ``STRUCTURE``: the texts before and behind the JSON of the arguments, with %s for the name
+    as JSON. ``REASONING``: for a parser of whole answers, the value of ``--reasoning-parser`` for the reasoning in
+    them.
     """
 
     MARKS: ClassVar[tuple[str, ...]] = ()
@@ -54,13 +55,13 @@ class ToolParser(StreamParser):
             super().add(part)
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
     def start_call(self, name: str, arguments: str = "", id: str = "") -> int:
-        """A call of the tool ``name`` begins, with the JSON object ``arguments`` if they are known. Its number.
+        """Begin a call of the tool ``name``, and return its number.
 
-        ``id``: the model's own id of the call.
+        ``arguments``: the JSON object of its arguments, if known. ``id``: the model's own id of the call.
         """
         index, self._calls = self._calls, self._calls + 1
         self.add(CallStart(index, id or self.new_id(), name))
@@ -69,12 +70,12 @@ class ToolParser(StreamParser):
         return index
 
     def arguments(self, call: int, text: str) -> None:
-        """More of the arguments of ``call``."""
+        """Add more of the arguments of ``call``."""
         if text:
             self.add(CallArguments(call, text))
 
     def read_arguments(self, call: int) -> Reading[None]:
-        """Read a JSON object: the arguments of ``call``, passed on as they arrive."""
+        """Read a JSON object, the arguments of ``call``, and pass it on as it arrives."""
         end, read = ValueEnd(), JsonObject()
         while True:
             start, self._at = self._at, end.find(self._text, self._at)
@@ -89,8 +90,9 @@ class ToolParser(StreamParser):
                 return
 
     def value_of(self, tool: str, name: str, text: str) -> str:
-        """The JSON of an argument that the model wrote as bare ``text``: its schema says whether it is text. Others are
-        read as JSON, or else as Python; what is neither is text.
+        """Return the JSON of an argument that the model wrote as bare ``text``.
+
+        The argument is text if its schema says so. Others are read as JSON, else as Python, else as text.
         """
         known = self.tools[tool].parameters.get("properties") if tool in self.tools else None
         kinds = _kinds(known.get(name, {"type": "string"})) if isinstance(known, dict) else {"string"}
@@ -103,9 +105,9 @@ class ToolParser(StreamParser):
         return dumped(text)
 
     def content_until(self, *markers: str) -> Reading[str | None]:
-        """Read content up to one of ``markers`` and over it: the marker. None at the end of the text.
+        """Read content and the marker behind it. Return the marker; None at the end of the text.
 
-        White space before a marker with nothing else before it, and after the last call, is no content.
+        White space alone before a marker is no content, nor is white space after the last call.
         """
         space = yield from self.space()
         while True:
@@ -122,22 +124,22 @@ class ToolParser(StreamParser):
                 return None
 
     def _rest(self) -> Reading[tuple[str, str | None]]:
-        """What is there of the text, all of which is content."""
+        """Read the text that is there; all of it is content."""
         yield from self.peek()
         text, self._at = self._text[self._at :], len(self._text)
         self.forget()
         return text, "" if text else None
 
     def not_a_call(self, start: int) -> None:
-        """What the last marker began is content: the marker, and what follows from ``start`` on."""
+        """Add the last marker as content: no call follows. Go on reading at ``start``."""
         self.add(Content(self._dropped))
         self._at = start
 
     def call_object(self, bare: bool = False) -> Reading[bool]:
-        """Read a call that is a JSON object with the keys of this module; False, with nothing read, if it is none.
+        """Read a call that is a JSON object with this module's keys.
 
-        The call starts when its name is known, from then on it is one. The arguments are an object, or a string that
-        holds one. ``bare``: the call may have no arguments.
+        Return False, with nothing read, if there is none. The call starts when its name is known; from then on it is a
+        call. The arguments are an object, or a string that holds an object. ``bare``: the call may have no arguments.
         """
         start, name, arguments = self._at, None, ""
         if not (yield from self.take("{")):
@@ -174,7 +176,7 @@ class ToolParser(StreamParser):
         return False
 
     def call_objects(self, bare: bool = True) -> Reading[bool]:
-        """Read calls that are JSON objects, with commas between them; False if not even the first is one."""
+        """Read calls that are JSON objects, with commas between them; return False if there is no call."""
         before = self._calls
         while (yield from self.call_object(bare)):
             yield from self.space()
@@ -192,7 +194,7 @@ class ToolParser(StreamParser):
         return key
 
     def _rest_of_object(self) -> Reading[None]:
-        """Read what follows the arguments, up to the end of the call."""
+        """Read the rest of the call behind its arguments."""
         yield from self.space()
         while (yield from self.take(",")):
             yield from self.space()
@@ -203,7 +205,7 @@ class ToolParser(StreamParser):
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that ``schema`` names, itself or in a choice; none if it says nothing of them."""
+    """Return the types that ``schema`` names, itself or in a choice; none if it names no types."""
     if not isinstance(schema, dict):
         return set()
     choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]

@@ -1,4 +1,4 @@
-"""The parser of Gemma 4, which writes arguments in a notation of its own."""
+"""The parser of Gemma 4, with its own notation of arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BARE = re.compile(r"[^,{}\[\]<>\ud800-\udfff]*")
 
 
 class Gemma4Parser(ToolParser):
-    """``<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>``: Gemma 4, whose strings have quotes of their own.
+    """``<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>``: Gemma 4, with quotes of its own.
 
-    What is broken ends the arguments. Of values with one name the last counts, so arguments are passed on when the call
-    is over.
+    A broken part ends the arguments. The last of several values with one name counts, so arguments are passed on when
+    the call is over.
     """
 
     MARKS = (_CALL, _END_CALL, _QUOTE)
@@ -39,7 +39,7 @@ class Gemma4Parser(ToolParser):
             yield from self.take(_END_CALL)
 
     def _members(self, depth: int) -> Reading[str]:
-        """Read an object behind its brace: its JSON."""
+        """Read an object behind its brace. Return its JSON."""
         values: dict[str, str] = {}
         while True:
             yield from self.space()
@@ -55,7 +55,7 @@ class Gemma4Parser(ToolParser):
         return joined(values)
 
     def _items(self, depth: int) -> Reading[str]:
-        """Read an array behind its bracket: its JSON."""
+        """Read an array behind its bracket. Return its JSON."""
         values: list[str] = []
         yield from self.space()
         while (yield from self.peek()) not in ("", "]", "}"):
@@ -69,7 +69,7 @@ class Gemma4Parser(ToolParser):
         return f"[{', '.join(values)}]"
 
     def _value(self, depth: int) -> Reading[str]:
-        """Read a value: its JSON."""
+        """Read a value. Return its JSON."""
         yield from self.space()
         if depth < DEEPEST and (yield from self.take("{")):
             return (yield from self._members(depth + 1))

@@ -1,4 +1,4 @@
-"""The parser of GLM-4.5 to 4.7, which write the arguments of a call as pairs of tags."""
+"""The parser of GLM-4.5 to 4.7, with the arguments of a call as pairs of tags."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAME = re.compile(r"[^<>\s\ud800-\udfff]*")
 class Glm45Parser(ToolParser):
     """``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``, with line breaks: GLM-4.5 to 4.7.
 
-    A value ends with the next tag. Of values with one name the last counts, so arguments are passed on when the call is
-    over.
+    A value ends with the next tag. The last of several values with one name counts, so arguments are passed on when the
+    call is over.
     """
 
     MARKS = (_CALL, _END_CALL, _KEY, _END_KEY, _VALUE, _END_VALUE)
@@ -39,7 +39,10 @@ class Glm45Parser(ToolParser):
                 self.not_a_call(start)
 
     def _values(self, tool: str) -> Reading[dict[str, str]]:
-        """Read the arguments behind the first key's tag, by name and as JSON, and the end of the call."""
+        """Read the arguments behind the first key's tag, and the call's end.
+
+        Return the arguments as JSON, by name.
+        """
         values: dict[str, str] = {}
         while True:
             key = (yield from self.before_any((_END_KEY, _VALUE, _KEY, _END_CALL))).strip()

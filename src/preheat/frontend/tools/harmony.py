@@ -1,4 +1,4 @@
-"""The parser of gpt-oss, whose answers are messages in channels: OpenAI's harmony format."""
+"""The parser of gpt-oss; its answers are messages in channels, OpenAI's harmony format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preheat.frontend.tools.json_object import JsonObject
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 FINAL, ANALYSIS = "final", "analysis"
-"""Channels: of the answer itself, and of thoughts."""
+"""The channels of the answer itself and of the model's thoughts."""
 
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<\ud800-\udfff]*)")
 _ROLE = re.compile(r"\s*\w*")
@@ -25,9 +25,10 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before a message: its channel, and whom it is for. ``whole``: up to the mark of the message.
+    """The header of a message: its channel and its recipient.
 
-    ``rest``: text in a header that is not whole; a model that forgets the mark wrote its message there.
+    ``whole``: the header goes up to the mark of the message. ``rest``: text in a header that is not whole. A model that
+    forgets the mark wrote its message there.
     """
 
     channel: str = ""
@@ -44,9 +45,9 @@ class Header:
 class HarmonyParser(ToolParser):
     """``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>``: gpt-oss.
 
-    It reads whole answers. Messages in the channel ``analysis``, and to tools that are no functions, are reasoning;
-    others are content. ``calls``: functions may be called; else their arguments are content. ``held``: a grammar holds
-    the message in the channel ``final``, so all else is reasoning.
+    It reads whole answers. Messages in the channel ``analysis``, and to tools that are no functions, are reasoning. All
+    other messages are content. ``calls``: functions may be called; else their arguments are content. ``held``: a
+    grammar holds the message in the channel ``final``, so all other messages are reasoning.
     """
 
     MARKS = (CHANNEL, START, CONSTRAIN, MESSAGE, END, CALL, RETURN)
@@ -59,8 +60,8 @@ class HarmonyParser(ToolParser):
         super().__init__(tools, parallel, stands)
         self._may_call, self._constrained = calls, held
         self.kind: Kind | None = None
-        """Of the message that is being read; None: a header is."""
-        self._told = set[Kind]()  # the kinds of messages that there were
+        """Kind of the message that is being read; None while a header is read."""
+        self._kinds = set[Kind]()  # the kinds of the messages so far
         self._start, self._channel, self._constrain, self._message = (
             stands.get(mark, mark) for mark in (START, CHANNEL, CONSTRAIN, MESSAGE)
         )
@@ -86,7 +87,7 @@ class HarmonyParser(ToolParser):
                 self._say(self._kind(header), header.rest, first=True)
 
     def _is_header(self) -> Reading[bool]:
-        """Whether the answer begins with a header, as it does behind the prompt of such a model."""
+        """Return whether the answer begins with a header, as usual behind the prompt of such a model."""
         start = self._at
         yield from self.space()
         found = not (yield from self.peek())
@@ -96,7 +97,7 @@ class HarmonyParser(ToolParser):
         return found
 
     def _header(self, before: str) -> Reading[tuple[Header, str | None]]:
-        """Read a header behind the mark ``before``, and the mark that ends it: None at the end of the text."""
+        """Read a header behind the mark ``before``. Return it and the mark at its end; None at the end of the text."""
         start, ends = self._at, (self._message, *self._ends)
         yield from self.before_any(ends)
         text, mark = self._text[start : self._at], None
@@ -111,7 +112,7 @@ class HarmonyParser(ToolParser):
         return (found if found.whole else self._broken(found, text, before)), mark
 
     def _broken(self, header: Header, text: str, before: str) -> Header:
-        """``header``, which is not whole, with the rest of its ``text`` behind the mark ``before``."""
+        """Return an incomplete ``header`` with the rest of its ``text`` behind the mark ``before``."""
         rest = _ROLE.sub("", text, count=1) if before == self._start else text
         for field in (self._channel_field, _RECIPIENT, self._type_field):
             rest = field.sub("", rest)
@@ -125,7 +126,7 @@ class HarmonyParser(ToolParser):
         return "reasoning" if header.recipient or header.channel == ANALYSIS else "content"
 
     def _read(self, header: Header) -> Reading[str | None]:
-        """Read a message, and the mark that ends it: None at the end of the text."""
+        """Read a message. Return the mark at its end; None at the end of the text."""
         mark: str | None = ""
         first = True
         self.kind = self._kind(header)
@@ -146,7 +147,7 @@ class HarmonyParser(ToolParser):
         return mark
 
     def _is_object(self) -> Reading[bool]:
-        """Whether the message begins as a JSON object does."""
+        """Return whether the message begins like a JSON object."""
         start = self._at
         yield from self.space()
         if (yield from self.peek()) == "{":
@@ -155,14 +156,17 @@ class HarmonyParser(ToolParser):
         return False
 
     def _say(self, kind: Kind, text: str, first: bool) -> None:
-        """Add ``text`` of a message, the ``first`` of it or more; messages of one kind are lines."""
-        text = f"\n{text}" if first and kind in self._told else text
-        self._told.add(kind)
+        """Add ``text`` of a message; ``first``: it begins the message. Messages of one kind become lines."""
+        text = f"\n{text}" if first and kind in self._kinds else text
+        self._kinds.add(kind)
         self.add(Reasoning(text) if kind == "reasoning" else Content(text))
 
 
 def begun(prompt: str) -> str:
-    """The header that ``prompt`` has begun for the answer, without the role; "" if it has begun no more than that."""
+    """Return the header that ``prompt`` has begun for the answer, without the role.
+
+    "" if the prompt has begun nothing but the role.
+    """
     last = prompt.rpartition(START)[2]
     head, mark, said = last.partition(MESSAGE)
     over = any(end in said for end in (END, CALL, RETURN))

@@ -1,4 +1,4 @@
-"""Parsers of models that write a call as a JSON object, or its arguments as one."""
+"""Parsers of models that write a call, or the arguments of a call, as a JSON object."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class MarkedJsonParser(ToolParser):
-    """JSON objects behind a marker, each of which is a call.
+    """JSON objects behind a marker; each object is a call.
 
     ``ENDS``: the end of the calls by the marker that begins them, "" if there is none. ``INNER``: a second marker,
-    before the JSON. ``ARRAY``: the objects are in an array. ``BARE``: the answer may begin with calls that no marker
-    precedes; these calls must have arguments.
+    before the JSON. ``ARRAY``: the objects are in an array. ``BARE``: the answer may begin with calls without a marker;
+    these calls must have arguments.
     """
 
     ENDS: ClassVar[Mapping[str, str]]
@@ -47,7 +47,7 @@ class MarkedJsonParser(ToolParser):
                 yield from self.take(end)
 
     def _calls_here(self, bare: bool) -> Reading[bool]:
-        """Read calls; False if there are none."""
+        """Read calls; return False if there are none."""
         if not self.ARRAY:
             return (yield from self.call_object(bare))
         if not (yield from self.take("[")):
@@ -113,7 +113,7 @@ class XlamParser(MarkedJsonParser):
     ARRAY = BARE = True
 
     def _calls_here(self, bare: bool) -> Reading[bool]:
-        if bare:  # behind a marker, which may begin a block of code in a language
+        if bare:  # behind a marker; the marker may begin a block of code in a language
             yield from self.take("json")
             yield from self.space()
         return (yield from super()._calls_here(bare))
@@ -140,7 +140,7 @@ class Llama3JsonParser(ToolParser):
                 self.not_a_call(start)
 
     def _calls_here(self) -> Reading[bool]:
-        """Read calls; False, with nothing read, if there are none."""
+        """Read calls; return False, with nothing read, if there are none."""
         before = self._calls
         while (yield from self.call_object()):
             yield from self.space()
@@ -155,7 +155,7 @@ class MistralParser(ToolParser):
     MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def new_id(self) -> str:
-        """Nine letters and digits: the templates of these models accept no other."""
+        """Return nine letters and digits: the templates of these models accept no other id."""
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
     def parse(self) -> Reading[None]:
@@ -184,7 +184,7 @@ class MistralParser(ToolParser):
 
 
 class RequiredParser(ToolParser):
-    """A JSON array of calls and nothing else: what the grammar of ``tool_choice`` "required" lets a model write."""
+    """A JSON array of calls and nothing else, as the grammar of ``tool_choice`` "required" has it."""
 
     def parse(self) -> Reading[None]:
         start = self._at
@@ -199,7 +199,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """The text is the arguments of one tool, the first: that of a named ``tool_choice``."""
+    """A text that is the arguments of the first tool, for a named ``tool_choice``."""
 
     def parse(self) -> Reading[None]:
         start = self._at

@@ -1,4 +1,4 @@
-"""JSON objects that a model writes, passed on as they arrive and valid in the end, whatever the model wrote."""
+"""JSON objects of a model: passed on as they arrive, valid in the end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _NAMES: Mapping[str, str] = MappingProxyType(
     {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 )
 DEEPEST = 100
-"""How deep objects and arrays may be in one another."""
+"""Most levels of objects and arrays in one another."""
 
 
 class JsonObject(StreamParser):
-    """Reads one object: :meth:`text` takes more of it and gives what is certain, :meth:`rest` closes it.
+    """Reader of one object that makes it valid.
 
-    What was passed on stays, so a name that comes again in one object is left out, with its value. From the first error
-    on nothing more is read; what is open is closed. What is missing but certain is put right: commas, the escape of a
-    character, constants by their names in Python.
+    :meth:`text` takes more of it and returns the certain part, :meth:`rest` closes it. Text that was passed on stays.
+    So a name that comes again in one object is left out, with its value. Nothing is read behind the first error; open
+    brackets and strings are closed. Missing parts that are certain are put right: commas, the escape of a character,
+    constants by their names in Python.
     """
 
     def __init__(self) -> None:
@@ -34,11 +35,11 @@ class JsonObject(StreamParser):
         self._silent, self._depth = 0, 0
 
     def text(self, text: str) -> str:
-        """The JSON that is certain, given ``text`` more."""
+        """Return the JSON that is certain with ``text`` more."""
         return "".join(part.text for part in self.push(text) if isinstance(part, Content))
 
     def rest(self) -> str:
-        """The JSON that closes the object."""
+        """Return the JSON that closes the object."""
         return "".join(part.text for part in self.finish() if isinstance(part, Content))
 
     def parse(self) -> Reading[None]:
@@ -52,7 +53,10 @@ class JsonObject(StreamParser):
             self.add(Content(text))
 
     def _value(self, before: str) -> Reading[bool]:
-        """Read a value and pass it on behind ``before``. False, with all that it opened closed, if it is broken."""
+        """Read a value and pass it on behind ``before``.
+
+        Return False if the value is broken; its brackets and strings are then closed.
+        """
         char = yield from self.peek()
         if char == '"':
             return (yield from self._string(before))
@@ -110,7 +114,7 @@ class JsonObject(StreamParser):
         self.forget()
 
     def _next(self, end: str, first: bool) -> Reading[str | None]:
-        """Read up to the next member or item: what is before it. None if ``end`` came, which is passed on."""
+        """Read up to the next member or item. Return the text before it; None if ``end`` came and was passed on."""
         gap = yield from self.space()
         comma = "" if first else ","
         if comma and (yield from self.take(comma)):
@@ -121,7 +125,7 @@ class JsonObject(StreamParser):
         return None
 
     def _string(self, before: str) -> Reading[bool]:
-        """Read a string, which is passed on as it arrives."""
+        """Read a string, and pass it on as it arrives."""
         self._emit(before + '"')
         self._at += 1
         while char := (yield from self.peek()):
@@ -145,7 +149,7 @@ class JsonObject(StreamParser):
         return False
 
     def _escape(self) -> Reading[str]:
-        """Read an escape; a backslash that begins none stands for itself. "" if the text ends within it."""
+        """Read an escape; a backslash without an escape stands for itself. Return "" if the text ends within it."""
         while True:
             length = 6 if self._text[self._at + 1 : self._at + 2] == "u" else 2
             if len(self._text) - self._at >= length or not (yield from self.more()):
@@ -159,7 +163,7 @@ class JsonObject(StreamParser):
         return "\\\\"
 
     def _scalar(self, before: str) -> Reading[bool]:
-        """Read a number or a name. One that the end of the text may have cut is left out."""
+        """Read a number or a name. Leave it out if the end of the text may have cut it."""
         text = yield from self.matching(_SCALAR)
         if not (yield from self.peek()) or not (value := scalar(text)):
             return False
@@ -168,22 +172,22 @@ class JsonObject(StreamParser):
 
 
 def scalar(text: str) -> str:
-    """The JSON of the number or the constant that ``text`` is; "" if it is neither."""
+    """Return the JSON of a number or a constant; "" if ``text`` is neither."""
     return _NAMES.get(text) or (text if _NUMBER.fullmatch(text) else "")
 
 
 def whole_object(text: str) -> str:
-    """The JSON object ``text``, made valid as in a stream."""
+    """Return the JSON object ``text``, made valid as in a stream."""
     read = JsonObject()
     return read.text(text) + read.rest()
 
 
 def joined(values: Mapping[str, str]) -> str:
-    """The JSON object of ``values``, which are JSON."""
+    """Return the JSON object of ``values``; the values are JSON."""
     return "{" + ", ".join(f"{dumped(key)}: {value}" for key, value in values.items()) + "}"
 
 
 def dumped(value: Any) -> str:
-    """``value`` as JSON. Raises ValueError for what JSON has no words for."""
+    """Return ``value`` as JSON. Raises ValueError if JSON cannot express it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)

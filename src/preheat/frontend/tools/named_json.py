@@ -1,4 +1,4 @@
-"""Parsers of models that mark the name of a call, and write its arguments as a JSON object behind the name."""
+"""Parsers of models that write a call as a marked name and a JSON object behind it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[^\s<>{`\ud800-\udfff]*")
 
 
 class NamedJsonParser(ToolParser):
-    """A section of calls, each with a name and a JSON object between two markers; the section may be missing."""
+    """Calls with a name and a JSON object between two markers, in a section or without one."""
 
     SECTION: ClassVar[tuple[str, str]]
     CALL: ClassVar[tuple[str, str]]
@@ -33,7 +33,7 @@ class NamedJsonParser(ToolParser):
                 self.not_a_call(start)
 
     def _call(self) -> Reading[bool]:
-        """Read a call behind its marker; False if it is none."""
+        """Read a call behind its marker; return False if there is none."""
         name, id = yield from self._head()
         yield from self.space()
         if not name or (yield from self.peek()) != "{":
@@ -44,10 +44,10 @@ class NamedJsonParser(ToolParser):
 
     @abstractmethod
     def _head(self) -> Reading[tuple[str, str]]:
-        """Read the name of a call, "" if there is none, and the model's own id of it, "" if it has none."""
+        """Read the name and the model's own id of a call; "" for a missing one."""
 
     def _tail(self) -> Reading[None]:
-        """Read what stands between the arguments and the end of the call."""
+        """Read the text between the arguments and the end of the call."""
         yield from ()
 
 
@@ -70,7 +70,7 @@ class DeepseekV31Parser(NamedJsonParser):
 
 
 class DeepseekV3Parser(DeepseekV31Parser):
-    """As in V3.1, but ``function<｜tool▁sep｜>f`` and the arguments in a block of code: DeepSeek V3 and R1."""
+    """Like V3.1, but ``function<｜tool▁sep｜>f`` and the arguments in a block of code: DeepSeek V3 and R1."""
 
     def _head(self) -> Reading[tuple[str, str]]:
         yield from self.matching(_KIND)

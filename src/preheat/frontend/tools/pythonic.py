@@ -20,10 +20,10 @@ _BLOCKS: Mapping[str, str] = MappingProxyType(
 
 
 class PythonicParser(ToolParser):
-    """Calls in a list, ``[f(a=1), g(b="x")]``, with which the answer begins, or in one of the `_BLOCKS` anywhere.
+    """Calls in a list, ``[f(a=1), g(b="x")]``, or in one of the `_BLOCKS`.
 
-    Llama 4 writes a list, also in a block of its own; Olmo 3 writes a block with a call in each line. The values of
-    arguments are literals.
+    The list is at the beginning of the answer; blocks are anywhere. Llama 4 writes a list, also in a block of its own.
+    Olmo 3 writes a block with a call in each line. The values of arguments are literals.
     """
 
     MARKS = (*_BLOCKS, *_BLOCKS.values())
@@ -50,7 +50,10 @@ class PythonicParser(ToolParser):
                 self.not_a_call(start)
 
     def _calls_here(self, end: str) -> Reading[bool]:
-        """Read calls, with white space or commas between them, up to ``end``; False if not even the first is one."""
+        """Read calls up to ``end``; return False if there is no call.
+
+        White space or commas are between them.
+        """
         before = self._calls
         yield from self.space()
         while (yield from self._call()):
@@ -61,7 +64,7 @@ class PythonicParser(ToolParser):
         return self._calls > before
 
     def _call(self) -> Reading[bool]:
-        """Read a call; False, with nothing read, if there is none."""
+        """Read a call; return False, with nothing read, if there is none."""
         start = self._at
         name = yield from self.matching(_NAME)
         if name and (yield from self.peek()) == "(":
@@ -82,7 +85,7 @@ class Olmo3Parser(PythonicParser):
 
 
 def _arguments(text: str) -> str | None:
-    """The JSON object for the arguments ``text``, ``(a=1, b="x")``; None if they are anything but keywords."""
+    """Return the JSON object for the arguments ``text``, ``(a=1, b="x")``; None unless all are keywords."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(word.arg for word in call.keywords):
@@ -93,7 +96,7 @@ def _arguments(text: str) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, in which JSON's constants count too. Raises ValueError for anything else."""
+    """Return the value of a literal; JSON's constants are literals too. Raises ValueError for anything else."""
     match node:
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
@@ -105,7 +108,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _key(node: ast.expr | None) -> str:
-    """The key of a dictionary, as text. Raises ValueError for one that JSON cannot have."""
+    """Return the key of a dictionary, as text. Raises ValueError for a key that JSON cannot have."""
     key = None if node is None else _literal(node)
     if node is None or isinstance(key, list | dict):
         raise ValueError("a key of JSON is a text")

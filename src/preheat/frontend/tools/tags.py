@@ -1,4 +1,4 @@
-"""Parsers of models that write calls as tags: one for the function, and one for each argument."""
+"""Parsers of models that write calls as tags: one tag for the function, one for each argument."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _KIND, _NAME = re.compile(r"\w*"), re.compile(r"[^<>\n]*")
 class TagParser(ToolParser):
     """Functions in a block, with their parameters as tags.
 
-    ``BLOCK``, ``FUNCTION``, ``PARAMETER``: the beginning and the end of each; a function and a parameter begin with a
-    tag that the name ends, in quotes if the beginning ends with one. ``BARE``: a function may be without its block.
-    ``LINES``: a line break on either side of a value is not part of it.
+    ``BLOCK``, ``FUNCTION``, ``PARAMETER``: the beginning and the end of each. The beginning of a function and of a
+    parameter is a tag that ends with the name, in quotes if the beginning ends with a quote. ``BARE``: a function may
+    be without its block. ``LINES``: a line break on either side of a value is not part of it.
 
-    A value ends with the next tag, so an end that is missing takes nothing else along. Of values with one name the last
+    A value ends with the next tag, so a missing end costs no other value. The last of several values with one name
     counts, so arguments are passed on when the call is over.
     """
 
@@ -41,11 +41,11 @@ class TagParser(ToolParser):
             yield from self._leave()
 
     def _begins(self) -> tuple[str, ...]:
-        """The markers with which calls may begin."""
+        """Return the markers that may begin calls."""
         return (self.BLOCK[0], self.FUNCTION[0]) if self.BARE else (self.BLOCK[0],)
 
     def _enter(self, marker: str) -> Reading[bool]:
-        """Read from ``marker`` to the name of the function; False if there is no function."""
+        """Read from ``marker`` to the name of the function; return False if there is no function."""
         yield from self.space()
         return (yield from self.take(self.FUNCTION[0]))
 
@@ -55,7 +55,7 @@ class TagParser(ToolParser):
         yield from self.take(self.BLOCK[1])
 
     def _next_function(self) -> Reading[bool]:
-        """Read another function of the block; False, with nothing but white space read, if there is none."""
+        """Read another function of the block; return False, with only white space read, if there is none."""
         yield from self.space()
         start = self._at
         if (yield from self.take(self.FUNCTION[0])) and (yield from self._function()):
@@ -64,7 +64,7 @@ class TagParser(ToolParser):
         return False
 
     def _function(self) -> Reading[bool]:
-        """Read a function from its name on; False if it has none."""
+        """Read a function from its name on; return False if it has no name."""
         name = yield from self._name(self.FUNCTION[0])
         if not name:
             return False
@@ -75,7 +75,7 @@ class TagParser(ToolParser):
         return True
 
     def _name(self, tag: str) -> Reading[str]:
-        """Read the name in the ``tag`` that has begun, and the end of the tag; "" if either is missing."""
+        """Read the rest of the open ``tag``. Return its name; "" without a name or an end."""
         name = (yield from self.matching(_NAME)).strip()
         if not (yield from self.take(">")):
             return ""
@@ -99,7 +99,7 @@ class TagParser(ToolParser):
                 return values
 
     def _value(self, text: str) -> str:
-        """The value in ``text``, which may end with the beginning of the next block."""
+        """Return the value in ``text``, without the beginning of the next block at its end."""
         before = text.rstrip()
         if before.endswith(self.BLOCK[0]):
             text = before.removesuffix(self.BLOCK[0]).rstrip()
@@ -117,7 +117,7 @@ class Qwen3CoderParser(TagParser):
 
 
 class SeedOssParser(Qwen3CoderParser):
-    """As Qwen3-Coder, but in ``<seed:tool_call>``: Seed-OSS."""
+    """Like Qwen3-Coder, but in ``<seed:tool_call>``: Seed-OSS."""
 
     BLOCK = ("<seed:tool_call>", "</seed:tool_call>")
     MARKS = BLOCK

@@ -1,6 +1,7 @@
-"""Model families, one file for each group of near-identical ones: a function from a config to a ModelSpec.
+"""Model families: functions from a config to a ModelSpec.
 
-A new family is a file here and a line in :data:`FAMILIES`. No torch here.
+A file holds a group of near-identical families. A new family is a file here and a line in :data:`FAMILIES`. No torch
+here.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
 
 
 def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> ModelSpec:
-    """The spec of a parsed ``config.json``; ``quantization`` is the method of ``--quantization``.
+    """Return the spec of a parsed ``config.json``.
 
-    Raises ModelError naming what is missing or not supported.
+    ``quantization`` is the method of ``--quantization``. Raises ModelError naming the field that is missing or not
+    supported.
     """
     for name in _names(values):
         if (family := _family(name)) is not None:
@@ -53,7 +55,7 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
 
 
 def check_architecture(values: Mapping[str, Any]) -> None:
-    """Raise ModelError if a parsed ``config.json`` names architectures, and none of a family."""
+    """Raise ModelError if a parsed ``config.json`` names architectures, but no family's."""
     if (names := _names(values)) and not any(map(_family, names)):
         raise _unsupported(values)
 
@@ -66,7 +68,10 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 
 
 def _family(name: str) -> str | None:
-    """The family of the architecture ``name``, which may be the model without its output head."""
+    """Return the family of the architecture ``name``.
+
+    The name may be of a model without its output head.
+    """
     found = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
     return found if found in FAMILIES else None
 
@@ -80,6 +85,9 @@ def _unsupported(values: Mapping[str, Any]) -> ModelError:
 
 
 def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:
-    """The spec of what is loaded by these settings: as :func:`read_spec`, without an encoder that nobody uses."""
+    """Return the spec to load by these settings.
+
+    It is the spec of :func:`read_spec`, without an unused encoder.
+    """
     spec = read_spec(values, settings.quantization)
     return replace(spec, vision=None) if settings.language_model_only else spec

@@ -44,7 +44,10 @@ def gpt_bigcode(config: Config) -> ModelSpec:
 
 
 def _attention(config: Config, prefix: str) -> AttentionSpec:
-    """With a key head for each query head, the rows of a head's query, key and value lie together."""
+    """Return the attention of a layer.
+
+    With a key head for each query head, a head's rows of query, key and value lie together.
+    """
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if hidden % heads:
         raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")

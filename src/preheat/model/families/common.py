@@ -1,4 +1,4 @@
-"""The parts that families share, from one attention block to a whole model.
+"""Common parts of families, from one attention block to a whole model.
 
 A family that differs in one part builds that part itself and takes the others from here.
 """
@@ -28,9 +28,10 @@ from preheat.ops.kinds import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """A checkpoint's module names; those of a layer have the prefix ``layer``, with its number.
+    """A checkpoint's module names.
 
-    ``qkv`` and ``gate_up``: one module in place of several.
+    The names of a layer's modules have the prefix ``layer``, with its number. ``qkv`` and ``gate_up``: one module in
+    place of several.
     """
 
     embedding: str = "model.embed_tokens"
@@ -68,10 +69,10 @@ def llama_like(
     mlp: Callable[[str, int], MlpSpec] | None = None,
     renames: tuple[Rename, ...] = (),
 ) -> ModelSpec:
-    """A model of Llama's architecture; ``windows`` are the layers' sliding windows, None for full attention in all.
+    """Return a model of Llama's architecture.
 
-    ``rope`` is that of the config unless it is given. ``mlp(prefix, index)`` is the feed-forward block of a layer, by
-    default a dense one.
+    ``windows`` are the layers' sliding windows; None for full attention in all. ``rope`` is the config's unless it is
+    given. ``mlp(prefix, index)`` is the feed-forward block of a layer, by default a dense one.
     """
     hidden, rope = config.size("hidden_size"), rope or config.rope()
 
@@ -93,7 +94,7 @@ def attention(
     config: Config, names: Names, prefix: str, window: int | None, rope: RopeSpec, *,
     qkv_bias: bool, o_bias: bool, qk_norm: bool,
 ) -> AttentionSpec:  # fmt: skip
-    """Grouped-query attention with rotary embedding."""
+    """Return grouped-query attention with rotary embedding."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv = KVSpec(config.size("num_key_value_heads", heads), config.size("head_dim", hidden // heads))
     if heads % kv.num_kv_heads:
@@ -118,9 +119,10 @@ def attention(
 
 
 def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, int], ...]:
-    """The order of the rows of queries and keys, if only a part of each head turns; see :meth:`RopeSpec.turned`.
+    """Return the row order of queries and keys.
 
-    Scores are the same in any order that queries and keys share. Raises ModelError where ``rope`` does not fit.
+    It matters if only a part of each head turns. See :meth:`RopeSpec.turned`. Scores are the same in any order that
+    queries and keys share. Raises ModelError where ``rope`` does not fit.
     """
     dim, turned = kv.head_dim, rope.turned(kv.head_dim)
     if dim % 2 or turned % 2 or not 0 < turned <= dim:
@@ -141,7 +143,7 @@ def dense(
     config: Config, names: Names, prefix: str, *, bias: bool, inner: int | None = None,
     activation: Activation = "silu_and_mul",
 ) -> DenseSpec:  # fmt: skip
-    """The gated feed-forward block of ``inner`` numbers, by default ``intermediate_size``."""
+    """Return the gated feed-forward block of ``inner`` numbers, by default ``intermediate_size``."""
     if activation == "silu_and_mul":
         config.require_silu()
     hidden, inner = config.size("hidden_size"), inner or config.size("intermediate_size")
@@ -157,7 +159,7 @@ def dense(
 def ungated(
     up: str, down: str, *, hidden: int, inner: int, activation: Activation, bias: bool,
 ) -> DenseSpec:  # fmt: skip
-    """The feed-forward block without a gate, of the modules ``up`` and ``down``."""
+    """Return the ungated feed-forward block of the modules ``up`` and ``down``."""
     return DenseSpec(
         gate_up=LinearSpec(parts=((up, inner),), inputs=hidden, bias=bias, activation=activation),
         down=LinearSpec(parts=((down, hidden),), inputs=inner, bias=bias),
@@ -165,12 +167,12 @@ def ungated(
 
 
 def norm(config: Config, name: str, size: int) -> NormSpec:
-    """A root-mean-square norm."""
+    """Return a root-mean-square norm."""
     return NormSpec(name, size, config.positive("rms_norm_eps", 1e-6))
 
 
 def layer_norm(config: Config, name: str, *, bias: bool) -> NormSpec:
-    """A norm of hidden states that takes their mean away."""
+    """Return a norm of hidden states that subtracts their mean."""
     eps = config.positive("layer_norm_epsilon", 1e-5)
     return NormSpec(name, config.size("hidden_size"), eps, kind="layer", bias=bias)
 
@@ -180,7 +182,7 @@ def model(
     max_positions: int, final_norm: NormSpec | None = None, positions: EmbeddingSpec | None = None,
     scale: float | None = None, renames: tuple[Rename, ...] = (), ignored: tuple[str, ...] = (),
 ) -> ModelSpec:  # fmt: skip
-    """A whole model around its ``layers``, whose embeddings are multiplied by ``scale``."""
+    """Return a whole model around its ``layers``; embeddings are multiplied by ``scale``."""
     vocab_size, hidden = config.size("vocab_size"), config.size("hidden_size")
     head = names.embedding if config.flag("tie_word_embeddings") else names.head
     return ModelSpec(

@@ -13,7 +13,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """Four norms a layer, whose weights are stored less one; most layers see a window and turn by another base."""
+    """Four norms a layer, stored as factors minus one; most layers see a window and turn by another base."""
     config = config.with_defaults(
         num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, sliding_window=4096, rms_norm_eps=1e-6,
         tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh",
@@ -52,7 +52,10 @@ def gemma3(config: Config) -> ModelSpec:
 
 
 def _local_rope(config: Config) -> RopeSpec:
-    """That of layers with a window, which is never scaled. Older configs say only its base."""
+    """Return the rope of layers with a window.
+
+    It is never scaled. Older configs state only its base.
+    """
     params = config.get("rope_parameters")
     if isinstance(params, Mapping) and _LOCAL in params:
         return config.rope(_LOCAL, theta=10000.0)

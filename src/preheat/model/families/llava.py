@@ -28,19 +28,19 @@ TEXT: Mapping[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "vocab_size": 32000,
 }  # fmt: skip
-"""Of the decoder, where ``text_config`` does not say."""
+"""Defaults of the decoder, for fields absent from ``text_config``."""
 
 CLIP: Mapping[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 12, "image_size": 224, "patch_size": 32,
 }  # fmt: skip
-"""Of the tower, where ``vision_config`` does not say."""
+"""Defaults of the tower, for fields absent from ``vision_config``."""
 
 CLIP_LARGE: Mapping[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "image_size": 336, "patch_size": 14,
 }  # fmt: skip
-"""Of the tower, without a ``vision_config``."""
+"""Defaults of the tower, without a ``vision_config``."""
 
 _TOWER = r"(?:model\.)?vision_tower\.(?:vision_model\.)?"
 RENAMES = (
@@ -50,13 +50,16 @@ RENAMES = (
     Rename(r"language_model\.lm_head\.(.+)", (r"lm_head.\1",)),
     Rename(r"(?:language_model\.model|model\.language_model)\.(.+)", (r"model.\1",)),
 )
-"""The Hub's names, which transformers 5 writes too, and those of its modules."""
+"""Renames for the names on the Hub and of transformers' modules.
+
+transformers 5 writes the Hub's names too.
+"""
 
 ACTIVATIONS: Mapping[str, Activation] = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def llava(config: Config) -> ModelSpec:
-    """Llama whose prompts may hold images, which a CLIP vision tower encodes.
+    """Llama with images in its prompts, encoded by a CLIP vision tower.
 
     Source of the defaults: ``LlavaConfig`` of transformers.
     """
@@ -87,7 +90,10 @@ def llava(config: Config) -> ModelSpec:
 
 
 def _part(config: Config, name: str, defaults: Mapping[str, Any]) -> Config:
-    """The fields of the part ``name`` of the config, over ``defaults``. Raises ModelError for another kind of model."""
+    """Return the fields of the part ``name`` of the config, over ``defaults``.
+
+    Raises ModelError for another kind of model.
+    """
     given = {key: value for key, value in config.mapping(name).items() if value is not None}
     kind = given.get("model_type", defaults["model_type"])
     if kind != defaults["model_type"]:
@@ -98,7 +104,10 @@ def _part(config: Config, name: str, defaults: Mapping[str, Any]) -> Config:
 
 
 def _text(config: Config) -> Config:
-    """The decoder's config; what it has in common with the whole model's is written in either."""
+    """Return the decoder's config.
+
+    Fields shared with the whole model may stand in either config.
+    """
     text = _part(config, "text_config", TEXT)
     shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     given = {name: config.get(name) for name in shared if config.has(name)}
@@ -108,7 +117,7 @@ def _text(config: Config) -> Config:
 
 
 def _layers_needed(config: Config, count: int) -> int:
-    """How many of the tower's ``count`` layers run."""
+    """Return the number of the tower's ``count`` layers that run."""
     layer = config.get("vision_feature_layer")
     if type(layer) is not int:
         raise ModelError(f"vision_feature_layer {layer!r} is not supported, only the number of one layer is")
@@ -122,14 +131,14 @@ def _vision(config: Config, tower: Config, layers: int, text: ModelSpec) -> Visi
     hidden, heads = tower.size("hidden_size"), tower.size("num_attention_heads")
     image, patch = tower.size("image_size", most=1 << 14), tower.size("patch_size")
     if hidden % heads:
-        raise ModelError(f"the hidden_size {hidden} of vision_config is no multiple of num_attention_heads {heads}")
+        raise ModelError(f"the hidden_size {hidden} of vision_config is not a multiple of num_attention_heads {heads}")
     if image < patch or image % patch:
-        raise ModelError(f"image_size {image} of vision_config is no multiple of patch_size {patch}")
+        raise ModelError(f"image_size {image} of vision_config is not a multiple of patch_size {patch}")
     config.refuse("vision_feature_select_strategy", "default", "full")
     token = config.get("image_token_id") if config.has("image_token_id") else config.get("image_token_index")
     token = 32000 if token is None else token
     if type(token) is not int or not 0 <= token < text.vocab_size:
-        raise ModelError(f"image_token_index {token!r} is no id of the vocabulary, whose size is {text.vocab_size}")
+        raise ModelError(f"image_token_index {token!r} is outside the vocabulary of {text.vocab_size} tokens")
     return VisionSpec(
         image_size=image,
         num_heads=heads,
@@ -164,7 +173,7 @@ def _norm(tower: Config, name: str) -> NormSpec:
 
 
 def _projector(config: Config, inputs: int, hidden: int) -> DenseSpec:
-    """Both of its layers have as many outputs as the decoder's states."""
+    """Return the projector; both layers have the decoder's hidden size as outputs."""
     bias, activation = config.flag("multimodal_projector_bias"), _activation(config, "projector_hidden_act", "gelu")
     first, second = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
     return DenseSpec(

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama-like models whose feed-forward blocks are experts."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama-like models with experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mixtral(config: Config) -> ModelSpec:
 def qwen3_moe(config: Config) -> ModelSpec:
     """Query and key heads are normed; some layers may be dense. The experts' weights are rounded to the model's dtype.
 
-    The reference's class defaults for some fields are not those of any released model, so these must be written.
+    Some class defaults of the reference fit no released model, so the config must state these fields.
     """
     for name in ("num_hidden_layers", "head_dim", "norm_topk_prob", "num_key_value_heads"):
         config.require(name)
@@ -68,7 +68,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
-    """Besides those that are chosen, all tokens visit a shared expert behind a gate; some layers may be dense."""
+    """Besides the chosen experts, all tokens visit a shared expert behind a gate; some layers may be dense."""
     config = config.with_defaults(
         max_position_embeddings=32768, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, qkv_bias=True,
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
@@ -96,11 +96,11 @@ _STACKED = (
     Rename(r"(.*\.mlp\.)experts\.gate_up_proj", (r"\1experts.{}.gate_proj.weight", r"\1experts.{}.up_proj.weight")),
     Rename(r"(.*\.mlp\.)experts\.down_proj", (r"\1experts.{}.down_proj.weight",)),
 )
-"""The layout that transformers 5 writes."""
+"""The layout of transformers 5."""
 
 
 def _modules(prefix: str) -> tuple[str, str, str]:
-    """Gate, up and down of a Qwen layer's experts."""
+    """Return gate, up and down of a Qwen layer's experts."""
     at = f"{prefix}mlp.experts.{{}}."
     return f"{at}gate_proj", f"{at}up_proj", f"{at}down_proj"
 
@@ -109,7 +109,10 @@ def experts(
     config: Config, router: str, modules: tuple[str, str, str], *,
     count: int, inner: int, top_k: int, renormalize: bool, round_weights: bool,
 ) -> MoeSpec:  # fmt: skip
-    """Experts whose gate, up and down are the ``modules``, chosen by the module ``router``."""
+    """Return experts of the modules gate, up and down.
+
+    The module ``router`` chooses them.
+    """
     config.require_silu()
     if top_k > count:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are only {count} experts")

@@ -77,8 +77,10 @@ def _attention(config: Config, prefix: str) -> AttentionSpec:
 
 
 def alibi_slopes(heads: int, bias_max: float) -> tuple[float, ...]:
-    """2^(-i * bias_max / n) for i in 1..n, n the least power of two that is not below ``heads``. If there are fewer
-    heads, they take every second slope first, from the second on, then the others.
+    """Return ALiBi's slopes of ``heads`` heads.
+
+    These are 2^(-i * bias_max / n) for i in 1..n, n the least power of two that is not below ``heads``. With fewer
+    heads than n, every second slope, from the second on, comes first, then the others.
     """
     count = 1 << (heads - 1).bit_length()
     slopes = [2.0 ** (-bias_max * (i + 1) / count) for i in range(count)]

@@ -1,16 +1,19 @@
-"""What architectures that are not supported need and no family here has: for the error that refuses one."""
+"""Needs of architectures that are not supported.
+
+The error that refuses an architecture states its need.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 _ENCODER = "attention that looks ahead (an encoder)"
-_CROSS = "an encoder, and attention to what it read"
+_CROSS = "an encoder, and attention to its output"
 _STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
 _LATENT = "keys and values compressed to a latent vector (MLA)"
 _LEARNED = "learned positions, with norms that subtract a mean and add a bias"
 _PARALLEL = "attention and MLP side by side in a layer"
-_BOTH_SIDES = "norms behind attention and MLP as well as, or in place of, those before"
+_BOTH_SIDES = "norms after attention and MLP, besides or instead of the norms before"
 _PACKED = "query, key and value packed in one weight"
 _IMAGES = "an encoder of images other than CLIP's, with its own positions"
 _SOUND = "an encoder of sound"
@@ -52,10 +55,10 @@ NEEDS: Mapping[str, str] = {
     "Phi4MM": _SOUND, "Qwen2Audio": _SOUND, "Qwen2_5Omni": _SOUND, "Qwen3Omni": _SOUND, "Ultravox": _SOUND,
     "Voxtral": _SOUND,
 }  # fmt: skip
-"""By the beginning of the architecture's name; the longest one counts."""
+"""Needs by the beginning of the architecture's name; the longest beginning counts."""
 
 
 def need_of(name: str) -> str:
-    """What the architecture ``name`` needs; "" if it is not known."""
+    """Return the need of the architecture ``name``; "" if it is unknown."""
     known = max((start for start in NEEDS if name.startswith(start)), key=len, default="")
     return NEEDS.get(known, "")

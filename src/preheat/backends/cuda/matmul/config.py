@@ -155,7 +155,7 @@ def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
     """Return the shape of a layer; on ``hopper`` codes are dealt where they may be."""
     dtype, scheme = getattr(torch, value.weight.dtype), value.weight.scheme
     dealt = hopper and scheme is not None and may_be_dealt(scheme, value.outputs, value.inputs, dtype)
-    gated, splits = value.finish.activation == "silu_and_mul", value.order.own if value.order.is_split else 0
+    gated, splits = value.finish.activation == "silu_and_mul", value.order.own_k_splits if value.order.is_split else 0
     return LinearShape(
         value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, dealt and not splits, splits=splits
     )

@@ -40,7 +40,7 @@ def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Tensor | Device
     if isinstance(weight, Tensor):
         return weight
     if order.is_split:
-        return DeviceWeight.of(weight, splits=order.own)
+        return DeviceWeight.of(weight, splits=order.own_k_splits)
     return DeviceWeight.of(weight, dealt=is_hopper(weight.codes.device) and can_be_dealt(weight))
 
 
@@ -63,7 +63,7 @@ class Layer:
         self._gated = finish.activation == "silu_and_mul"
         self._activation, self._limit = None if self._gated else finish.activation, finish.clip
         self._split, self._ranks = value.order.is_split, cast(RankSums, context.ranks or RankSums())
-        self._splits = value.order.own if self._split else 1
+        self._splits = value.order.own_k_splits if self._split else 1
         self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
         if isinstance(self._weight, DeviceWeight):
             self.shape = self.shape._replace(dealt=self._weight.dealt, narrow=self._weight.narrow)

@@ -157,7 +157,9 @@ def tables_for(device: str, capability: tuple[int, int], folder: Path | None) ->
     own += read(place(folder, device)) if folder else []
     if known and not own:
         names = ", ".join(table.device for table in known)
-        logger.info("Linear maps run as measured on %s; `preheat tune` measures on this %s", names, device)
+        logger.info(
+            "Linear layers use the kernels that were fastest on %s; `preheat tune` measures on this %s", names, device
+        )
     return [table for table in known if table.device != device] + own
 
 

@@ -1,4 +1,7 @@
-"""The fake of the module that registers ``hpu_backend`` with torch.compile: each graph that it is given is a recipe."""
+"""The fake of the module that registers ``hpu_backend`` with torch.compile.
+
+Each graph given to it is a recipe.
+"""
 
 from typing import Any
 

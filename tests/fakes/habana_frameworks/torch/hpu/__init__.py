@@ -32,11 +32,11 @@ def get_device_name(device: int = 0) -> str:
 
 
 def synchronize() -> None:
-    """Nothing runs on when a call returns."""
+    """Do nothing: no operation runs on after its call returns."""
 
 
 def mem_get_info(device: object = None) -> tuple[int, int]:
-    """Free bytes and all bytes."""
+    """Return free bytes and all bytes."""
     return DEVICE.ledger.free, DEVICE.ledger.total
 
 
@@ -59,13 +59,16 @@ def current_stream() -> str:
 
 @contextmanager
 def stream(_: object) -> Iterator[None]:
-    """Operations inside run on the device; outside they are the host's."""
+    """Run the operations inside on the device.
+
+    Operations outside run on the host.
+    """
     with DEVICE.running():
         yield
 
 
 class HPUGraph:
-    """A graph of what runs between ``capture_begin`` and ``capture_end``."""
+    """A graph of the operations between ``capture_begin`` and ``capture_end``."""
 
     def __init__(self) -> None:
         self._program: Program | None = None
@@ -89,7 +92,7 @@ def wrap_in_hpu_graph(
     dry_run: bool = False,
     max_graphs: int | None = None,
 ) -> torch.nn.Module:
-    """``module`` whose calls are captured once for each hash of their inputs, then replayed."""
+    """Wrap ``module``: its calls are captured once for each hash of their inputs, then replayed."""
     if not DEVICE.lazy:
         raise GraphRefused("HPU graphs need lazy mode: PT_HPU_LAZY_MODE=1")
     inner, graphs = module.forward, dict[Any, tuple[HPUGraph, Any]]()

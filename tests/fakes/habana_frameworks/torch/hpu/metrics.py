@@ -13,7 +13,10 @@ class Metric:
         self._name = name
 
     def stats(self) -> list[tuple[str, Any]]:
-        """Pairs of a name and a number, and with PT_HPU_METRICS_GC_DETAILS what each event was."""
+        """Return pairs of a name and a number.
+
+        With PT_HPU_METRICS_GC_DETAILS they include the details of each event.
+        """
         count = DEVICE.counts[self._name]
         found: list[tuple[str, Any]] = [("TotalNumber", count), ("TotalTime", 0), ("AvgTime", 0.0)]
         if os.environ.get("PT_HPU_METRICS_GC_DETAILS", "0").lower() in ("1", "true"):

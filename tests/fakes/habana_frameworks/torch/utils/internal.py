@@ -4,5 +4,8 @@ import os
 
 
 def is_lazy() -> bool:
-    """Whether the bridge accumulates operations. The real one reads the variable once, when it is loaded."""
+    """Return whether the bridge accumulates operations.
+
+    The real bridge reads the variable once, when it is loaded.
+    """
     return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"

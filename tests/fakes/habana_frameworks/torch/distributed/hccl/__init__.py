@@ -1,4 +1,7 @@
-"""The fake of the module that registers the process group ``hccl``: Gloo's, whose gathering is the card's operation."""
+"""The fake of the module that registers the process group ``hccl``.
+
+It is Gloo's group, with the gathering as an operation of the card.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ LAZY_COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
 
 
 class Hccl(dist.ProcessGroup):
-    """What preheat uses of HCCL."""
+    """The part of HCCL that preheat uses."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -26,7 +29,10 @@ class Hccl(dist.ProcessGroup):
         return "hccl"
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """It accumulates with the rest if collectives are lazy; else the host waits for it, which a graph cannot."""
+        """Gather; with lazy collectives it accumulates like other operations.
+
+        Otherwise the host waits for it; a graph cannot wait.
+        """
         if DEVICE.lazy and os.environ.get(LAZY_COLLECTIVES) != "1":
             if DEVICE.capturing:
                 raise GraphRefused(f"a collective within a graph needs {LAZY_COLLECTIVES}=true")
@@ -39,14 +45,14 @@ class Hccl(dist.ProcessGroup):
 
 
 class Done(dist.Work):
-    """What was told to a card is in order with all else that it is told."""
+    """A finished operation: a card keeps its operations in order."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
 
 def all_gather(output: Tensor, given: Tensor) -> Tensor:
-    """Bytes move: Gloo does not know every type."""
+    """Gather bytes, since Gloo does not know every type."""
     group = dist.group.WORLD
     group.gloo._allgather_base(_bytes(output), _bytes(given)).wait()
     return output

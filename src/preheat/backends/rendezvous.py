@@ -1,6 +1,6 @@
-"""Where the ranks of a group find each other: in a folder of their node, or by the connections that they have already.
+"""Rendezvous of a group's ranks: in a folder of their node, or by their existing connections.
 
-The one choice between shared memory and the network is which of the two a platform's collective is given.
+The kind of rendezvous alone decides whether a platform's collective uses shared memory or the network.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class OneNode:
     world: int
 
     def part(self, name: str, members: Sequence[int]) -> OneNode:
-        """The same of some ``members``, of whom this rank is one, in their order; ``name`` is theirs alone."""
+        """Return the rendezvous of some ``members``, this rank among them, in their order; ``name`` is unique."""
         (self.folder / name).mkdir(exist_ok=True)
         return OneNode(self.folder / name, members.index(self.rank), len(members))
 
     def store(self) -> Store:
-        """By which a process group of torch.distributed begins."""
+        """Return the store for the start of a process group of torch.distributed."""
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         store: Store = FileStore(str(self.folder / "group"), self.world)
@@ -39,8 +39,9 @@ class OneNode:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Rank ``rank`` of several, on any nodes: ``peers`` are its connections to each of them, None to itself, and
-    ``hosts`` the addresses of their nodes.
+    """Rank ``rank`` of several, on any nodes.
+
+    ``peers`` are its connections to the other ranks, None to itself; ``hosts`` are the addresses of the ranks' nodes.
     """
 
     peers: tuple[Connection | None, ...]
@@ -52,12 +53,12 @@ class Nodes:
         return len(self.peers)
 
     def part(self, name: str, members: Sequence[int]) -> Nodes:
-        """See :meth:`OneNode.part`. They need no ``name``: what two ranks send each other has one order."""
+        """See :meth:`OneNode.part`; ``name`` is unused, because messages of two ranks have one order."""
         peers, hosts = tuple(self.peers[each] for each in members), tuple(self.hosts[each] for each in members)
         return Nodes(peers, members.index(self.rank), hosts)
 
     def store(self) -> Store:
-        """See :meth:`OneNode.store`. Rank 0 serves it at its address, on a port that it tells the others."""
+        """See :meth:`OneNode.store`; rank 0 serves it at its address, on a port told to the others."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, first = self.hosts[0], self.peers[0]
@@ -71,4 +72,4 @@ class Nodes:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
 
 
-Meeting = OneNode | Nodes
+Rendezvous = OneNode | Nodes

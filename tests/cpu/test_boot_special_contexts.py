@@ -1,4 +1,4 @@
-"""What the check at boot looks at beside the usual contexts: each row passes, and sees what is planted for it."""
+"""Special contexts of the check at boot: each row passes, and sees the fault planted for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(loop):
     "name", ["finite", "poisoned", "resumed", "long context", "full step", "sampler", "logprobs", "grammar"]
 )
 def test_all_is_well(check, loop, name, monkeypatch):
-    """And something was really computed."""
+    """Every row passes and computes something."""
     ran: list[str] = []
 
     def noted(kind):
@@ -80,7 +80,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_for_a_row_is_seen_by_it_and_no_usual_one(check, name, monkeypatch):
+def test_only_the_special_check_sees_its_planted_fault(check, name, monkeypatch):
     PLANTED[name](monkeypatch)
     for usual in ("later run", "co-batched", "chunked", "decode"):
         check.run(usual)
@@ -100,7 +100,7 @@ def test_the_long_context_has_three_splits_where_there_is_room():
 
 
 def multiplied(patch):
-    """What is hidden is multiplied by zero."""
+    """Plant attention that multiplies hidden values by zero."""
     for module in (decode_attention, paged_attention):
         patch.setattr(
             module,
@@ -110,7 +110,7 @@ def multiplied(patch):
 
 
 def unmarked(patch):
-    """A row whose logits are not finite gets a token as any other."""
+    """Plant a sampler that gives a row with logits that are not finite a token like any other."""
     patch.setattr(cpu_sampler, "finite_rows", lambda logits: np.ones(len(logits), bool))
 
 
@@ -145,7 +145,7 @@ def no_adapter(patch):
 
 
 def no_room(patch):
-    """The last token is found, too: there is nothing left to sample from."""
+    """Plant a lookup that also finds the last token, so that nothing is left to sample from."""
     right = prefix.PrefixCache.lookup
 
     def lookup(self, sequence):
@@ -159,7 +159,7 @@ def no_room(patch):
 def test_blocks_that_are_not_a_prompts_own_are_seen(check, plant, monkeypatch):
     check.run("prefix hit")
     plant(monkeypatch)
-    with pytest.raises(CheckFailed, match=r"prefix hit: a prompt with .* finds \d blocks, where \d are its own"):
+    with pytest.raises(CheckFailed, match=r"prefix hit: a prompt with .* finds \d blocks, and \d are its own"):
         check.run("prefix hit")
 
 
@@ -190,14 +190,14 @@ def test_draws_that_are_not_the_contracts_are_seen(check, plant, monkeypatch, lo
         check.run("sampler")
 
 
-def told_upside_down(patch):
-    right = sampling.SamplingInput.told_of
-    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: [each[::-1] for each in right(*args)])
+def logprob_ids_upside_down(patch):
+    right = sampling.SamplingInput.logprob_ids_of
+    patch.setattr(sampling.SamplingInput, "logprob_ids_of", lambda *args: [each[::-1] for each in right(*args)])
 
 
-def told_of_the_first(patch):
-    right = sampling.SamplingInput.told_of
-    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: right(*args)[:1] * len(right(*args)))
+def logprob_ids_of_the_first(patch):
+    right = sampling.SamplingInput.logprob_ids_of
+    patch.setattr(sampling.SamplingInput, "logprob_ids_of", lambda *args: right(*args)[:1] * len(right(*args)))
 
 
 def after_temperature(patch):
@@ -206,7 +206,7 @@ def after_temperature(patch):
 
 
 def by_company(patch):
-    """In a batch of several rows the last bit is another one."""
+    """Plant logprobs whose last bit depends on the number of rows in the batch."""
     right = cpu_sampler.token_logprobs
     patch.setattr(cpu_sampler, "token_logprobs", lambda logits, *more: right(logits * (1 + 1e-7 * len(logits)), *more))
 
@@ -214,8 +214,8 @@ def by_company(patch):
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (told_upside_down, "were asked for, and"),
-        (told_of_the_first, "were asked for, and"),
+        (logprob_ids_upside_down, "were asked for, and"),
+        (logprob_ids_of_the_first, "were asked for, and"),
         (after_temperature, "and the distribution has"),
         (by_company, "have other bits alone"),
     ],
@@ -231,7 +231,7 @@ def no_mask(patch):
 
 
 def one_bit_less(patch):
-    """Of the mask: its highest token."""
+    """Plant a mask without its highest token."""
     right = guidance.Guidance.fill
 
     def fill(self, masks, rows):
@@ -255,7 +255,7 @@ def ends_anywhere(patch):
 
 
 def every_row(patch):
-    """The mask is applied to all rows."""
+    """Plant a mask that applies to all rows."""
     right = slots.Slots.describe
 
     def describe(self, slot, request):
@@ -296,7 +296,9 @@ def test_the_contract_is_that_of_the_tests(vocab):
     assert clear >= len(draws.ROWS) - 1
 
 
-@pytest.mark.parametrize(("layer", "said"), [(3, "whose output is not finite is layer 3"), (None, "all 7 layers are")])
+@pytest.mark.parametrize(
+    ("layer", "said"), [(3, "with an output that is not finite is layer 3"), (None, "all 7 layers are")]
+)
 def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
     weights = loop.executor.decoder.weights
     where = weights.final_norm if layer is None else weights.layers[layer].post_norm
@@ -309,8 +311,8 @@ def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
         where.weight.copy_(kept)
 
 
-def test_such_an_engine_does_not_become_ready(monkeypatch):
-    """Its weights are finite, what they give is not."""
+def test_an_engine_with_infinite_products_does_not_become_ready(monkeypatch):
+    """An engine with finite weights but infinite products does not become ready."""
     right = boot.load_model
 
     def load(*args):

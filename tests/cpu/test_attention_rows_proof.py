@@ -1,4 +1,7 @@
-"""What attention's number of rows is proven by: a row has the same bits at every place of a call."""
+"""The proof of attention's rows per tile.
+
+A row has the same bits at every place of a call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LENGTH, DIM, BLOCK = 300, 64, 64
 
 @pytest.fixture
 def _unproven():
-    """Nothing is known of the kernel, before and after."""
+    """Forget all proofs of the kernel, before and after a test."""
     caches = (paged_attention._proven_rows, paged_attention._reference, paged_attention._expected)
     for cache in caches:
         cache.cache_clear()
@@ -29,7 +32,10 @@ def _unproven():
 
 
 def attend(work: list[tuple[int, int]], group: int) -> torch.Tensor:
-    """A sequence of ``LENGTH`` tokens and one key head, of which (position, count) each are the rows of a step."""
+    """Return the attention of a step with rows (position, count) of one sequence.
+
+    The sequence has ``LENGTH`` tokens and one key head.
+    """
     generator = torch.Generator().manual_seed(group)
     q = torch.randn(LENGTH, group, DIM, generator=generator)
     cache = torch.randn(-(-LENGTH // BLOCK) + 1, 2, 1, BLOCK, DIM, generator=generator)
@@ -45,7 +51,7 @@ def attend(work: list[tuple[int, int]], group: int) -> torch.Tensor:
 
 
 def differing(group: int) -> list[str]:
-    """The ways to cut the sequence that give other bits than one token at a time."""
+    """Return the ways to cut the sequence that give other bits than one token at a time."""
     alone = torch.cat([attend([(at, 1)], group) for at in range(LENGTH)])
     found = []
     for size in (LENGTH, 128, 64, 37, 32, 16, 8, 5, 4, 2):
@@ -60,12 +66,14 @@ def differing(group: int) -> list[str]:
 @pytest.mark.parametrize("instructions", ["", "AVX2", "SSE4_2"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, threads: int) -> None:
-    """By the kernels that MKL takes on this processor and on older ones: some compute the last rows of a block
-    otherwise, at two threads in other places than at one.
+    """A query's bits do not depend on its place.
+
+    That holds with MKL's kernels for this processor and for older ones. Some of MKL's kernels compute the last rows of
+    a block differently. The places differ between one and two threads.
     """
     code = (
         f"import torch; torch.set_num_threads({threads})\n"
-        "from tests.cpu.test_attention_proof import differing\n"
+        "from tests.cpu.test_attention_rows_proof import differing\n"
         "print([line for group in (1, 5, 7) for line in differing(group)])"
     )
     env = {name: value for name, value in os.environ.items() if name != "MKL_ENABLE_INSTRUCTIONS"}
@@ -75,7 +83,7 @@ def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, t
 
 
 @pytest.mark.usefixtures("_unproven")
-def test_a_kernel_that_favours_a_place_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_depends_on_a_rows_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = paged_attention.kernel
 
     def last_rows_otherwise(query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:

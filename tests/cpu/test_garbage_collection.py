@@ -1,4 +1,4 @@
-"""What the garbage collector is spared, and what it is not."""
+"""Objects that the garbage collector is spared, and objects that it still sees."""
 
 from __future__ import annotations
 

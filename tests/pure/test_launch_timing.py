@@ -1,4 +1,4 @@
-"""When the next step is prepared: who arrives while one is in flight takes part, and the device never waits."""
+"""The time to prepare the next step: requests that arrive meanwhile take part, and the device never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Clock:
 
 @given(st.lists(st.tuples(st.integers(0, 2), SECONDS, st.floats(0, 0.01)), min_size=1, max_size=30))
 def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
-    """One that takes as long as the last of its shape, at least, is never over before the next one is ready."""
+    """The next step is ready before the one in flight can end.
+
+    A step takes at least as long as the last of its shape.
+    """
     clock, last = Clock(), {}
     launch_timer = LaunchTimer(clock)
     for shape, took, preparing in steps:
@@ -43,7 +46,7 @@ def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
         last[shape] = took
 
 
-def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
+def test_spare_time_is_the_shapes_time_less_the_preparation() -> None:
     clock = Clock()
     launch_timer = LaunchTimer(clock)
     for _ in range(2):
@@ -60,7 +63,10 @@ def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
 
 
 class Listening(InlineTransport):
-    """One more request, which arrives while the engine listens for a while, or if it never does, when next it looks."""
+    """Transport with a late request.
+
+    The request arrives while the engine listens; if the engine never listens, it arrives at the next look.
+    """
 
     def __init__(self, late: Request, clock: Clock) -> None:
         super().__init__()
@@ -77,7 +83,10 @@ class Listening(InlineTransport):
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
-    """The fourth step is prepared while the third runs; without spare time the late request is not in it."""
+    """The fourth step is prepared while the third runs.
+
+    Without spare time the late request is not in it.
+    """
     clock, harness = Clock(), Harness(limits(), overlap=True)
     transport = Listening(request(1, [1, 2], 2), clock)
     loop: Loop = harness.loop
@@ -93,7 +102,7 @@ def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
     waited = harness.scheduler.process_results
 
     def process_results(*step):
-        clock.now += 0.02  # a step takes so long
+        clock.now += 0.02  # the duration of a step
         return waited(*step)
 
     harness.scheduler.process_results = process_results

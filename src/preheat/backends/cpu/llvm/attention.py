@@ -1,0 +1,65 @@
+"""What compiled attention needs of a step: each token's position, and the address of its row of the block table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from preheat.backends.base import Attend, AttentionWork, BlockTables, StepInputs, StepRows
+
+ALWAYS = 1 << 30
+"""Steps for which work holds: addresses of rows stay, whatever blocks are added to them."""
+
+
+@dataclass(slots=True)
+class LlvmWork(AttentionWork):
+    """``tables`` int64 [tokens]: the address of each token's row of the block table."""
+
+    tables: np.ndarray
+
+
+class LlvmAttention:
+    """Fills ``positions`` and ``tables``, int64 [tokens], which compiled functions read. A token that pads is at
+    position 0 of the pad block.
+    """
+
+    def __init__(self, positions: np.ndarray, tables: np.ndarray, blocks: int) -> None:
+        self._positions, self._tables = positions, tables
+        self._pad = np.zeros(blocks, np.int32)
+
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
+        """Return none: the work is not read from the step's buffers."""
+        return ()
+
+    def plan(self, step: StepRows, tables: BlockTables) -> LlvmWork:
+        table = tables.block_table
+        assert table.dtype == np.int32, table.dtype
+        addresses = np.full(step.tokens, self._pad.ctypes.data, np.int64)
+        rows = np.repeat(step.slots, step.extend)
+        addresses[: len(rows)] = table.ctypes.data + rows.astype(np.int64) * table.strides[0]
+        decodes = step.num_decode == len(step.slots)
+        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses)
+
+    def write(self, turn: int, tables: BlockTables) -> None:
+        """The work holds addresses."""
+
+    def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
+        assert isinstance(work, LlvmWork)
+        count = len(work.tables)
+        self._tables[:count] = work.tables
+        self._positions[:count] = inputs.positions[:count].numpy()
+        real = work.tables != self._pad.ctypes.data
+        self._positions[:count] *= real
+
+    def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
+        """Attention is part of a layer's function."""
+
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            raise AssertionError("compiled layers attend themselves")
+
+        return attend
+
+    def clear(self) -> None:
+        """Nothing of a block table is kept."""

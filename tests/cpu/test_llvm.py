@@ -1,0 +1,241 @@
+"""Execution mode llvm: right against transformers, one answer in every way, and the same bits from every processor."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM
+from preheat.errors import ModelError, PreheatError, SettingsError
+from tests.cpu.checkpoints import LLAMA3_ROPE, Model, save_checkpoint
+from tests.cpu.test_family_engines import OPTIONS, differing, error, prompts, run
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+from llvmlite import binding, ir
+
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.llvm import emit, functions, machine, team
+from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, Product
+from preheat.backends.cpu.llvm.memory import panels, zeros
+
+LLVM = {**OPTIONS, "execution_mode": "llvm", "num_threads": 1}
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+FAMILIES: dict[str, Model] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "mistral with window": ("Mistral", {"sliding_window": 11, "head_dim": 64}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 128, "num_key_value_heads": 1}),
+}
+
+
+def checkpoint(name: str, folder: Path):
+    kind, changes = FAMILIES[name]
+    return save_checkpoint((kind, SIZES | changes), folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers_in_chunks_and_behind_prefixes(name, tmp_path):
+    reference, some = checkpoint(name, tmp_path), prompts()
+    llm = LLM(str(tmp_path), **LLVM)
+    together = run(llm, some)
+    for prompt, found in zip(some, together, strict=True):
+        assert error(found, prompt, reference) <= 1e-5
+    hits = llm.loop.scheduler.stats().prefix_hits
+    assert differing([run(llm, [prompt])[0] for prompt in some], together) == 0
+    assert llm.loop.scheduler.stats().prefix_hits > hits
+    cold = LLM(
+        str(tmp_path), **LLVM | {"enable_prefix_caching": False, "max_num_batched_tokens": 256, "num_threads": 3}
+    )
+    assert differing([run(cold, [prompt])[0] for prompt in some], together) == 0
+
+
+def test_weights_in_bfloat16_have_the_bits_of_the_same_weights_in_float32():
+    """A product widens its weight exactly."""
+    half, whole = (Product(96, 64, stored) for stored in ("bfloat16", "float32"))
+    weight = torch.randn(64, 96).bfloat16()
+    x = torch.randn(5, 96)
+    assert torch.equal(product(half, weight, x), product(whole, weight.float(), x))
+
+
+# --- single functions ---
+
+
+def loaded(how: Product, target: str = "") -> machine.Code:
+    module = ir.Module("test")
+    module.triple = binding.get_default_triple()
+    functions.alone(module, "alone", how)
+    functions.jobs(module, COUNTERS)
+    return machine.Code(machine.compile_code(str(module), None, target)[0], target)
+
+
+class Alone:
+    """One product as a function, with threads."""
+
+    def __init__(self, code: machine.Code, how: Product, weight: Tensor, threads: int = 1) -> None:
+        self.how, self.weight, self.team = how, panels(how, weight), team.Team(code, threads)
+        self.frame = zeros(32, np.int64)
+        self.frame[LAYER_FRAME["qkv"]] = self.weight.data_ptr()
+        self.address = code.address("alone")
+
+    def __call__(self, x: Tensor, margin: int = 0) -> Tensor:
+        out = torch.full((len(x) + margin, self.how.results), 7.0)
+        self.team.point("x", x)
+        self.team.point("attended", out)
+        self.team.run(self.address, self.frame.ctypes.data, len(x))
+        return out
+
+
+def product(how: Product, weight: Tensor, x: Tensor, target: str = "") -> Tensor:
+    return Alone(loaded(how, target), how, weight)(x)
+
+
+@pytest.mark.parametrize("target", machine.TARGETS)
+def test_other_processors_have_the_same_bits(target, monkeypatch):
+    """Code for AVX2, and for SSE without fused multiply-add, which the C library then computes."""
+    how, weight, x = Product(160, 128, "bfloat16", gated=True), torch.randn(128, 160).bfloat16(), torch.randn(6, 160)
+    here = product(how, weight, x)
+    assert torch.equal(product(how, weight, x, target), here)
+    whole = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    exact = whole[0] * torch.sigmoid(whole[0]) * whole[1]
+    assert float((here - exact).abs().max() / exact.abs().max()) < 1e-6
+
+
+def test_denormal_numbers_count_whatever_the_caller_set():
+    how, weight, x = Product(16, 32, "float32"), torch.full((32, 16), 1e-30), torch.full((1, 16), 1e-10)
+    expected = product(how, weight, x)
+    assert 0 < float(expected.min()) < 2e-38
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(product(how, weight, x), expected)
+        assert float((x * 1e-30).max()) == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_jobs_of_different_rows_in_turns_keep_their_bits():
+    """Threads that are late find nothing to do: more threads than processors, and jobs that are short."""
+    how = Product(64, 128, "float32")
+    alone = Alone(loaded(how), how, torch.randn(128, 64), threads=5)
+    some = {rows: torch.randn(rows, 64) for rows in (1, 64, 2, 33, 3)}
+    first = {rows: alone(x, margin=8) for rows, x in some.items()}
+    for _ in range(2000):
+        for rows, x in some.items():
+            assert torch.equal(alone(x, margin=8), first[rows])
+    assert all(bool((out[rows:] == 7.0).all()) for rows, out in first.items())
+
+
+def test_threads_end_with_their_team():
+    how = Product(16, 32, "float32")
+    alone = Alone(loaded(how), how, torch.ones(32, 16), threads=3)
+    alone(torch.ones(1, 16))
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("llvm-")]
+    assert len(mine) >= 2
+    del alone
+    gc.collect()
+    assert not any(thread.is_alive() for thread in mine)
+
+
+# --- what is planted is seen ---
+
+
+def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
+    checkpoint("llama", tmp_path)
+    right = functions.sums
+
+    def cut(e, how, weight, unit, x, rows, vectors):
+        found = right(e, how, weight, unit, x, rows, vectors)
+        if rows == 1:
+            return found
+        return [[e.b.fmul(each, e.v(1 + 2**-20)) for each in line] for line in found]
+
+    monkeypatch.setattr(functions, "sums", cut)
+    llm = LLM(str(tmp_path), **LLVM)
+    assert differing([run(llm, [prompt])[0] for prompt in prompts()], run(llm, prompts())) > 0
+
+
+def test_an_exponential_of_the_machines_library_is_seen(monkeypatch):
+    how, weight, x = Product(160, 128, "float32", gated=True), torch.randn(128, 160), torch.randn(6, 160)
+    own = product(how, weight, x)
+    monkeypatch.setattr(emit.Function, "exp", lambda e, value: e.intrinsic("exp", value))
+    assert not torch.equal(product(how, weight, x), own)
+
+
+def test_a_flag_that_allows_other_orders_is_seen(monkeypatch):
+    """Fast math lets LLVM cut a sum for the processor."""
+    how, weight, x = Product(160, 64, "float32"), torch.randn(64, 160), torch.randn(6, 160)
+    plain = product(how, weight, x)
+    monkeypatch.setattr(emit.Function, "fma", lambda e, a, b, c: e.b.fadd(e.b.fmul(a, b), c, flags=["fast"]))
+    assert not torch.equal(product(how, weight, x), plain)
+
+
+def test_code_that_cannot_be_made_ends_the_boot_with_a_message(tmp_path, monkeypatch):
+    """LLVM ends its process: that process is a child."""
+    checkpoint("llama", tmp_path)
+    right = machine.compile_code
+    broken = lambda source, *rest: right(source.replace("ret void", "ret i32 0"), *rest)  # noqa: E731
+    monkeypatch.setattr("preheat.backends.cpu.llvm.model.compile_code", broken)
+    with pytest.raises(PreheatError, match="cannot compile the model's layers"):
+        LLM(str(tmp_path), **LLVM)
+
+
+def test_a_late_compilation_is_a_cold_event():
+    watched = CpuBackend().cold_sources()["llvm"]
+    with ExitStack() as undo:
+        assert watched.make is not None
+        source = watched.make(undo)
+        assert source.new_events() == ()
+        machine._MADE.clear()
+        loaded(Product(16, 96, "float32"))
+        assert len(source.new_events()) >= 1
+        assert source.new_events() == ()
+
+
+def test_code_is_kept_for_the_next_boot(tmp_path):
+    how = Product(16, 32, "float32")
+    module = ir.Module("kept")
+    module.triple = binding.get_default_triple()
+    functions.alone(module, "alone", how)
+    functions.jobs(module, COUNTERS)
+    made, known = machine.compile_code(str(module), tmp_path)
+    assert not known and len(list(tmp_path.iterdir())) == 1
+    machine._MADE.clear()
+    assert machine.compile_code(str(module), tmp_path) == (made, True)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    machine._MADE.clear()
+    assert machine.compile_code(str(module), tmp_path) == (made, False)  # made anew
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (("Llama", {"head_dim": 24}), "heads of 24 numbers have no function"),
+        (("Gemma3", {"sliding_window": 7, "head_dim": 32}), "has no function"),
+        (("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}), "routed experts have no function"),
+    ],
+)
+def test_a_model_without_functions_is_refused_with_the_reason(model, message, tmp_path):
+    kind, changes = model
+    save_checkpoint((kind, SIZES | changes), tmp_path)
+    with pytest.raises(ModelError, match=message):
+        LLM(str(tmp_path), **LLVM)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"enable_lora": True}, {"tensor_parallel_size": 2}])
+def test_features_without_functions_are_refused(options):
+    with pytest.raises(SettingsError, match="do not work together"):
+        LLM(execution_mode="llvm", **options)
