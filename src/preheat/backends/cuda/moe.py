@@ -128,7 +128,9 @@ class ExpertsLayer:
         gate_up, down = weights
         self._gate_up: list[Weights]
         self._down: list[Weights]
+        spare = 0
         if self._split and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            spare = 1
             self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits)
             halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
             self._gate_up = [half.reshape(len(gate_up), -1, gate_up.shape[2]).contiguous() for half in halves]
@@ -136,7 +138,7 @@ class ExpertsLayer:
         else:
             self._gate_up, self._down = [stored(gate_up, ONE_SUM)], [stored(down, order)]
         self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)
-        self._spare = torch.zeros_like(self._counts)
+        self._spare = [torch.zeros_like(self._counts)] * spare  # of all splits but the last
         self.slots: RoutedFactors | None = None
         if value.down.terms:
             self.slots = RoutedFactors(Factors.of(value.gate_up, device), Factors.of(value.down, device))
@@ -147,7 +149,7 @@ class ExpertsLayer:
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        counts = self._counts, self._spare
+        counts = self._counts, *self._spare
         return counts if self.slots is None else (*counts, *self.slots.matrices)
 
     @property
@@ -248,7 +250,7 @@ class ExpertsLayer:
             for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
                 given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
                 last = len(sums) == len(self._down) - 1  # whose end makes zeros of the counts, which others need
-                sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare)))
+                sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare[0])))
         return tree_sum(sums)
 
     def _splits(
