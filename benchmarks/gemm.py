@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser, save
+from preheat.backends.cuda.matmul.config import Library, LinearShape, shape_of
+from preheat.backends.cuda.matmul.kernels import KernelConfigs, kernel_configs
 from preheat.backends.cuda.prove import prove
 from preheat.backends.cuda.tuner import Bench
-from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, kernel_configs, shape_of
 from preheat.backends.registry import pick_backend
 from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
+from preheat.model.values import matmul_of
 from preheat.settings import Settings
 
 
@@ -59,6 +61,6 @@ def main(words: Sequence[str]) -> None:
     pick_backend("cuda").prepare(Settings(), None)
     found = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
     spec = read_spec(read_config(find_checkpoint(args.model, None, with_weights=False)))
-    layers = dict.fromkeys(shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
+    layers = dict.fromkeys(shape_of(matmul_of(linear, "bfloat16")) for _, linear in spec.linears())
     lines = [line for shape in layers for line in measure(shape, args.rows, found, args.replays, args.bandwidth)]
     save("gemm", {"model": args.model, "maps": lines})

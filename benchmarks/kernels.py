@@ -29,7 +29,7 @@ from preheat.model.specs import ModelSpec
 
 KINDS = {
     "routing": ("_route", "_arrange", "_spread", "_combine"),
-    "experts": ("_experts_",),
+    "experts": ("gemm_experts", "_experts"),
     "attention": ("_decode", "_prefill", "attention"),
     "sampler": ("peaks", "pick", "enter", "weigh", "settle", "penalise", "edit", "tally", "report"),
     "norm": ("norm",),

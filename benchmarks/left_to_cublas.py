@@ -15,7 +15,8 @@ from pathlib import Path
 
 from benchmarks.common.report import parser
 from benchmarks.common.shapes import SHAPES
-from preheat.backends.cuda.tuning import KernelConfigs, Library
+from preheat.backends.cuda.matmul.config import Library
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.compare import header, line

@@ -20,13 +20,14 @@ import torch
 
 from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES, config_of
+from preheat.backends.base import LayerContext, LayerWeights
 from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
-from preheat.backends.cuda.tuning import KernelConfigs, kernel_configs
+from preheat.backends.cuda.matmul.kernels import KernelConfigs, kernel_configs
+from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.registry import pick_backend
 from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import Finish, LowRank, Matmul, WeightFormat
 from preheat.settings import Settings
 
 COPIED_BYTES = 200 << 20
@@ -53,20 +54,23 @@ class Layers:
 
     def __init__(self, configs: KernelConfigs, inputs: int, outputs: tuple[int, ...], gated: bool, args: Any) -> None:
         self.inputs, device = inputs, torch.device("cuda")
-        ops = CudaAdapters(device)
-        self.rows: CudaAdapterRows = ops.rows(max(args.rows), args.adapters)
-        self.made: list[AdaptedLinear] = []
+        self.rows = CudaAdapterRows(max(args.rows), args.adapters, device)
+        self.made: list[Layer] = []
+        value = Matmul(
+            outputs=sum(outputs),
+            inputs=inputs,
+            weight=WeightFormat("bfloat16"),
+            terms=(LowRank(outputs, args.adapters, args.rank, "bfloat16"),),
+            finish=Finish(activation="silu_and_mul" if gated else None),
+        )
         for _ in range(max(COPIED_BYTES // (2 * sum(outputs) * inputs), 2)):
-            base = CudaLinear(random(sum(outputs), inputs).to(device), configs=configs)
-            made = ops.linear(
-                base, inputs, outputs, self.rows, places=args.adapters, max_rank=args.rank, dtype=torch.bfloat16,
-                activation="silu_and_mul" if gated else None, clip=None,
-            )  # fmt: skip
-            assert isinstance(made, AdaptedLinear)
+            weights = LayerWeights(random(sum(outputs), inputs).to(device))
+            made = Layer(value, weights, configs, device, LayerContext(rows=self.rows))
+            assert made.slots is not None
             for place in range(args.adapters):
                 a = random(args.rank, inputs)
-                made.write(place, made.pack({part: LowRankPair(a, random(size, args.rank), 0.5)
-                                             for part, size in enumerate(outputs)}))  # fmt: skip
+                parts = {part: LowRankPair(a, random(size, args.rank), 0.5) for part, size in enumerate(outputs)}
+                made.slots.write(place, made.slots.pack(parts))
             self.made.append(made)
 
     def graph(self, rows: int, adapters: int) -> Any:

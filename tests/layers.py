@@ -92,3 +92,15 @@ def experts(
     value = experts_value(gate_up, down, routing, order)
     made: ExpertsLayer = backend.experts(value, ExpertsWeights(gate_up, down), context)
     return made
+
+
+def product(layer: Any, x: Any) -> Tensor:
+    """The product of a layer of the CUDA backend, before its terms and its activation."""
+    found: Tensor = layer.by(layer.configs(layer.shape._replace(gated=False), len(x)), x, gated=False)
+    return found
+
+
+def without_terms(layer: Any, x: Any) -> Tensor:
+    """What a layer of the CUDA backend gives in a step in which no row has an adapter."""
+    found: Tensor = layer.by(layer.configs(layer.shape, len(x)), x)
+    return found

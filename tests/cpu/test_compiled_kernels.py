@@ -21,21 +21,29 @@ from triton.runtime.jit import mangle_type
 from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
-from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
-from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
-from preheat.backends.cuda.lora import _gather
+from preheat.backends.cuda.lora import _add_roots, _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
-from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
-from preheat.backends.cuda.lora_leaf_experts import _expand_tokens, _shrink_slots
-from preheat.backends.cuda.lora_leaves import _add_roots
+from preheat.backends.cuda.lora_routed import _expand_experts, _expand_tokens, _shrink_experts, _shrink_slots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
-from preheat.backends.cuda.moe import ExpertsShape, experts_config
-from preheat.backends.cuda.moe_codes import _experts_codes
-from preheat.backends.cuda.moe_fp8 import _experts_fp8
+from preheat.backends.cuda.matmul import products
+from preheat.backends.cuda.matmul.config import ExpertsShape, LinearShape, Tile, Wide
+from preheat.backends.cuda.matmul.gemm import (
+    Cut,
+    Routed,
+    RoutedForm,
+    all_rows,
+    all_rows_masked,
+    apart,
+    by_expert,
+    gemm,
+    looped,
+)
+from preheat.backends.cuda.matmul.kernels import rule
+from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
+from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _greatest, _quantize
-from preheat.backends.cuda.tuning import Tile, Wide
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -60,11 +68,15 @@ def compiled(kernel, warps, stages, types=(), **constants):
     constants["overlap"] = True
     signature = {name: "constexpr" if name in constants else known[name] for name in names}
     whole = [(names.index(name),) for name in names if name not in constants | {"rows": 0} and known[name] != "fp32"]
+    values = {(names.index(name),): value for name, value in constants.items()}
     for at, name in enumerate(names):  # each member of a tuple is an argument of its own
-        if isinstance(known.get(name), tuple):
-            whole += [(at, member) for member in range(len(known[name]))]
+        if name not in constants and isinstance(known[name], tuple):
+            missing = [member for member, kind in enumerate(known[name]) if kind is None]
+            values |= {(at, member): None for member in missing}
+            signature[name] = type(known[name])(*(kind or "constexpr" for kind in known[name]))
+            whole += [(at, member) for member in range(len(known[name])) if member not in missing]
     source = ASTSource(
-        kernel, signature, {(names.index(name),): value for name, value in constants.items()},
+        kernel, signature, values,
         {path: [["tt.divisibility", 16]] for path in whole},
     )  # fmt: skip
     found = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
@@ -92,10 +104,26 @@ def instructions(found):
     return set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*", found.asm["ptx"]))
 
 
-FLOAT8 = {"bias": None, "EVEN": True}
-WHOLE = {"bias": None, "index": None, "EVEN": True}
+W8A8 = Float8(FP8, "*fp32", "*fp32", "i32", "i32")
 EXPERTS = {"K": 8, "EXPERTS": 128}
-FP32 = {"y": "*fp32"}
+ROUTED = Routed(*["*i32"] * 4, "i32")
+
+
+def stored(kind="*u8", zeros="*fp32", index=None):
+    """Weights as codes of the type ``kind``."""
+    return Codes(kind, "*fp32", zeros, index, *["i32"] * 4)
+
+
+def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, experts=None):
+    """The kernel of products of a ``weight`` in tiles of ``sizes``, compiled; ``experts`` say how they are routed."""
+    float8 = isinstance(weight, Float8)
+    given = {"x": FP8 if float8 else "*bf16", "w": weight, "y": y} | ({} if experts is None else {"groups": ROUTED})
+    dense, more = all_rows if float8 else all_rows_masked, dict.fromkeys(("bias", "x_tiles", "w_tiles"))
+    return compiled(
+        gemm, warps, stages, given, **more, **({"groups": None} if experts is None else {}),
+        MAP=by_expert if experts else dense, PRODUCT=products.float8 if float8 else products.codes,
+        SUM=apart if experts else looped, FORM=form, GROUPS=experts, CUT=Cut(*sizes), gated=gated,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -103,10 +131,8 @@ FP32 = {"y": "*fp32"}
     ("outputs", "rows", "inputs", "gated"), [(64, 16, 512, False), (64, 16, 256, True), (128, 128, 128, False)]
 )
 def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, grouped):
-    found = compiled(
-        in_order_fp8, 8 if rows == 128 else 4, 3, {"x": FP8}, **FLOAT8, LEAVES=1, OUTPUTS=outputs, ROWS=rows,
-        INPUTS=inputs, GROUPED=grouped, X_GROUPED=grouped, W_GROUPED=grouped, gated=gated,
-    )  # fmt: skip
+    form = Float8Form(grouped, grouped, grouped, even=True)
+    found = multiplied(8 if rows == 128 else 4, 3, W8A8, form, (outputs, rows, inputs, 1), gated=gated)
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
 
 
@@ -114,16 +140,15 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
 def test_k_splits_use_the_instructions_of_whole_layers(code):
     """K splits use the instructions of whole layers, in the same order, in a loop over the splits."""
     quantized: Scheme = Scheme(code=code, scales="channel", activations="token" if code == "fp8" else None)
-    tile = leaf_tile(LeafShape(4096, 4096, 4, torch.bfloat16, quantized), 64)
+    tile = rule(LinearShape(4096, 4096, scheme=quantized, splits=4), 64)
     assert isinstance(tile, Tile)
-    sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": tile.inputs, "gated": False}
+    weight, form = stored("*u8", None), CodesForm(four=True, group=0, even=True)
     if code == "fp8":
-        more = {**FLOAT8, "GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
-        kernel, types = in_order_fp8, {"x": FP8, "y": "*fp32"}
-    else:
-        more = {**WHOLE, "FOUR": True, "GROUP": 0, "zeros": None}
-        kernel, types = in_order_codes, {"codes": "*u8", "y": "*fp32"}
-    whole, leaves = (compiled(kernel, tile.warps, tile.stages, types, LEAVES=n, **sizes, **more) for n in (1, 4))
+        weight, form = W8A8, Float8Form(grouped=False, x_grouped=False, w_grouped=False, even=True)
+    whole, leaves = (
+        multiplied(tile.warps, tile.stages, weight, form, (tile.outputs, tile.rows, tile.inputs, n), y="*fp32")
+        for n in (1, 4)
+    )
     assert instructions(whole) == instructions(leaves) and len(instructions(leaves)) == 1
     assert whole.asm["ptx"].count("wgmma.mma_async") == leaves.asm["ptx"].count("wgmma.mma_async")
     assert widths(whole) == widths(leaves)
@@ -259,14 +284,13 @@ def test_experts_compile(gated, gathered, arranged, leaves):
 
     The first layer gathers rows, and beside adapters it is not gated.
     """
-    tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": gated, "gathered": gathered, "arranged": arranged}
-    tile["LEAVES"] = leaves
-    scales = {"GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
-    found = compiled(_experts_fp8, 4, 4, {"x": FP8}, **EXPERTS, **tile, **scales, EVEN=True)
+    routed, sizes = RoutedForm(128, 8, gathered, arranged), (64, 16, 128, leaves)
+    whole = Float8Form(grouped=False, x_grouped=False, w_grouped=False, even=True)
+    found = multiplied(4, 4, W8A8, whole, sizes, gated=gated, experts=routed)
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
     for four, dtype in ((True, "*u8"), (False, "*i8")):
-        layout = {"FOUR": four, "GROUP": 128, "EVEN": True}
-        found = compiled(_experts_codes, 4, 4, {"codes": dtype}, **EXPERTS, **tile, **layout)
+        form = CodesForm(four, group=128, even=True)
+        found = multiplied(4, 4, stored(dtype), form, sizes, gated=gated, experts=routed)
         assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"}
 
 
@@ -277,22 +301,22 @@ def test_experts_of_small_groups_fit_into_shared_memory(tokens):
     Each weight of a small group brings a scale and a zero point of its own.
     """
     scheme = Scheme(code="int4", scales="group", group=32, zeros=True)
-    tile = experts_config(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
+    tile = experts_rule(ExpertsShape(8, 256, 256, 2, torch.bfloat16, scheme), tokens).gate_up
     assert isinstance(tile, Tile)
-    sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": tile.inputs, "LEAVES": 1, "gated": True}
-    layout = {"FOUR": True, "GROUP": 32, "EVEN": False, "gathered": True, "arranged": True}
-    compiled(_experts_codes, tile.warps, tile.stages, {"codes": "*u8"}, **EXPERTS, **sizes, **layout)
+    sizes, routed = (tile.outputs, tile.rows, tile.inputs, 1), RoutedForm(128, 8, gathered=True, arranged=True)
+    form = CodesForm(four=True, group=32, even=False)
+    multiplied(tile.warps, tile.stages, stored(), form, sizes, gated=True, experts=routed)
 
 
-@pytest.mark.parametrize(("dtype", "more"), [
-    ("*u8", {"FOUR": True, "GROUP": 128, **WHOLE}), ("*u8", {"FOUR": True, "GROUP": 32, "bias": None, "EVEN": False}),
-    ("*i8", {"FOUR": False, "GROUP": 0, "zeros": None, **WHOLE}),
-    (FP8, {"FOUR": False, "GROUP": 0, "zeros": None, **WHOLE}),
+@pytest.mark.parametrize(("weight", "form"), [
+    (stored(), CodesForm(four=True, group=128, even=True)),
+    (stored(index="*i32"), CodesForm(four=True, group=32, even=False)),
+    (stored("*i8", None), CodesForm(four=False, group=0, even=True)),
+    (stored(FP8, None), CodesForm(four=False, group=0, even=True)),
 ])  # fmt: skip
-def test_codes_become_operands_of_the_matrix_unit(dtype, more):
+def test_codes_become_operands_of_the_matrix_unit(weight, form):
     for outputs, instruction in ((64, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"), (32, "mma.sync")):
-        tile = {"OUTPUTS": outputs, "ROWS": 16, "INPUTS": 128, "gated": outputs == 64, "LEAVES": 1}
-        made = compiled(in_order_codes, outputs // 16, 3, {"codes": dtype}, **tile, **more)
+        made = multiplied(outputs // 16, 3, weight, form, (outputs, 16, 128, 1), gated=outputs == 64)
         found = instructions(made)
         assert len(found) == 1 and found.pop().startswith(instruction)
         assert widths(made) == {2}

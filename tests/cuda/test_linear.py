@@ -7,24 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from preheat.backends.base import LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.linear import CudaLinear, apply
+from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
+from preheat.backends.cuda.matmul.config import REFERENCE, Library, LinearShape, Tile
+from preheat.backends.cuda.matmul.kernels import WIDE, KernelConfigs, kernel_configs, rule
+from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.rules import tile_rule
+from preheat.backends.cuda.matmul.tables import Entry, Table
 from preheat.backends.cuda.prove import compile_kernels, differing, fill, prove, settle
-from preheat.backends.cuda.tuner import WIDE
-from preheat.backends.cuda.tuning import (
-    REFERENCE,
-    Entry,
-    KernelConfigs,
-    Library,
-    LinearShape,
-    Table,
-    Tile,
-    kernel_configs,
-    rule,
-    tile_rule,
-)
 from preheat.settings import Settings
+from tests import layers
 
 ROWS = [1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 256, 384, 512, 1000, 1024, 2048, 4096, 8192]
 DEEP = LinearShape(4096, 14336)
@@ -156,7 +150,7 @@ def test_the_result_is_written_where_it_is_told(choice, bias):
 def test_a_boot_settles_every_linear_layer_of_its_model():
     weight, head_weight = (torch.zeros(outputs, 1024, device="cuda").bfloat16() for outputs in (3072, 32000))
     shared = device_configs()
-    layer, head = (CudaLinear(w, configs=shared) for w in (weight, head_weight))
+    layer, head = (Layer(layers.value_of(w), LayerWeights(w), shared, w.device) for w in (weight, head_weight))
     found = settle(shared, [(layer.shape, [1, 16, 2048]), (layer.shape, [1, 16]), (head.shape, [1, 16])])
     assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
     assert settle(device_configs(invariant=False), [(head.shape, [1])]) == {}

@@ -17,24 +17,26 @@ import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
+from preheat.backends.base import LayerContext, LayerWeights
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.tuning import KernelConfigs, Wide
+from preheat.backends.cuda.matmul.config import Wide
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.layer import Embedding, Layer
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.quantization import empty_weight, quantize_channels
+from preheat.ops.values import Finish, LowRank
 from preheat.settings import Settings
 from preheat.warmup.record import Record
+from tests import layers
 from tests.cpu.test_random_requests import VOCAB
 from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT
 
@@ -179,31 +181,37 @@ INPUTS, OUTPUTS, PLACES = 1536, (640, 128, 128), 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
-def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple[AdaptedLinear, CudaAdapterRows]:
+def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple[Any, CudaAdapterRows]:
+    weight = (noise(sum(OUTPUTS), inputs) / 40).to("cuda", dtype)
+    return made_of(weight, OUTPUTS, max_rank, tokens=2048)
+
+
+def made_of(
+    weight: Any, parts: tuple[int, ...], rank: int, *, tokens: int, activation: Any = None, hopper: bool = False
+) -> tuple[Any, CudaAdapterRows]:
+    """A layer with room for adapters, and its rows."""
     device = torch.device("cuda")
-    ops = CudaAdapters(device)
-    rows = ops.rows(2048, PLACES)
-    base = CudaLinear((noise(sum(OUTPUTS), inputs) / 40).to(device, dtype), configs=KernelConfigs())
-    return ops.linear(
-        base, inputs, OUTPUTS, rows, places=PLACES, max_rank=max_rank, dtype=dtype, activation=None, clip=None
-    ), rows  # fmt: skip
+    rows, term = CudaAdapterRows(tokens, PLACES, device), LowRank(parts, PLACES, rank, layers.name_of(weight.dtype))
+    value = layers.value_of(weight, terms=(term,), finish=Finish(activation=activation))
+    context = LayerContext(rows=rows)
+    return Layer(value, LayerWeights(weight), KernelConfigs(hopper=hopper), device, context), rows
 
 
 def put(made: Any, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
     """Put an adapter with matrices for each part into adapter slot ``place``."""
-    made.write(place, made.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
+    made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
 def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
     """Return ``y`` plus the adapters' terms."""
     rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
     rows.use("tokens")
-    return expand(y.clone(), shrunk(made, x, rows), made._factors.bounds, gated=False)
+    return expand(y.clone(), shrunk(made, x, rows), made.slots.bounds, gated=False)
 
 
 def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
     """Return the shrunk rows, by a launch that waits for everything before it."""
-    blocks, factors = rows.blocks_for(len(x)), made._factors
+    blocks, factors = rows.blocks_for(len(x)), made.slots
     given, to = factors.room(x, blocks)
     factors.shrink(given, to, blocks, beside=False)
     assert isinstance(to, Expansion)
@@ -234,17 +242,13 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
     CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    rows = CudaAdapters(device).rows(256, PLACES)
     weight: Any = (noise(sum(outputs), INPUTS) / 40).to(device, dtype)
     if kind == "fp8":
         scheme = Scheme(code="fp8", scales="channel", activations="token")
         coded = empty_weight(scheme, *weight.shape, dtype=dtype, device=device)
         quantize_channels(weight, coded)
-        weight = DeviceWeight.of(coded)
-    base = CudaLinear(weight, configs=KernelConfigs(hopper=is_hopper()))
-    made = CudaAdapters(device).linear(
-        base, INPUTS, outputs, rows, places=PLACES, max_rank=48, dtype=dtype, activation=activation, clip=None
-    )
+        weight = coded
+    made, rows = made_of(weight, outputs, 48, tokens=256, activation=activation, hopper=is_hopper())
     for place in range(PLACES):
         rank = 5 + 6 * place
         a = noise(rank, INPUTS, seed=place).to(dtype) / 40
@@ -257,7 +261,7 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
         source = noise(count, INPUTS, seed=1).to(device, dtype)
         made(source)  # compiles, because a graph cannot
         graph = capture(lambda x=x, found=found, source=source: found.append(made(torch.add(source, 0, out=x))))
-        right = expand(made.inner(source), shrunk(made, source, rows), made._factors.bounds, gated=False)
+        right = expand(layers.product(made, source), shrunk(made, source, rows), made.slots.bounds, gated=False)
         if activation:
             right = silu_and_mul(right)
         for _ in range(20):
@@ -276,42 +280,37 @@ def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
     """Also for tiles of two parts, parts without adapter matrices, and adapters of several rank tiles."""
     CudaBackend().prepare(Settings(), None)
     device, inputs, gated = torch.device("cuda"), 1024, outputs == (1536, 1536)
-    rows = CudaAdapters(device).rows(700, PLACES)
-    base = CudaLinear((noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16), configs=KernelConfigs())
-    made = CudaAdapters(device).linear(
-        base, inputs, outputs, rows, places=PLACES, max_rank=rank, dtype=torch.bfloat16,
-        activation="silu_and_mul" if gated else None, clip=None,
-    )  # fmt: skip
-    assert isinstance(made, AdaptedLinear)
+    weight = (noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16)
+    made, rows = made_of(weight, outputs, rank, tokens=700, activation="silu_and_mul" if gated else None)
     for place in range(PLACES):
         a = noise(rank - place, inputs, seed=place).bfloat16() / 30
         b = [noise(size, len(a), seed=part).bfloat16() for part, size in enumerate(outputs)]
         parts = {2: (0,), 5: (len(outputs) - 1,)}.get(place, range(len(outputs)))
-        made.write(place, made.pack({part: LowRankPair(a, b[part], 0.7) for part in parts}))
-    layer = made.plain if gated else made.inner
+        made.slots.write(place, made.slots.pack({part: LowRankPair(a, b[part], 0.7) for part in parts}))
     for count in (512, 600, 700):
         x = noise(count, inputs, seed=count).to(device, torch.bfloat16)
         for whose in ([row // 45 % (PLACES + 1) - 1 for row in range(count)], [row % 9 - 1 for row in range(count)]):
             rows.describe(0, "tokens", np.array(whose, np.int32))
             rows.use("tokens")
             to = shrunk(made, x, rows)
-            right = expand(made.inner.by(choice, x), to, made._factors.bounds, gated=gated)
-            found = layer.by(choice, x, None, to)
+            right = expand(made.by(choice, x, gated=False), to, made.slots.bounds, gated=gated)
+            found = made.by(choice, x, None, to)
             assert torch.equal(found, right)
             alone = [row for row in range(count) if whose[row] < 0]
-            assert torch.equal(found[alone], layer.by(choice, x)[alone])
+            assert torch.equal(found[alone], made.by(choice, x)[alone])
 
 
 def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -> None:
     """In a graph, where the launch that expands may begin before the launch that gathers has ended."""
     CudaBackend().prepare(Settings(), None)
     device, count = torch.device("cuda"), 40
-    rows = CudaAdapters(device).rows(64, PLACES)
+    rows = CudaAdapterRows(64, PLACES, device)
     table = noise(500, 256, seed=1).to(device, torch.bfloat16)
-    made = CudaAdapters(device).embedding(table, rows, places=PLACES, max_rank=16, dtype=torch.bfloat16)
+    term = LowRank((256,), PLACES, 16, "bfloat16", source="tokens")
+    made = Embedding(layers.value_of(table.T, terms=(term,)), device, LayerContext(rows=rows))
     for place in range(PLACES):
         a, b = noise(8, 500, seed=place).bfloat16(), noise(256, 8, seed=9 + place).bfloat16()
-        made.write(place, made.pack({0: LowRankPair(a, b, 0.5)}))
+        made.slots.write(place, made.slots.pack({0: LowRankPair(a, b, 0.5)}))
     tokens = torch.arange(7, 7 + count, dtype=torch.int32, device=device)
     slots, last = torch.zeros_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
     out, ids = torch.empty(count, 256, dtype=torch.bfloat16, device=device), tokens.long()

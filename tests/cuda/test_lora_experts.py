@@ -16,7 +16,10 @@ import torch
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.moe import ExpertsShape, experts_config, experts_forward
+from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.matmul.config import ExpertsShape
+from preheat.backends.cuda.matmul.rules import experts_rule
+from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_tuner import Bench
 from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
@@ -116,7 +119,13 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
     bench = Bench(shape, 1500)
     for tokens in (1, 2, 7, 32, 100, 300, 1500):
-        given = experts_config(shape, tokens), bench.x[:tokens], bench.logits[0][:tokens], bench.gate_up, bench.down
+        given = (
+            experts_rule(shape, tokens, hopper=is_hopper()),
+            bench.x[:tokens],
+            bench.logits[0][:tokens],
+            bench.gate_up,
+            bench.down,
+        )
         found = experts_forward(*given, bench.routing, bench.counts, lambda y, *_: y)
         assert torch.equal(found, experts_forward(*given, bench.routing, bench.counts)), tokens
         assert found.isfinite().all() and found.any()

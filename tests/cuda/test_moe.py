@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from preheat.backends.base import ExpertsWeights
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.moe import PLAIN, CudaExperts, ExpertsConfig, ExpertsConfigs, ExpertsShape
+from preheat.backends.cuda.matmul.config import PLAIN, REFERENCE, ExpertsConfig, ExpertsShape, Tile, Wide
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.tables import Table
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.moe_tuner import TOKENS as TUNED
 from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.prove import settle_experts
-from preheat.backends.cuda.tuning import REFERENCE, Table, Tile, Wide
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed
 from preheat.ops.values import Routing
 from preheat.settings import Settings
+from tests import layers
 
 SHAPES = [(128, 512, 192, 8), (8, 1024, 1792, 2), (5, 136, 72, 2)]
 CONFIGS = [
@@ -39,7 +45,7 @@ def _process():
     CudaBackend().prepare(Settings(), None)
 
 
-def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[CudaExperts, Tensor, Tensor, Routing]:
+def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertsLayer, Tensor, Tensor, Routing]:
     """Return experts, x, logits and routing."""
     num_experts, hidden, inner, top_k = shape
     random = torch.Generator("cuda").manual_seed(1)
@@ -49,7 +55,8 @@ def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[C
 
     routing = Routing(top_k, True, False)
     weights = normal(num_experts, 2 * inner, hidden) / hidden**0.5, normal(num_experts, hidden, inner) / inner**0.5
-    experts = CudaExperts(*weights, routing, ExpertsConfigs())
+    value = layers.experts_value(*weights, routing)
+    experts = ExpertsLayer(value, ExpertsWeights(*weights), KernelConfigs(), weights[0].device)
     return experts, normal(TOKENS, hidden), normal(TOKENS, num_experts), routing
 
 
@@ -105,14 +112,15 @@ def test_what_has_not_the_bits_is_done_without():
     """A kernel with results off by a hundredth takes the place of a right one."""
     experts, x, logits, _ = made(SHAPES[1])
 
-    class Short(CudaExperts):
-        def by(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
-            y = super().by(config, x, logits)
+    class Short(ExpertsLayer):
+        def by(self, config: ExpertsConfig, x: Any, logits: Tensor, *, apart: bool = False) -> Tensor:
+            y = super().by(config, x, logits, apart=apart)
             return y if config == PLAIN[x.dtype] else y * 1.01
 
-    short = Short(experts._gate_up, experts._down, experts._routing, ExpertsConfigs())
+    weights = ExpertsWeights(*experts.weights())
+    short = Short(experts.value, weights, KernelConfigs(), x.device)
     settle_experts([(short, [16, 64])], invariant=True)
-    assert short.configs(short.shape, 16) == short.configs(short.shape, 64) == PLAIN[x.dtype]
+    assert short.configs.experts(short.shape, 16) == short.configs.experts(short.shape, 64) == PLAIN[x.dtype]
     assert torch.equal(bits(short(x[:16], logits[:16])), bits(experts(x[:16], logits[:16])))
 
 
@@ -122,9 +130,9 @@ def test_the_tuner_finds_kernels_that_have_the_bits(scheme):
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
     found = tune_experts(shape, 256)
     assert [entry.tokens for entry in found] == [tokens for tokens in TUNED if tokens <= 256]
-    configs = ExpertsConfigs([Table("this", (9, 0), [], found)])
+    configs = KernelConfigs([Table("this", (9, 0), [], found)])
     if scheme is None:
         experts, *_ = made((8, 512, 384, 2))
         experts.configs = configs
         settle_experts([(experts, [entry.tokens for entry in found])], invariant=True)
-    assert all(configs(shape, entry.tokens) == ExpertsConfig.of(entry) for entry in found)
+    assert all(configs.experts(shape, entry.tokens) == entry.choice for entry in found)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.common.shapes import SHAPES
-from preheat.backends.cuda.tuning import KernelConfigs, Library
+from preheat.backends.cuda.matmul.config import Library
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.core import Ready
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings
@@ -70,9 +71,9 @@ def layout_of_the_batch(monkeypatch) -> None:
 
 def split_by_batch(monkeypatch) -> None:
     """Plant a linear layer that adds its inputs in two halves from 128 rows on."""
-    from preheat.backends.cuda.linear import CudaLinear
+    from preheat.backends.cuda.matmul.layer import Layer
 
-    right = CudaLinear.__call__
+    right = Layer.__call__
 
     def split(self, x, out=None):
         if len(x) < 128 or self._gated:
@@ -82,7 +83,7 @@ def split_by_batch(monkeypatch) -> None:
         total = right(self, first) + right(self, x - first)
         return total if out is None else out.copy_(total)
 
-    monkeypatch.setattr(CudaLinear, "__call__", split)
+    monkeypatch.setattr(Layer, "__call__", split)
 
 
 @pytest.mark.parametrize(("plant", "dtype"), [(layout_of_the_batch, "float32"), (split_by_batch, "bfloat16")])

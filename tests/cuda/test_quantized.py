@@ -15,23 +15,23 @@ pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafShape, LeafTiles, leaf_tile
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle_leaves
-from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuner import WIDE_FP8, candidates
-from preheat.backends.cuda.tuning import (
-    KernelConfigs,
+from preheat.backends.cuda.matmul.config import (
     LinearShape,
+    experts_reference,
     few_rows,
     few_tile,
     reference,
-    rule,
     wide_float8,
 )
+from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
+from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import ExpertsLayer
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
+from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.proof import noise
@@ -79,7 +79,7 @@ def test_what_serves_has_the_bits_of_the_reference(scheme, size):
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
 def test_all_that_the_tuner_tries_has_them_too(scheme):
     shape = shape_of(scheme)
-    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows)]
+    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows, hopper=is_hopper())]
     compile_kernels([(shape, choice) for _, choice in tried])
     assert differing(shape, tried) == set()
 
@@ -177,29 +177,31 @@ def test_experts_have_the_bits_of_the_reference(scheme, shape):
     Weights held as codes give the bits of the dequantized experts.
     """
     num_experts, hidden, inner, top_k = shape
-    experts = CudaExperts(
-        stacked(scheme, num_experts, 2 * inner, hidden), stacked(scheme, num_experts, hidden, inner),
-        Routing(top_k, True, False), ExpertsConfigs(),
-    )  # fmt: skip
+    gate_up, down = stacked(scheme, num_experts, 2 * inner, hidden), stacked(scheme, num_experts, hidden, inner)
+    experts = layers.experts(CudaBackend(), gate_up, down, Routing(top_k, True, False))
+    assert isinstance(experts, ExpertsLayer)
     x, logits = (
         torch.randn(700, hidden, device="cuda").bfloat16(),
         torch.randn(700, num_experts, device="cuda").bfloat16(),
     )
-    right = experts.by(plain_config(experts.shape), x, logits)
+    right = experts.by(experts_reference(experts.shape), x, logits)
     assert right.isfinite().all()
     for tokens in (1, 2, 16, 65, 700):
         assert torch.equal(experts(x[:tokens], logits[:tokens]).view(torch.int16), right[:tokens].view(torch.int16))
 
 
 def stacked(scheme, count, outputs, inputs):
-    one = [random_weight(LinearShape(outputs, inputs, scheme=scheme), torch.device("cuda"), 0) for _ in range(2)]
-    parts = [one[number % 2] for number in range(count)]
-
-    def stack(name):
-        return None if getattr(parts[0], name) is None else torch.stack([getattr(part, name) for part in parts])
-
-    shape = torch.Size((count, outputs, inputs))
-    return replace(parts[0], shape=shape, codes=stack("codes"), scales=stack("scales"), zeros=stack("zeros"))
+    weight = quantization.empty_weight(
+        scheme, count, outputs, inputs, dtype=torch.bfloat16, device=torch.device("cuda")
+    )
+    if scheme.code == "fp8":
+        weight.codes.copy_(torch.randn(weight.codes.shape, device="cuda").mul_(100).clamp_(-400, 400))
+    else:
+        weight.codes.random_(*((-8, 8) if scheme.code == "int4" else (-127, 128)))
+    weight.scales.uniform_(0.5, 2).mul_(2.0**-10)
+    if weight.zeros is not None:
+        weight.zeros.random_(-7, 9)
+    return weight
 
 
 def parts(weight, rows, columns):
@@ -215,9 +217,9 @@ LEAVES = [FP8, STATIC, BLOCKS, *WHOLE]
 @pytest.mark.parametrize("scheme", LEAVES, ids=named)
 def test_leaves_have_the_bits_of_their_reference(scheme):
     """Nothing is rejected, so what was chosen first serves."""
-    shape, tiles = LeafShape(1152, 4 * 512, 4, torch.bfloat16, scheme), LeafTiles()
-    settle_leaves(tiles, [(shape, ROWS)], invariant=True)
-    assert [tiles(shape, rows) for rows in ROWS] == [leaf_tile(shape, rows) for rows in ROWS]
+    shape, configs = LinearShape(1152, 4 * 512, scheme=scheme, splits=4), KernelConfigs()
+    assert all(settle(configs, [(shape, ROWS)]).values())
+    assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows) for rows in ROWS]
 
 
 @pytest.mark.parametrize("scheme", LEAVES, ids=named)
@@ -268,8 +270,8 @@ def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
     prompts, found = ["def add(a, b):", "class Stack:", "import os"], []
     for more in ({"skip_warmup": False}, {"enforce_eager": True}):
         llm = LLM(**options, **more, num_gpu_blocks_override=64)
-        kinds = {type(linear) for _, linear in llm.loop.executor.decoder.weights.linears()}
-        assert CudaLeafLinear in kinds
+        linears = [linear for _, linear in llm.loop.executor.decoder.weights.linears()]
+        assert any(isinstance(linear, Layer) and linear.value.order.is_split for linear in linears)
         for asked in (prompts, *([prompt] for prompt in prompts)):
             outputs = [output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False)]
             found.append([(output.token_ids, output.logprobs) for output in outputs])

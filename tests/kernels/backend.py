@@ -10,11 +10,9 @@ import torch
 from preheat import startup
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.linear_leaves import LeafTiles
 from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.moe import ExpertsConfigs
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.sharing import CudaSharing
-from preheat.backends.cuda.tuning import KernelConfigs
 
 
 class InterpretedCuda(CudaBackend):
@@ -41,9 +39,8 @@ class InterpretedCuda(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.adapters = self._adapters = CudaAdapters(self.device)
-        self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
-        self.sharing, self._leaf_tiles = CudaSharing(self.device), LeafTiles()
+        self.adapters = CudaAdapters(self.device)
+        self._configs, self.sharing = KernelConfigs(), CudaSharing(self.device)
 
 
 def boot_on(backend: CudaBackend) -> Callable[..., Any]:

@@ -9,27 +9,36 @@ import pytest
 import torch
 from torch import Tensor
 
+from preheat.backends.base import LayerContext
 from preheat.backends.cuda.collective import RankSums, add_ranks
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, sum_leaves
-from preheat.backends.cuda.moe import ExpertsConfigs
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def made(weight: Tensor, splits: int, bias: Tensor | None = None) -> Layer:
+    """A layer whose inputs are cut into so many splits."""
+    order, context = layers.splits(splits), LayerContext(RankSums())
+    layer = layers.linear(InterpretedCuda(), weight, bias, order=order, context=context)
+    assert isinstance(layer, Layer)
+    return layer
 
 
 def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 4) -> Tensor:
     """The layer's outputs, of ``world`` ranks."""
     if world == 1:
-        return CudaLeafLinear(weight, bias, leaves, RankSums(), LeafTiles())(x)
+        return made(weight, leaves, bias)(x)
     parts = []
     for mine, part in zip(x.chunk(world, 1), weight.chunk(world, 1), strict=True):
-        layer = CudaLeafLinear(part.contiguous(), None, leaves // world, RankSums(), LeafTiles())
+        layer = made(part.contiguous(), leaves // world)
         y = torch.empty(len(x), len(weight))
-        tile = leaf_tile(layer.shape, len(x))
-        parts.append(sum_leaves(tile, mine.contiguous(), layer.weight, None, leaves // world, y))
+        parts.append(layer.partial(mine.contiguous(), y))
     return add_ranks(torch.stack(parts), bias, x.dtype)
 
 
@@ -68,11 +77,11 @@ def test_experts_on_ranks(dtype, tokens):
 
     def partial(rank: int, world: int) -> Tensor:
         gates = gate_up.view(experts, 2, inner, hidden).chunk(world, 2)[rank].reshape(experts, -1, hidden)
-        mine = CudaLeafExperts(
-            gates.contiguous(), down.chunk(world, 2)[rank].contiguous(), routing, 4 // world, RankSums(),
-            ExpertsConfigs(),
-        )  # fmt: skip
-        return mine.local(mine.configs(mine.shape, tokens), x, logits)
+        order, context = layers.splits(4 // world, rank), LayerContext(RankSums())
+        part = down.chunk(world, 2)[rank].contiguous()
+        mine = layers.experts(InterpretedCuda(), gates.contiguous(), part, routing, order=order, context=context)
+        assert isinstance(mine, ExpertsLayer)
+        return mine.local(mine.configs.experts(mine.shape, tokens), x, logits)
 
     whole = partial(0, 1)
     for world in (2, 4):

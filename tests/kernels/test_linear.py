@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.linear import CudaLinear, apply
-from preheat.backends.cuda.tuning import KernelConfigs, Tile
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.matmul.config import Tile
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.proof import noise, signed_pairs
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
 
 PLAIN = Tile(16, 16, 16, 1, 2)
 TILES = [
@@ -78,7 +80,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_place():
 
 def test_a_map_writes_where_it_is_told():
     weight, bias = noise(40, 64), noise(40)
-    linear = CudaLinear(weight, bias, configs=KernelConfigs())
+    linear = layers.linear(InterpretedCuda(), weight, bias)
     x, room = noise(3, 64, seed=1), torch.full((4, 40), 7.0)
     y = linear(x, out=room[:3])
     assert y.data_ptr() == room.data_ptr()

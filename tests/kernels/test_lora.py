@@ -12,21 +12,23 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from preheat.backends.base import LayerContext, LayerWeights
 from preheat.backends.cuda import lora, lora_blocks, lora_expand, lora_shrink
 from preheat.backends.cuda.activation import silu_and_mul
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import CudaAdapters, Factors
+from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, STRETCH, most_blocks, write_blocks, write_stretches
 from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.lora_shrink import shrink
+from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.quantization import QuantizedRows
+from preheat.ops.values import LowRank
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_quantized import random_weight as quantized_weight
 
 INPUTS, OUTPUTS, PLACES = 300, (48, 24), 3
@@ -48,14 +50,16 @@ def layer(
     weight: Any = None,
     **more: Any,
 ):
-    ops = CudaAdapters(torch.device("cpu"))
-    rows = ops.rows(64, PLACES)
     weight = (noise(sum(OUTPUTS), INPUTS) / 30).to(dtype) if weight is None else weight
-    base = CudaLinear(weight, configs=KernelConfigs())
-    finish = {"activation": None, "clip": None} | more
-    made = ops.linear(
-        base, INPUTS, OUTPUTS, rows, places=PLACES, max_rank=max_rank, dtype=adapters or dtype, **finish
-    )  # fmt: skip
+    return made_of(weight, OUTPUTS, max_rank, adapters or dtype, **more)
+
+
+def made_of(weight: Any, parts: tuple[int, ...], rank: int, dtype: torch.dtype, **more: Any):
+    """A layer with room for adapters, and its rows."""
+    backend = InterpretedCuda()
+    rows = backend.adapters.rows(64, PLACES)
+    term = LowRank(parts, PLACES, rank, layers.name_of(dtype))
+    made: Any = layers.linear(backend, weight, terms=(term,), context=LayerContext(rows=rows), **more)
     return made, rows
 
 
@@ -65,7 +69,8 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
     """Put an adapter into ``place``: what it has for each part, or None."""
-    made.write(place, made.pack({part: LowRankPair(*each) for part, each in enumerate(given) if each is not None}))
+    parts = {part: LowRankPair(*each) for part, each in enumerate(given) if each is not None}
+    made.slots.write(place, made.slots.pack(parts))
 
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
@@ -88,7 +93,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
     put(made, 1, *given)
-    base, found = made.inner(x), run(made, rows, x, [1] * 19)
+    base, found = layers.product(made, x), run(made, rows, x, [1] * 19)
     more = torch.cat([delta(x, LowRankPair(*each)) for each in given], 1)
     shrunk = [((x.double() @ a.double().T) * scale).to(dtype) for a, _, scale in given]
     exact = torch.cat([each.double() @ b.double().T for each, (_, b, _) in zip(shrunk, given, strict=True)], 1)
@@ -106,9 +111,11 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
     x, (a, b, scale) = noise(5, INPUTS, seed=5).bfloat16(), factors(7, 0, dtype=torch.float32)
     put(made, 0, (a, b, scale))
     found = run(made, rows, x, [0] * 5)[:, : OUTPUTS[0]]
-    right = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a, b, scale)))
+    right = add_delta(layers.product(made, x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a, b, scale)))
     assert (found != right).float().mean() < 0.01
-    rounded = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a.bfloat16(), b.bfloat16(), scale)))
+    rounded = add_delta(
+        layers.product(made, x)[:, : OUTPUTS[0]], delta(x, LowRankPair(a.bfloat16(), b.bfloat16(), scale))
+    )
     assert (found != rounded).float().mean() > 0.1
 
 
@@ -116,7 +123,7 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
 def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
     """The layer reads codes, adapters read what these were made of."""
     scheme = Scheme(code="fp8", scales="channel", activations="token")
-    weight = DeviceWeight.of(quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16))
+    weight = quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16)
     made, rows = layer(weight=weight, activation=activation)
     put(made, 0, factors(8, 0), factors(5, 1))
     x = noise(9, INPUTS, seed=5).bfloat16()
@@ -126,8 +133,8 @@ def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
     given = QuantizedRows(codes.codes, codes.scales, x)
     places = [0, -1, 0] * 3
     assert torch.equal(run(made, rows, given, places), run(made, rows, x, places))
-    assert torch.equal(run(made, rows, given, places)[1::3], made.plain(x)[1::3])
-    assert not torch.equal(run(made, rows, given, places)[::3], made.plain(x)[::3])
+    assert torch.equal(run(made, rows, given, places)[1::3], layers.without_terms(made, x)[1::3])
+    assert not torch.equal(run(made, rows, given, places)[::3], layers.without_terms(made, x)[::3])
 
 
 def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
@@ -135,10 +142,10 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     put(made, 0, factors(8, 0))
     x = noise(9, INPUTS, seed=5).bfloat16()
     x[1] = x[2] = 0
-    plain = made.inner(x)
+    plain = layers.product(made, x)
     minus = torch.full_like(plain, -0.0)
     rows.describe(0, "tokens", np.array([0, -1, 1] * 3, np.int32))
-    added(made._factors, x, minus, rows._kinds["tokens"][0])
+    added(made.slots, x, minus, rows._kinds["tokens"][0])
     assert (minus[1::3].view(torch.int16) == -(2**15)).all() and (minus[2::3].view(torch.int16) == -(2**15)).all()
     assert (minus[::3, : OUTPUTS[0]] != 0).any()
     assert (minus[::3, OUTPUTS[0] :].view(torch.int16) == -(2**15)).all()  # this part has no matrices
@@ -165,9 +172,7 @@ COMPANIES = {
 
 def behind(monkeypatch) -> None:
     """Let rows shrink behind the layer, as they do behind cuBLAS."""
-    monkeypatch.setattr(
-        lora.AdaptedLinear, "_choice", lambda self, rows: (self.inner.configs(self.inner.shape, rows), False)
-    )
+    monkeypatch.setattr(Layer, "_choice", lambda self, rows: (self.configs(self._product, rows), False))
 
 
 WHOSE = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
@@ -181,7 +186,7 @@ def all_together() -> torch.Tensor:
     for place, each in enumerate(given):
         put(made, place, each)
     found = run(made, rows, x, WHOSE)
-    assert (found[0] != made.inner(x)[0]).any()
+    assert (found[0] != layers.product(made, x)[0]).any()
     return found
 
 
@@ -232,19 +237,15 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
     rows that pad; in long blocks as in short ones.
     """
     monkeypatch.setattr(lora_blocks, "MANY_ROWS", 24)
-    ops, outputs = CudaAdapters(torch.device("cpu")), (64, 64)
-    rows = ops.rows(64, PLACES)
-    base = CudaLinear((noise(128, INPUTS) / 30).to(dtype), configs=KernelConfigs())
-    made = ops.linear(
-        base, INPUTS, outputs, rows, places=PLACES, max_rank=40, dtype=dtype, activation="silu_and_mul", clip=None
-    )
+    weight = (noise(128, INPUTS) / 30).to(dtype)
+    made, rows = made_of(weight, (64, 64), 40, dtype, activation="silu_and_mul")
     for place, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
         a = noise(rank, INPUTS, seed=place) / 30
         put(made, place, *((a.to(dtype), noise(64, rank, seed=part).to(dtype), 0.7) for part in parts))
     x = noise(count + 2, INPUTS, seed=5).to(dtype)
     whose = [[1, 0, -1, 2, 1][row % 5] for row in range(count)]
     found = run(made, rows, x, whose)
-    assert torch.equal(found, silu_and_mul(added(made._factors, x, made.inner(x), rows.blocks)))
+    assert torch.equal(found, silu_and_mul(added(made.slots, x, layers.product(made, x), rows.blocks)))
     rows.use(None)
     plain = made(x)
     alone = [each < 0 for each in [*whose, -1, -1]]
@@ -255,8 +256,8 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
 def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
     """Of the place's dtype and layout already, so that nothing else runs, and nothing is waited for."""
     made, _ = layer(dtype)
-    factor, (a, b, scale) = made._factors, factors(23, 1, dtype=torch.float32)
-    packed = made.pack({1: LowRankPair(a, b, scale)})
+    factor, (a, b, scale) = made.slots, factors(23, 1, dtype=torch.float32)
+    packed = made.slots.pack({1: LowRankPair(a, b, scale)})
     ran: list[str] = []
 
     class Noting(TorchDispatchMode):
@@ -269,10 +270,10 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
             return op(*args, **(kwargs or {}))
 
     with Noting():
-        made.write(2, packed)
-        made.clear(1)
-        made.clear(2)
-        made.write(2, packed)
+        made.slots.write(2, packed)
+        made.slots.clear(1)
+        made.slots.clear(2)
+        made.slots.write(2, packed)
     assert ran.count("copy_") == 3 + 1 + 3 and {*ran} <= {"copy_", "select", "slice"}
     assert torch.equal(factor._a[2, :2, 1].reshape(32, INPUTS)[:23], a.to(dtype))
     assert torch.equal(factor._b[2, :2, OUTPUTS[0] :].transpose(0, 1).reshape(OUTPUTS[1], 32)[:, :23], b.to(dtype))
@@ -282,12 +283,14 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
 @DTYPES
 def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     """Ids of the step's own, one that the device drew last, and rows that are no tokens, such as an image's."""
-    ops, vocab, hidden = CudaAdapters(torch.device("cpu")), 50, 40
-    rows = ops.rows(64, PLACES)
+    backend, vocab, hidden = InterpretedCuda(), 50, 40
+    rows = backend.adapters.rows(64, PLACES)
     table = noise(vocab, hidden, seed=3).to(dtype)
-    made = ops.embedding(table, rows, places=PLACES, max_rank=24, dtype=dtype)
+    term = LowRank((hidden,), PLACES, 24, layers.name_of(dtype), source="tokens")
+    value = layers.value_of(table.T, terms=(term,))
+    made: Any = backend.layer(value, LayerWeights(table), LayerContext(rows=rows))
     a, b = noise(21, vocab, seed=1).to(dtype), noise(hidden, 21, seed=2).to(dtype)
-    made.write(1, made.pack({0: LowRankPair(a, b, 0.37)}))
+    made.slots.write(1, made.slots.pack({0: LowRankPair(a, b, 0.37)}))
     tokens, last = torch.tensor([7, 7, -1, 49, -2, 0] * 4, dtype=torch.int32), torch.tensor([5, 11], dtype=torch.int32)
     slots, whose = torch.tensor([0, 0, 1] * 8, dtype=torch.int32), [1, -1, 1, 1, 1, 0] * 4
     rows.describe(0, "tokens", np.array(whose, np.int32))
@@ -319,8 +322,8 @@ def test_what_was_there_before_is_gone():
     expected = run(made, rows, x, [0] * 5)
     put(made, 0, large)
     assert not torch.equal(run(made, rows, x, [0] * 5), expected)
-    made.clear(0)
-    assert torch.equal(run(made, rows, x, [0] * 5), made.inner(x))
+    made.slots.clear(0)
+    assert torch.equal(run(made, rows, x, [0] * 5), layers.product(made, x))
     put(made, 0, small)
     assert torch.equal(run(made, rows, x, [0] * 5), expected)
 
@@ -330,7 +333,7 @@ def test_the_activation_comes_after_and_steps_without_adapters_are_the_plain_lay
     x = noise(6, INPUTS, seed=5).bfloat16()
     rows.use(None)
     plain = made(x)
-    assert torch.equal(plain, made.plain(x)) and plain.shape == (6, 24)
+    assert torch.equal(plain, layers.without_terms(made, x)) and plain.shape == (6, 24)
     assert torch.equal(run(made, rows, x, [-1, 0, 1, -1, 2, 2]), plain)
     put(made, 1, None, (noise(4, INPUTS, seed=3).bfloat16(), noise(24, 4).bfloat16(), 1.0))
     found = run(made, rows, x, [-1, 0, 1, -1, 2, 2])
@@ -340,13 +343,8 @@ def test_the_activation_comes_after_and_steps_without_adapters_are_the_plain_lay
 
 
 def gated():
-    ops = CudaAdapters(torch.device("cpu"))
-    rows = ops.rows(64, PLACES)
-    base = CudaLinear((noise(48, INPUTS) / 30).bfloat16(), configs=KernelConfigs())
-    return ops.linear(
-        base, INPUTS, (24, 24), rows, places=PLACES, max_rank=8, dtype=torch.bfloat16, activation="silu_and_mul",
-        clip=None,
-    ), rows  # fmt: skip
+    weight = (noise(48, INPUTS) / 30).bfloat16()
+    return made_of(weight, (24, 24), 8, torch.bfloat16, activation="silu_and_mul")
 
 
 @pytest.mark.parametrize("size", [BLOCK, LONG_BLOCK])

@@ -5,7 +5,9 @@ Ranks are slices of the experts, called one after the other, see :mod:`tests.ker
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import ExpertsSize
-from preheat.backends.cuda import lora_leaf_experts
+from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
-from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.matmul.config import ExpertsShape
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.ops import matmul
 from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
 from preheat.ops.moe import combine, route
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_lora_experts import config
 from tests.kernels.test_lora_ranks import on_ranks
 
@@ -36,19 +38,19 @@ WHOSE = [[0, -1, 1][token % 3] for token in range(TOKENS)]
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
     """A leaf of few numbers has several parts, and few outputs several programs."""
-    monkeypatch.setattr(lora_leaf_experts, "PART", 16)
-    monkeypatch.setattr(lora_leaf_experts, "WIDTH", 32)
+    monkeypatch.setattr(lora_routed, "PART", 16)
+    monkeypatch.setattr(lora_routed, "WIDTH", 32)
     monkeypatch.setattr(matmul, "PART", 16)
 
 
-class Configs(ExpertsConfigs):
+class Configs(KernelConfigs):
     """The kernels whose experts have rows in blocks of ``block``."""
 
     def __init__(self, block: int) -> None:
         super().__init__()
         self._block = block
 
-    def _find(self, shape: ExpertsShape, tokens: int):
+    def experts(self, shape: ExpertsShape, tokens: int):
         return config(torch.float32, self._block)
 
 
@@ -91,20 +93,21 @@ def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None 
         part = INNER // ranks.world
         kept = slice(ranks.rank * part, (ranks.rank + 1) * part)
         halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
-        inner = CudaLeafExperts(halves, down[:, :, kept].contiguous(), ROUTING, 4 // ranks.world, ranks, Configs(block))
-        ops, size = CudaAdapters(torch.device("cpu")), ExpertsSize(EXPERTS, HIDDEN, part, ROUTING.top_k, None)
-        adapted = ops.rows(16, places)
-        made = ops.experts(inner, size, adapted, places=places, max_rank=21 + 16 * (places > 2), dtype=dtype)
-        assert made is not None
+        backend = InterpretedCuda()
+        backend._configs = Configs(block)
+        adapted, weights_of = backend.adapters.rows(16, places), ExpertsWeights(halves, down[:, :, kept].contiguous())
+        value = layers.experts_value(*weights_of, ROUTING, layers.splits(4 // ranks.world, ranks.rank))
+        value = layers.with_room(value, places, 21 + 16 * (places > 2), dtype)
+        made: Any = backend.experts(value, weights_of, LayerContext(ranks, adapted))
         for number, place in enumerate(order):
-            made.write(place, made.pack({
+            made.slots.write(place, made.slots.pack({
                 at: each._replace(a=each.a[:, kept]) if at % 3 == 2 else each._replace(b=each.b[kept])
                 for at, each in adapter(number, dtype).items()
             }))  # fmt: skip
         adapted.describe(0, "tokens", np.array([order[each] if each >= 0 else -1 for each in given], np.int32))
         adapted.use("tokens" if max(given) >= 0 else None)
         found = made(x[rows], logits[rows])
-        assert not inner._counts.any()
+        assert not made._counts.any()
         return found
 
     return on_ranks(world, experts)
@@ -153,13 +156,12 @@ def test_a_row_has_the_same_bits_alone_in_any_place_room_and_block():
 
 def test_parts_that_are_cut_from_a_ranks_first_input_on_have_other_bits(monkeypatch):
     """What the test of bits would see."""
-    shrunk = AdaptedLeafExperts._shrunk
+    shrunk = moe.shrink_slots
 
-    def wrong(self: AdaptedLeafExperts, leaves, blocks) -> Tensor:
-        leaves.rows = torch.cat(leaves.rows.unbind(), 1)[None]
-        return shrunk(self, leaves, blocks)
+    def wrong(kept: lora_routed.Kept, *more: Any) -> Tensor:
+        return shrunk(replace(kept, rows=torch.cat(kept.rows.unbind(), 1)[None]), *more)
 
-    monkeypatch.setattr(AdaptedLeafExperts, "_shrunk", wrong)
+    monkeypatch.setattr(moe, "shrink_slots", wrong)
     one, two = (run(world, torch.float32)[0] for world in (1, 2))
     alike = [torch.equal(*each) for each in zip(one, two, strict=True)]
     assert alike == [place < 0 for place in WHOSE]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.base import ExpertsSize, ExpertsWeights, LayerContext
+from preheat.backends.base import ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
-from preheat.backends.cuda import linear_quantized, lora_experts, moe
-from preheat.backends.cuda.moe import ExpertsConfig
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda import moe
+from preheat.backends.cuda.matmul import weights as stored
+from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import matmul, quantization
 from preheat.ops.kinds import Scheme
@@ -56,9 +56,9 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def size(kind: Kind) -> ExpertsSize:
-    hidden, inner = (300, 144) if isinstance(kind, Scheme) else (150, 40)
-    return ExpertsSize(EXPERTS, hidden, inner, ROUTING.top_k, None)
+def size(kind: Kind) -> tuple[int, int]:
+    """Return the hidden and the inner size."""
+    return (300, 144) if isinstance(kind, Scheme) else (150, 40)
 
 
 def config(kind: Kind, block: int) -> ExpertsConfig:
@@ -73,7 +73,7 @@ def dtype_of(kind: Kind) -> torch.dtype:
 @functools.cache
 def weights(kind: Kind):
     """gate_up and down."""
-    _, hidden, inner, *_ = size(kind)
+    hidden, inner = size(kind)
     shapes = (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
     if isinstance(kind, Scheme):
         found = [random_weight(kind, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
@@ -85,16 +85,16 @@ def weights(kind: Kind):
 
 def tokens(kind: Kind):
     dtype = dtype_of(kind)
-    return noise(TOKENS, size(kind).hidden, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
+    return noise(TOKENS, size(kind)[0], seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
 
 
 def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
     """By part. Of expert 1 the first leaves up alone, of expert 2 all."""
-    found, own, dtype = {}, size(kind), dtype_of(kind)
+    found, (hidden, inner), dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 6, 7, 8):
             continue
-        inputs, outputs = (own.inner, own.hidden) if part % 3 == 2 else (own.hidden, own.inner)
+        inputs, outputs = (inner, hidden) if part % 3 == 2 else (hidden, inner)
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
         found[part] = LowRankPair(
@@ -119,8 +119,8 @@ def run(given, how: ExpertsConfig, x, logits, whose: list[int]) -> torch.Tensor:
     experts, rows = given
     rows.describe(0, "tokens", np.array(whose, np.int32))
     rows.use("tokens")
-    found = experts.local(how, x, logits.contiguous())
-    assert not experts.inner._counts.any()
+    found = experts.local(how, x, logits.contiguous(), apart=True)
+    assert not experts._counts.any()
     return found
 
 
@@ -197,11 +197,11 @@ def test_a_cpu_adds_the_same(kind):
 @CASES
 def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, kind):
     (x, logits), (experts, rows) = tokens(kind), made(kind)
-    plain = experts.inner.by(config(kind, block), x, logits)
+    plain = experts.by(config(kind, block), x, logits)
     assert equal_rows(mixed(kind, block), plain) == [place < 0 for place in WHOSE]
     if kind == torch.float32 and block == 16:  # the block is the kernels' own here
         rows.use(None)
-        assert torch.equal(experts(x, logits), experts.inner(x, logits))
+        assert torch.equal(experts(x, logits), experts.by(experts.configs.experts(experts.shape, len(x)), x, logits))
 
 
 COMPANIES = {
@@ -250,13 +250,13 @@ def test_a_model_gives_them_plain_rows_beside_codes():
 
 def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
     """What the tests above would see: rows take the adapter of the first row of their block that has one."""
-    expected, right = mixed(torch.float32, 16), lora_experts.add_experts
+    expected, right = mixed(torch.float32, 16), moe.add_experts
 
     def wrong(y, x, factors, blocks, arrangement, *, gathered):
         blocks.places.masked_fill_(blocks.places >= 0, 0)
         return right(y, x, factors, blocks, arrangement, gathered=gathered)
 
-    monkeypatch.setattr(lora_experts, "add_experts", wrong)
+    monkeypatch.setattr(moe, "add_experts", wrong)
     found = run(made(torch.float32), config(torch.float32, 16), *tokens(torch.float32), WHOSE)
     assert equal_rows(found, expected) == [place <= 0 for place in WHOSE]
 
@@ -282,9 +282,9 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
         return quantized
 
     monkeypatch.setattr(moe, "silu_and_quantize", together(moe.silu_and_quantize))
-    monkeypatch.setattr(linear_quantized, "quantize_rows", together(linear_quantized.quantize_rows))
+    monkeypatch.setattr(stored, "quantize_rows", together(stored.quantize_rows))
     given = made(FP8)
-    plain = given[0].inner.by(how, x, logits)
+    plain = given[0].by(how, x, logits)
     assert torch.equal(run(given, how, x, logits, [-1] * 3), plain)
     assert equal_rows(run(given, how, x, logits, WHOSE[few]), plain) == [False] * 3
 
@@ -292,7 +292,9 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
 def test_a_place_that_is_cleared_adds_nothing():
     kind = torch.float32
     (x, logits), given = tokens(kind), made(kind)
-    given[0].clear(0)
-    given[0].write(1, given[0].pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2}))
-    found, plain = run(given, config(kind, 16), x, logits, WHOSE), given[0].inner.by(config(kind, 16), x, logits)
+    given[0].slots.clear(0)
+    given[0].slots.write(
+        1, given[0].slots.pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2})
+    )
+    found, plain = run(given, config(kind, 16), x, logits, WHOSE), given[0].by(config(kind, 16), x, logits)
     assert equal_rows(found, plain) == [place < 1 for place in WHOSE]

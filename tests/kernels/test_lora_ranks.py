@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from preheat.backends.base import LayerContext
 from preheat.backends.cuda import lora, lora_shrink
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.values import LowRank
+from tests import layers
 from tests.cpu.test_quantized_layers import random_weight
+from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import Heard, on_ranks
 
 ROWS, OUTPUTS, PLACES = 21, 40, 2
@@ -65,18 +64,18 @@ def by_columns(
     def layer(ranks: RankSums) -> Tensor:
         part = inputs // ranks.world
         mine = slice(ranks.rank * part, (ranks.rank + 1) * part)
-        ops = CudaAdapters(torch.device("cpu"))
-        rows = ops.rows(32, PLACES)
-        own: Tensor | DeviceWeight = weight[:, mine].contiguous()
+        backend = InterpretedCuda()
+        rows = backend.adapters.rows(32, PLACES)
+        own: Any = weight[:, mine].contiguous()
         if codes is not None:
-            cut = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
-            own = DeviceWeight.of(cut, leaves=leaves // ranks.world)
-        base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, LeafTiles())
-        made = ops.linear(
-            base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None
-        )
+            own = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
+        term = LowRank((OUTPUTS,), PLACES, 40, layers.name_of(dtype), shared="inputs")
+        made: Any = layers.linear(
+            backend, own, bias, order=layers.splits(leaves // ranks.world, ranks.rank, leaves), terms=(term,),
+            context=LayerContext(ranks, rows),
+        )  # fmt: skip
         for place, each in enumerate(given):
-            made.write(place, made.pack({0: each._replace(a=each.a[:, mine])}))
+            made.slots.write(place, made.slots.pack({0: each._replace(a=each.a[:, mine])}))
         rows.describe(0, "tokens", np.array(whose, np.int32))
         rows.use("tokens" if any(place >= 0 for place in whose) else None)
         return made(x[:, mine].contiguous())
@@ -147,19 +146,18 @@ def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> l
         def mine(rows: Tensor) -> Tensor:
             return rows.chunk(ranks.world)[ranks.rank]
 
-        ops = CudaAdapters(torch.device("cpu"))
-        rows = ops.rows(32, PLACES)
-        made = ops.linear(
-            CudaLinear(torch.cat([mine(part) for part in weight.split(sizes)]), configs=KernelConfigs()), inputs,
-            [size // ranks.world for size in sizes], rows, places=PLACES, max_rank=70, dtype=dtype,
-            activation=activation, clip=None, among=ranks if divided else None,
-        )  # fmt: skip
+        backend = InterpretedCuda()
+        rows = backend.adapters.rows(32, PLACES)
+        outputs = tuple(size // ranks.world for size in sizes)
+        term = LowRank(outputs, PLACES, 70, layers.name_of(dtype), shared="ranks" if divided else "whole")
+        own = torch.cat([mine(part) for part in weight.split(sizes)])
+        made: Any = layers.linear(backend, own, activation=activation, terms=(term,), context=LayerContext(ranks, rows))
         for place, of_parts in enumerate(((69, 7), (21, 7))):
             given = {
                 part: LowRankPair((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
                 for part, r in enumerate(of_parts)
             }
-            made.write(place, made.pack(given))
+            made.slots.write(place, made.slots.pack(given))
         rows.describe(0, "tokens", np.array(WHOSE, np.int32))
         rows.use("tokens")
         return made(x)

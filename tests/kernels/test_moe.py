@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
+from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
+from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
-from preheat.backends.cuda.tuning import Tile
 from preheat.model.update import reset_state
 from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt, dequantized
-from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
+from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, dequantized
+from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import fill
 from preheat.backends.cuda.prove import random_weight as random_codes
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import Expanded, LinearShape, Tile
 from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
 from preheat.ops.activation import silu_and_mul

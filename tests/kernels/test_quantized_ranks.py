@@ -12,9 +12,11 @@ from torch import Tensor
 from preheat.backends.base import LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, plain_leaf_tile, sum_leaves
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
-from preheat.backends.cuda.tuning import Expanded
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.matmul.config import Expanded, reference
+from preheat.backends.cuda.matmul.kernels import rule
+from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import tree_sum
@@ -85,16 +87,17 @@ def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
     """Leaves need not be whole steps."""
     x, weight, bias = numbers(scheme, 5, torch.bfloat16)
     plain = quantization.dequantize(weight)
-    right = CudaLeafLinear(plain, bias, 4, RankSums(), LeafTiles())(x)
+    order, context = layers.splits(4), LayerContext(RankSums())
+    right = layers.linear(InterpretedCuda(), plain, bias, order=order, context=context)(x)
     for world in (1, 2, 4):
         assert all(torch.equal(found, right) for found in by_columns(world, x, weight, bias))
-    codes = DeviceWeight.of(weight, leaves=4)
+    codes = DeviceWeight.of(weight, splits=4)
     assert torch.equal(dequantized(codes), plain)
-    made = layers.linear(InterpretedCuda(), weight, bias, order=layers.splits(4), context=LayerContext(RankSums()))
-    assert isinstance(made, CudaLeafLinear)
+    made = layers.linear(InterpretedCuda(), weight, bias, order=order, context=context)
+    assert isinstance(made, Layer)
     shape = made.shape
-    assert isinstance(leaf_tile(shape, 4096), Expanded) and isinstance(plain_leaf_tile(shape), Expanded)
-    assert torch.equal(sum_leaves(plain_leaf_tile(shape), x, codes, bias, 4, torch.empty_like(right)), right)
+    assert isinstance(rule(shape, 4096), Expanded) and isinstance(reference(shape), Expanded)
+    assert torch.equal(apply(reference(shape), x, codes, bias, False, torch.empty_like(right)), right)
 
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], CODES[0]], ids=named)

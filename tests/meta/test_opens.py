@@ -47,7 +47,7 @@ ELSEWHERE = {
     "warmup.store": "the system",
     "backends.cuda.device": "the system",
     "backends.cpu.environment": "the system",
-    "backends.cuda.tuning": "tables of the package",
+    "backends.cuda.matmul.tables": "tables of the package",
 }
 """Exceptions: modules that open files or other things themselves.
 

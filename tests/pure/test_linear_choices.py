@@ -14,37 +14,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     FP8_REFERENCE,
-    OWN_ROWS,
     PROCESSORS,
     REFERENCE,
     SHARED_BYTES,
-    Entry,
     Expanded,
-    ExpertsEntry,
-    KernelConfigs,
+    ExpertsConfig,
+    ExpertsShape,
     Library,
     LinearShape,
-    Table,
     Tile,
     Wide,
     codes_bytes,
-    codes_rule,
-    encode,
+    experts_shape_of,
     few_bytes,
-    fits_wide,
-    kernel_configs,
+    reference,
+    shape_of,
+)
+from preheat.backends.cuda.matmul.kernels import OWN_ROWS, KernelConfigs, candidates, kernel_configs, rule
+from preheat.backends.cuda.matmul.rules import codes_rule, experts_rule, tile_rule
+from preheat.backends.cuda.matmul.tables import (
+    Entry,
+    ExpertsEntry,
+    Table,
+    encode,
     merged,
     place,
     read,
-    reference,
-    rule,
     shipped,
-    tile_rule,
 )
 from preheat.model.families import read_spec
+from preheat.model.values import matmul_of, values_of
 from preheat.ops.kinds import Scheme
+from preheat.ops.values import Experts
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -224,14 +227,9 @@ def test_a_row_has_enough_of_the_weights_on_its_way(size):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
-def test_the_tuner_tries_kernels_of_the_same_instruction(rows, monkeypatch):
-    pytest.importorskip("triton")
-    from preheat.backends.cuda import tuner
-
-    monkeypatch.setattr(tuner, "fits", lambda shape: True)
-    monkeypatch.setattr(tuner, "is_hopper", lambda: True)
+def test_the_tuner_tries_kernels_of_the_same_instruction(rows):
     for shape in (INT4, FP8, FP8._replace(gated=True)):
-        tried = list(tuner.candidates(shape, rows))
+        tried = list(candidates(shape, rows, hopper=True))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
         assert tiles and all(tile.inputs % 128 == 0 == shape.inputs % tile.inputs for tile in tiles)
         assert shape is INT4 or all(tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
@@ -292,10 +290,8 @@ def test_local_tables_come_before_shipped_tables(tmp_path, caplog):
 
 
 def test_the_tuner_measures_the_maps_of_the_model(model_config):
-    from preheat.backends.cuda.tuning import shape_of
-
     spec = read_spec(model_config)
-    *layers, head = (shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
+    *layers, head = (shape_of(matmul_of(linear, "bfloat16")) for _, linear in spec.linears())
     inner = spec.layers[0].mlp.down.inputs
     assert LinearShape(2 * inner, spec.hidden_size, True, torch.bfloat16, False) in layers
     assert head == LinearShape(spec.vocab_size, spec.hidden_size)
@@ -308,24 +304,20 @@ def test_the_tuner_measures_the_maps_of_the_model(model_config):
 EXPERTS = ExpertsEntry(8, 256, 128, 2, 64, 1.5, 16, tiles=(NARROW, NARROW))
 
 
-def test_experts_are_looked_up_in_tables_too(monkeypatch):
-    from preheat.backends.cuda import moe
-    from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_config
-
-    monkeypatch.setattr(moe, "fits", lambda shape: True)
-    shape = ExpertsShape.of(EXPERTS)
+def test_experts_are_looked_up_in_tables_too():
+    shape = EXPERTS.shape
     wide = ExpertsEntry(8, 256, 128, 2, 512, 1.5, 128, wides=(Wide(256, 128, 4), Wide(128, 128, 6)))
     before = Table("One", HOPPER, [], [EXPERTS])
     after = Table("One", HOPPER, [], [EXPERTS, wide])
     text = encode(merged([before, table((16, NARROW))], after))
     read_back = msgspec.json.decode(text, type=Table)
     assert read_back.experts == after.experts and len(read_back.entries) == 1
-    configs = ExpertsConfigs([before, read_back])
+    configs = KernelConfigs([before, read_back], hopper=True).experts
     assert configs(shape, 1) == configs(shape, 64) == ExpertsConfig(16, NARROW, NARROW)
     assert configs(shape, 65) == ExpertsConfig(128, *wide.wides)
-    assert configs(shape, 513) == experts_config(shape, 513)
-    assert configs(shape, 512).entry(shape, 512, 1.5) == wide
-    assert ExpertsConfigs([read_back, before])(shape, 65) == experts_config(shape, 65)
+    assert configs(shape, 513) == experts_rule(shape, 513, hopper=True)
+    assert ExpertsEntry.of(shape, 512, configs(shape, 512), 1.5) == wide
+    assert KernelConfigs([read_back, before]).experts(shape, 65) == experts_rule(shape, 65)
 
 
 @given(
@@ -334,16 +326,10 @@ def test_experts_are_looked_up_in_tables_too(monkeypatch):
 )  # fmt: skip
 def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
     """Any guessed kernel that copies rows of plain weights in bulk has rows of whole 16 bytes."""
-    from preheat.backends.cuda import moe
-    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
-
-    shape = moe.ExpertsShape(num_experts, hidden, inner, 1, dtype, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "fits", fits_wide)  # as on Hopper
-        guess = moe.experts_config(shape, tokens)
+    guess = experts_rule(ExpertsShape(num_experts, hidden, inner, 1, dtype), tokens, hopper=True)
     chosen = [(guess.gate_up, hidden), (guess.down, inner)]
     chosen.append((rule(LinearShape(inner, hidden, False, dtype), tokens), hidden))
-    chosen.append((leaf_tile(LeafShape(inner, 4 * hidden, 4, dtype), tokens), hidden))
+    chosen.append((rule(LinearShape(inner, 4 * hidden, dtype=dtype, splits=4), tokens), hidden))
     for config, inputs in chosen:
         if isinstance(config, Tile) and config.bulk:
             assert inputs * dtype.itemsize % 16 == 0
@@ -359,13 +345,11 @@ def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num
 
     Triton keeps one buffer less than a tile has stages.
     """
-    from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
-    from preheat.backends.cuda.moe import ExpertsShape, experts_config
-
     scheme, size = Scheme(code=code, scales="group", group=group, zeros=zeros), 256 * steps
     shape = ExpertsShape(num_experts, size, size, min(2, num_experts), dtype, scheme)
-    experts, leaves = experts_config(shape, tokens), LeafShape(size, 4 * size, 4, dtype, scheme)
-    chosen = [(experts.gate_up, shape.gate_up), (experts.down, shape.down), (leaf_tile(leaves, tokens), leaves.of_leaf)]
+    experts = experts_rule(shape, tokens)
+    split = LinearShape(size, 4 * size, dtype=dtype, scheme=scheme, splits=4)
+    chosen = [(experts.gate_up, shape.gate_up), (experts.down, shape.down), (rule(split, tokens), split.of_split)]
     chosen += [(codes_rule(layer, tokens), layer) for layer in (shape.gate_up, shape.down)]
     for tile, layer in chosen:
         if isinstance(tile, Tile):
@@ -376,7 +360,6 @@ def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num
 @pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])
 def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
     from preheat.backends.cuda import moe_tuner
-    from preheat.backends.cuda.moe import ExpertsShape
 
     monkeypatch.setattr(moe_tuner, "fits", lambda shape: True)
     shape = ExpertsShape(128, 2048, 768, 8, torch.bfloat16)
@@ -392,12 +375,9 @@ def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
 
 
 def test_the_tuner_is_asked_for_the_experts_of_the_model():
-    from preheat.backends.base import ExpertsSize
-    from preheat.warmup.tune import _size
-
-    config = CONFIGS["qwen3-30b-a3b"]
-    spec = read_spec(config)
-    assert {_size(layer.mlp) for layer in spec.layers} == {ExpertsSize(128, 2048, 768, 8, None)}
+    values = [value for _, value in values_of(read_spec(CONFIGS["qwen3-30b-a3b"]), "bfloat16")]
+    found = {experts_shape_of(value) for value in values if isinstance(value, Experts)}
+    assert found == {ExpertsShape(128, 2048, 768, 8, torch.bfloat16)}
 
 
 @pytest.fixture

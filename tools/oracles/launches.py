@@ -28,9 +28,9 @@ def found(only: str) -> dict[str, list[str]]:
 
 
 def _bare(text: str) -> str:
-    """Return a launch without the names of kernel, constants and arguments."""
+    """Return a launch without the names of kernel, constants and arguments; a grid (n, 1) becomes (n,)."""
     launch = re.match(r"\w+ (\(.*?\) warps=\d+ stages=\d+(?: pdl)?(?: maxnreg=\d+)?(?: unfused)?)", text)
-    return launch[1] if launch else text
+    return re.sub(r"(?:, 1)+\)|,\)", ")", launch[1], count=1) if launch else text
 
 
 def main() -> int:

@@ -16,20 +16,22 @@ from preheat.backends.base import Embedding, ExpertsWeights, LayerContext, Layer
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_forward, plain_config
-from preheat.backends.cuda.sharing import CudaSharing
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     Expanded,
+    ExpertsConfig,
+    ExpertsShape,
     KernelConfig,
-    KernelConfigs,
     Library,
     LinearShape,
+    experts_reference,
     reference,
-    tables_for,
 )
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.tables import tables_for
+from preheat.backends.cuda.matmul.weights import DeviceWeight
+from preheat.backends.cuda.moe import experts_forward
+from preheat.backends.cuda.sharing import CudaSharing
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight, empty_weight
 from preheat.ops.values import (
@@ -74,10 +76,9 @@ class Card(CudaBackend):
 
     def __init__(self) -> None:
         self.device = META
-        self.adapters = self._adapters = CudaAdapters(META)
+        self.adapters = CudaAdapters(META)
         tables = tables_for(NAME, CAPABILITY, None)
-        self._configs, self.experts_configs = KernelConfigs(tables, hopper=True), ExpertsConfigs(tables)
-        self.sharing, self._leaf_tiles = CudaSharing(META), LeafTiles()
+        self._configs, self.sharing = KernelConfigs(tables, hopper=True), CudaSharing(META)
 
 
 class Other(RankSums):
@@ -253,7 +254,7 @@ def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
                 name = f"row {_of(entry.shape)}, {entry.rows} rows{more}"
                 yield name, lambda e=entry: _by(e.choice, e.shape, e.rows)
         for entry in table.experts:
-            shape, config = ExpertsShape.of(entry), ExpertsConfig.of(entry)
+            shape, config = entry.shape, entry.choice
             name = f"row experts {entry.num_experts} x {entry.hidden} x {entry.inner}, {entry.tokens} tokens"
             yield name, lambda s=shape, c=config, t=entry.tokens: _experts_by(c, s, t)
     for dtype in (torch.bfloat16, torch.float32):
@@ -264,7 +265,7 @@ def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
             if scheme is None or not scheme.indexed:
                 experts_shape = ExpertsShape(COUNT, HIDDEN, INNER, TOP, dtype, scheme)
                 kind = f"reference experts {str(dtype).removeprefix('torch.')}, {name}"
-                yield kind, lambda s=experts_shape: _experts_by(plain_config(s), s, 64)
+                yield kind, lambda s=experts_shape: _experts_by(experts_reference(s), s, 64)
 
 
 def _of(shape: LinearShape) -> str:

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile, plain_leaf_tile
-from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape, plain_config
-from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, may_be_dealt, reference, tables_for
+from preheat.backends.cuda.matmul.config import (
+    ExpertsShape,
+    LinearShape,
+    experts_reference,
+    may_be_dealt,
+    reference,
+)
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.tables import tables_for
 from tools.oracles import files
 from tools.oracles.card import CAPABILITY, NAME, card
 from tools.oracles.layers import SCHEMES
@@ -78,17 +84,17 @@ def found(only: str) -> dict[str, str]:
         cells[f"{name}, reference"] = lambda s=shape: _short(reference(s))
         if not shape.gated and shape.inputs % 4 == 0:
             for leaves in (1, 2, 4):
-                of = LeafShape(shape.outputs, shape.inputs, leaves, shape.dtype, shape.scheme)
-                cells[f"{name}, {leaves} splits"] = lambda s=of: ranges(lambda rows: leaf_tile(s, rows))
-                cells[f"{name}, {leaves} splits, reference"] = lambda s=of: _short(plain_leaf_tile(s))
+                of = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype, scheme=shape.scheme, splits=leaves)
+                cells[f"{name}, {leaves} splits"] = lambda c=configs, s=of: ranges(lambda rows: c(s, rows))
+                cells[f"{name}, {leaves} splits, reference"] = lambda s=of: _short(reference(s))
     for scheme in SCHEMES.values():
         for dtype in DTYPES:
             for sizes in EXPERTS:
                 shape = ExpertsShape(*sizes, dtype, scheme)
                 name = _named("experts", *sizes, shape)
-                configs = ExpertsConfigs(tables)
-                cells[name] = lambda c=configs, s=shape: ranges(lambda tokens: c(s, tokens))
-                cells[f"{name}, reference"] = lambda s=shape: _short(plain_config(s))
+                configs = KernelConfigs(tables, hopper=True)
+                cells[name] = lambda c=configs, s=shape: ranges(lambda tokens: c.experts(s, tokens))
+                cells[f"{name}, reference"] = lambda s=shape: _short(experts_reference(s))
     with card():
         return {name: cells[name]() for name in files.chosen(list(cells), only)}
 

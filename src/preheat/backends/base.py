@@ -17,7 +17,7 @@ import numpy as np
 
 from preheat.combinations import Lacks
 from preheat.limits import Limits
-from preheat.ops.kinds import NormKind, Scheme
+from preheat.ops.kinds import NormKind
 from preheat.ops.values import Experts, Matmul, Support, Value
 from preheat.settings import Settings
 
@@ -304,44 +304,18 @@ class Embedding(HasWeights, Protocol):
         """
 
 
-class LinearSize(Protocol):
-    """What is known of a linear layer without its weights, see :class:`preheat.model.specs.LinearSpec`."""
-
-    @property
-    def outputs(self) -> int: ...
-    @property
-    def inputs(self) -> int: ...
-    @property
-    def gated(self) -> bool: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def scheme(self) -> Scheme | None: ...
-
-
-class ExpertsSize(NamedTuple):
-    """Routed experts; each token visits ``top_k``, see :class:`preheat.model.specs.MoeSpec`."""
-
-    num_experts: int
-    hidden: int
-    inner: int
-    top_k: int
-    scheme: Scheme | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
     """Layers of a model to measure, with bounds on rows and time.
 
-    Linear layers of ``dtype`` are measured at up to ``max_rows`` rows, the head at up to ``max_head_rows``, and
-    ``experts``. The measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``,
-    where boots look for it.
+    Linear ``layers`` are measured at up to ``max_rows`` rows, the ``head`` at up to ``max_head_rows``, and ``experts``.
+    The measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look
+    for it.
     """
 
-    layers: Sequence[LinearSize]
-    experts: Sequence[ExpertsSize]
-    head: LinearSize
-    dtype: str
+    layers: Sequence[Matmul]
+    experts: Sequence[Experts]
+    head: Matmul
     max_rows: int
     max_head_rows: int
     seconds: float

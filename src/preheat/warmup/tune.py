@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 
-from preheat.backends.base import ExpertsSize, TuneRequest
+from preheat.backends.base import TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
-from preheat.model.specs import MoeSpec
+from preheat.model.values import values_of
+from preheat.ops.values import Experts, Matmul
 from preheat.plan.modes import step_limits
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
@@ -30,14 +31,14 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
-    *layers, head = (linear for _, linear in spec.linears())
+    values = [value for path, value in values_of(spec, dtype) if not path.startswith("vision.")]
+    *layers, head = (value for value in values if isinstance(value, Matmul))
     sequences, tokens = step_limits(settings, backend.facts)
     return backend.tune(
         TuneRequest(
             layers=layers,
-            experts=list(dict.fromkeys(_size(layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec))),
+            experts=[value for value in values if isinstance(value, Experts)],
             head=head,
-            dtype=dtype,
             max_rows=tokens,
             max_head_rows=sequences,
             seconds=math.inf if seconds is None else seconds,
@@ -45,8 +46,3 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
             folder=folder,
         )
     )
-
-
-def _size(mlp: MoeSpec) -> ExpertsSize:
-    experts = mlp.experts
-    return ExpertsSize(experts.num_experts, experts.hidden, experts.inner, mlp.top_k, experts.scheme)

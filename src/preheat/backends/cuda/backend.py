@@ -10,25 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from preheat.backends import base
 from preheat.backends.base import (
     ALONE,
     AdapterOps,
     Attention,
     AttentionLayer,
     DeviceEvent,
-    ExpertsLayer,
-    ExpertsSize,
     ExpertsWeights,
     K,
-    Layer,
     LayerContext,
     LayerWeights,
-    Linear,
     Mode,
     R,
     Region,
@@ -40,39 +37,31 @@ from preheat.backends.base import (
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.cold import COLD_SOURCES
-from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.device import driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
-from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
-from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
-from preheat.backends.cuda.lora_experts import AdaptedExperts
-from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
-from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
+from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.layer import Embedding, Layer
+from preheat.backends.cuda.matmul.tables import tables_for
 from preheat.backends.cuda.memory import VirtualMemory
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
+from preheat.backends.cuda.prove import settle, settle_experts
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
 from preheat.backends.cuda.tune import tune_layers
-from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.kinds import NormKind
-from preheat.ops.quantization import QuantizedWeight
-from preheat.ops.values import Experts, LowRank, Matmul, Ok, Support, Value, WithoutTerms
+from preheat.ops.values import Experts, Matmul, Ok, Support, Value, WithoutTerms
 from preheat.settings import Settings
 
 
@@ -91,11 +80,9 @@ class CudaBackend:
                 param="tensor_parallel_size",
             )
         self.device = torch.device("cuda", rank)
-        self._adapters = CudaAdapters(self.device)
-        self.adapters: AdapterOps | None = self._adapters
+        self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
-        self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
-        self._leaf_tiles = LeafTiles()
+        self._configs = KernelConfigs()
         self.sharing: Sharing | None = CudaSharing(self.device)
 
     @cached_property
@@ -163,7 +150,6 @@ class CudaBackend:
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         tables = tables_for(name, capability, cache)
         self._configs = KernelConfigs(tables, invariant=settings.batch_invariant, hopper=capability[0] == 9)
-        self.experts_configs = ExpertsConfigs(tables)
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -211,24 +197,14 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
-        """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
+    def select_kernels(self, layers: Iterable[tuple[base.Linear | base.ExpertsLayer, Sequence[int]]]) -> None:
+        """Compile kernels side by side; replace kernels that give other bits than the contract."""
         given = list(layers)
-        layers = [
-            (layer, rows)
-            for each, rows in given
-            for layer in (each.linears if isinstance(each, AdaptedLinear | AdaptedLeafLinear) else [each])
-        ]
-        with_adapters = {layer.shape for each, _ in given if isinstance(each, AdaptedLinear) for layer in each.linears}
-        linears = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)]
-        settle(self._configs, linears, with_adapters)
-        leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
-        settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
-        adapted = AdaptedExperts | AdaptedLeafExperts
-        layers += [(each.inner, rows) for each, rows in layers if isinstance(each, adapted)]
-        kinds = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | adapted
-        experts = {(type(each), each.shape): (each, rows) for each, rows in layers if isinstance(each, kinds)}
-        settle_experts(experts.values(), invariant=self._configs.invariant)
+        linears = [(each, rows) for each, rows in given if isinstance(each, Layer)]
+        adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}
+        settle(self._configs, [(shape, rows) for each, rows in linears for shape in each.shapes], adapted)
+        experts = [(each, rows) for each, rows in given if isinstance(each, ExpertsLayer)]
+        settle_experts(experts, invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
         return tune_layers(request, self.device)
@@ -250,50 +226,13 @@ class CudaBackend:
     def step_counters(self) -> Mapping[str, StepCounter]:
         return DYNAMO_COUNTERS
 
-    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Layer:
-        term = value.terms[0] if value.terms else None
-        if term is not None and term.source == "tokens":
-            assert isinstance(weights.weight, Tensor)
-            return cast(Layer, self._adapters.embedding(weights.weight, context.rows, **_room(term)))
-        if value.order.is_split:
-            layer: CudaLinear | CudaLeafLinear = self._split(value, weights, context)
-        else:
-            layer = CudaLinear(_on_device(weights.weight), weights.bias, configs=self._configs)
-            if term is None:
-                return layer.finished(value.finish.activation, value.finish.clip)
-        if term is None:
-            return layer
-        return self._adapters.linear(
-            layer, value.inputs, term.parts, context.rows, **_room(term), activation=value.finish.activation,
-            clip=value.finish.clip, tiles=value.order.tiles, among=context.ranks if term.shared == "ranks" else None,
-        )  # fmt: skip
+    def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> base.Layer:
+        if value.terms and value.terms[0].source == "tokens":
+            return cast(base.Layer, Embedding(value, self.device, context))
+        return Layer(value, weights, self._configs, self.device, context)
 
-    def _split(self, value: Matmul, weights: LayerWeights, context: LayerContext) -> CudaLeafLinear:
-        weight, own = weights.weight, value.order.own_k_splits
-        mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, leaves=own)
-        return CudaLeafLinear(mine, weights.bias, own, cast(RankSums, context.ranks), self._leaf_tiles)
-
-    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
-        order, (gate_up, down) = value.down.order, weights
-        layer: CudaExperts | CudaLeafExperts | QuantizedLeafExperts
-        ranks, configs = cast(RankSums, context.ranks), self.experts_configs
-        if not order.is_split:
-            layer = CudaExperts(_on_device(gate_up), _on_device(down), value.routing, configs)
-        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            layer = CudaLeafExperts(gate_up, down, value.routing, order.own_k_splits, ranks, configs)
-        else:
-            assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
-            codes = DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=order.own_k_splits)
-            layer = QuantizedLeafExperts(*codes, value.routing, ranks, configs)
-        if not value.down.terms:
-            return layer
-        groups = value.down.groups
-        size = ExpertsSize(
-            groups.experts, value.down.outputs, value.down.inputs, groups.top_k, value.down.weight.scheme
-        )
-        adapted = self._adapters.experts(layer, size, context.rows, **_room(value.down.terms[0]))
-        assert adapted is not None, "the backend has said that it supports the terms"
-        return adapted
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> base.ExpertsLayer:
+        return ExpertsLayer(value, weights, self._configs, self.device, context)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
         return CudaNorm(weight, eps, kind, bias)
@@ -326,13 +265,3 @@ class CudaBackend:
     def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
-
-
-def _room(term: LowRank) -> dict[str, Any]:
-    return {"places": term.slots, "max_rank": term.rank, "dtype": getattr(torch, term.dtype)}
-
-
-def _on_device(weight: Tensor | QuantizedWeight) -> Tensor | DeviceWeight:
-    if isinstance(weight, Tensor):
-        return weight
-    return DeviceWeight.of(weight, dealt=is_hopper(weight.codes.device) and can_be_dealt(weight))

@@ -1,291 +1,83 @@
-"""Linear maps on CUDA: y = x W^T + b, and the same with silu(gate) * up behind it.
+"""The launches of linear layers on CUDA, by the kernel that was chosen; see :mod:`preheat.backends.cuda.matmul`.
 
-Contract. Every output is one dot product over the inputs, in order, in one fp32 accumulator; the bias is added in fp32;
-one rounding to the dtype. Gated: the first half of W's rows are gates, the second half ups; both are rounded like any
-output, then combined as :func:`preheat.backends.cuda.elementwise.silu_mul` says. So a row's bits do not depend on the
-number of rows, on tiles or on warps: those only say which program computes an output, never in which order.
-
-Three implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
-first operand of the matrix unit, whose other side may then be as narrow as the few rows are. Wide is a kernel for many
-rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`), which needs no second one for the gate. The library is
-cuBLAS, for many rows too; as long as it does not cut the inputs into parts it mostly keeps the contract, as a proof has
-to say.
+The contract is that of :mod:`preheat.backends.cuda.matmul.gemm`. A tile is of that Triton kernel: it is best where the
+weights' bytes set the time. Wide is a kernel for many rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`),
+which needs no second kernel for the gate. The library is cuBLAS, for many rows too: as long as it does not cut the
+inputs into parts it mostly keeps the contract, as a proof has to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from preheat.backends.cuda.activation import activate, clip, silu_and_mul
-from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
-from preheat.backends.cuda.linear_quantized import (
-    DeviceWeight,
-    by_codes,
-    by_float8,
-    codes_of,
-    dequantized,
-    quantized_input,
-    tensors_of,
-)
-from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.lora_expand import Expansion
-from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
-from preheat.ops.kinds import Activation
-from preheat.ops.quantization import QuantizedRows
+from preheat.backends.cuda.matmul.config import Expanded, KernelConfig, Library, Tile, Wide
+from preheat.backends.cuda.matmul.gemm import multiply
+from preheat.backends.cuda.matmul.weights import DeviceWeight, codes_of, dequantized
+from preheat.ops.quantization import QuantizedRows, plain_rows
 
-
-@triton.jit
-def load_weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """[outputs, inputs] of the weights, from input ``k`` on."""
-    if tiles is not None:
-        return tiles.load([first, k])
-    at = weight + rows[:, None] * inputs + (k + tl.arange(0, INPUTS))[None, :]
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def in_order(
-    x,
-    weight,
-    bias,
-    y,
-    x_tiles,
-    weight_tiles,
-    rows,
-    outputs,
-    inputs,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    gated: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """One tile [OUTPUTS, ROWS] of y a program. ``outputs`` are the columns of y; ``EVEN``: INPUTS divides ``inputs``.
-
-    Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
-    if given, are the same matrices for the copy engine.
-    """
-    begin(overlap)
-    first, row = corner(rows, outputs, OUTPUTS, ROWS)
-    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
-    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, inputs, INPUTS):
-        if x_tiles is not None:
-            xs = x_tiles.load([row, k]).T
-        else:
-            at = x + token[None, :] * inputs + (k + tl.arange(0, INPUTS))[:, None]
-            xs = tl.load(at) if EVEN else tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
-        ws = load_weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
-        acc = tl.dot(ws, xs, acc, input_precision="ieee")
-        if gated:
-            ws = load_weights(weight, weight_tiles, out + outputs, first + outputs, k, inputs, INPUTS, EVEN)
-            acc_up = tl.dot(ws, xs, acc_up, input_precision="ieee")
-
-    dtype: tl.constexpr = y.dtype.element_ty
-    result = rounded(acc, bias, out, dtype)
-    if gated:
-        up = rounded(acc_up, bias, out + outputs, dtype)
-        result = silu_mul(result, up)
-    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
-    to = y + tl.cast(row, tl.int64) * outputs + first
-    stored = (first + outs < outputs) & (row + tokens < rows)
-    tl.store(to + tokens * outputs + outs, result, mask=stored)
+LAUNCHES: Mapping[tuple[type[KernelConfig], bool, str], Callable[..., None]] = {
+    **dict.fromkeys(product([Tile], [False, True], ["plain", "codes", "float8"]), multiply),
+    (Tile, True, "codes"): few_codes,
+    (Tile, True, "float8"): few_float8,
+    (Wide, False, "plain"): wide,
+    (Wide, False, "float8"): wide_fp8,
+}
+"""What runs a choice: by its class, whether the copy engine loads its tiles, and how weights are stored."""
 
 
 def apply(
-    choice: KernelConfig,
-    x: Tensor | QuantizedRows,
-    weight: Tensor | DeviceWeight,
-    bias: Tensor | None,
-    gated: bool,
-    out: Tensor | None = None,
-    adapters: Expansion | None = None,
-) -> Tensor:
-    """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
+    choice: KernelConfig, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool,
+    out: Tensor | None = None, terms: Expansion | None = None, splits: int = 1,
+) -> Tensor:  # fmt: skip
+    """Run ``x`` [rows, inputs] through a layer by the kernel ``choice``, into ``out`` where it is given.
 
-    All are contiguous. Wide kernels of plain weights take ``adapters``, whose rows the launch ahead shrinks.
+    All are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights add ``terms`` of rows that the
+    launch ahead shrinks.
     """
-    assert adapters is None or (isinstance(choice, Wide) and isinstance(weight, Tensor))
-    if isinstance(weight, DeviceWeight) and isinstance(choice, Tile | Wide):
-        return _quantized(choice, x, weight, bias, gated, out)
-    if isinstance(x, QuantizedRows):
-        assert x.plain is not None
-        x = x.plain
-    if isinstance(weight, DeviceWeight):
-        assert isinstance(choice, Expanded)
-        return apply(choice.choice, x, dequantized(weight), bias, gated, out)
-    if isinstance(choice, Library):
-        y = _by_library(x, weight, bias, choice.split, None if gated else out)
-        if not gated:
-            return y
-        y = silu_and_mul(y)
-        return y if out is None else out.copy_(y)
-    y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
-    if isinstance(choice, Wide):
-        wide(choice, x, weight, bias, gated, y, adapters=adapters)
-    else:
-        assert isinstance(choice, Tile)
-        by_tiles(choice, x, weight, bias, gated, y)
-    return y
-
-
-def by_tiles(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """The same by the kernel with tiles."""
-    blocks = triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows)
-    in_order[(blocks,)](*_arguments(tile, x, weight, bias, y), **_keywords(tile, weight.shape[1], gated))
-
-
-def _quantized(
-    choice: Tile | Wide,
-    x: Tensor | QuantizedRows,
-    weight: DeviceWeight,
-    bias: Tensor | None,
-    gated: bool,
-    out: Tensor | None,
-) -> Tensor:
-    """The same of a quantized weight, by a kernel that reads its codes."""
+    if isinstance(choice, Expanded):
+        assert isinstance(weight, DeviceWeight)
+        return apply(choice.choice, plain_rows(x), dequantized(weight), bias, gated, out, splits=splits)
     columns = len(weight) // 2 if gated else len(weight)
-    y = torch.empty((len(x), columns), dtype=weight.dtype, device=weight.codes.device) if out is None else out
-    if weight.scheme.activations is None:
-        plain = x.plain if isinstance(x, QuantizedRows) else x
-        assert plain is not None and isinstance(choice, Tile)
-        (few_codes if choice.bulk else by_codes)(choice, plain, weight, bias, gated, y)
-    elif isinstance(choice, Wide):
-        wide_fp8(choice, codes_of(x, weight), weight, bias, gated, y)
+    if isinstance(weight, DeviceWeight):
+        form: str = weight.form
+        size = len(x), columns
+        y = torch.empty(size, dtype=weight.dtype, device=weight.codes.device) if out is None else out
+        rows = codes_of(x, weight) if form == "float8" else plain_rows(x)
     else:
-        (few_float8 if choice.bulk else by_float8)(choice, codes_of(x, weight), weight, bias, gated, y)
+        form, rows = "plain", plain_rows(x)
+        if isinstance(choice, Library):
+            return _by_library(choice, rows, weight, bias, gated, out)
+        y = rows.new_empty(len(rows), columns) if out is None else out
+    more: dict[str, Any] = {"splits": splits} if splits > 1 else {}
+    if terms is not None:
+        more["adapters"] = terms
+    LAUNCHES[type(choice), getattr(choice, "bulk", False), form](choice, rows, weight, bias, gated, y, **more)
     return y
 
 
-def _arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
-    """Of a launch of ``in_order`` with ``tile``, in order."""
-    tiles: tuple[Any, Any] = (None, None)
-    if tile.bulk:
-        tiles = (
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
-            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
-        )
-    return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1])
-
-
-def _keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
-    """Of that launch."""
-    return options(
-        OUTPUTS=tile.outputs,
-        ROWS=tile.rows,
-        INPUTS=tile.inputs,
-        EVEN=inputs % tile.inputs == 0,
-        gated=gated,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out: Tensor | None) -> Tensor:
-    """The platform has forbidden torch's cuBLAS to cut the inputs into parts; ``split`` allows it, for this call."""
-    matmul = torch.backends.cuda.matmul
-    if split:
+def _by_library(
+    choice: Library, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None
+) -> Tensor:
+    """Multiply by cuBLAS. The platform has forbidden it to cut the inputs into parts; ``choice`` may allow it."""
+    matmul, room = torch.backends.cuda.matmul, None if gated else out
+    if choice.split:
         matmul.allow_bf16_reduced_precision_reduction = (False, True)
     try:
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+        y = torch.mm(x, weight.t(), out=room) if bias is None else torch.addmm(bias, x, weight.t(), out=room)
     finally:
-        if split:
+        if choice.split:
             matmul.allow_bf16_reduced_precision_reduction = (False, False)
-
-
-class CudaLinear:
-    """``weight`` [outputs, inputs], plain or quantized, and ``bias`` [outputs], used as they lie in memory. ``gated``:
-    see the contract.
-
-    ``configs`` say which implementation serves a number of rows.
-    """
-
-    slots = None
-
-    def __init__(
-        self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
-    ) -> None:
-        self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
-        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
-        if isinstance(weight, DeviceWeight):
-            self.shape = self.shape._replace(scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow)
-
-    def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(self._weight, self._bias)
-
-    def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return ()
-
-    @property
-    def fused_input(self) -> QuantizedInput | None:
-        """Of a layer with float8 activations: its norm may give them."""
-        return quantized_input(self._weight)
-
-    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
-
-        Both are contiguous.
-        """
-        return self.by(self.configs(self.shape, len(x)), x, out)
-
-    def by(
-        self,
-        choice: KernelConfig,
-        x: Tensor | QuantizedRows,
-        out: Tensor | None = None,
-        adapters: Expansion | None = None,
-    ) -> Tensor:
-        """The same by another implementation, with what ``adapters`` add, see :func:`apply`."""
-        return apply(choice, x, self._weight, self._bias, self._gated, out, adapters)
-
-    def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
-        """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""
-        gated = activation == "silu_and_mul"
-        if gated or (activation is None and limit is None):
-            return CudaLinear(self._weight, self._bias, gated=gated, configs=self.configs)
-        return FinishedLinear(self._weight, self._bias, configs=self.configs, activation=activation, limit=limit)
-
-
-class FinishedLinear(CudaLinear):
-    """The same, followed by an ``activation`` that is no part of it, or with its outputs kept within ``limit``."""
-
-    def __init__(
-        self,
-        weight: Tensor | DeviceWeight,
-        bias: Tensor | None = None,
-        *,
-        configs: KernelConfigs,
-        activation: Activation | None,
-        limit: float | None,
-    ) -> None:
-        super().__init__(weight, bias, configs=configs)
-        self._activation, self._limit = activation, limit
-
-    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """A new tensor."""
-        y = super().__call__(x)
-        if self._activation is not None:
-            y = activate(y, self._activation)
-        return y if self._limit is None else clip(y, self._limit)
+    if not gated:
+        return y
+    y = silu_and_mul(y)
+    return y if out is None else out.copy_(y)

@@ -31,7 +31,7 @@ from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options, processors
 from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.lora_hopper import adapters_of, add_adapters
-from preheat.backends.cuda.tuning import LinearShape, Wide, fits_wide
+from preheat.backends.cuda.matmul.config import LinearShape, Wide, fits_wide
 
 INPUTS = gl.constexpr(64)
 """Depth of a tile: 128-byte rows of shared memory."""

@@ -1,4 +1,4 @@
-"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.linear_quantized`, by
+"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.matmul.weights`, by
 programs that stream their weights.
 
 A program has 64 rows of the weight: one warp loads their codes, and x, into a ring in shared memory (TMA), four warps
@@ -29,8 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin_early, begin_late, options
-from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.matmul.config import Tile
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
 from preheat.ops.quantization import QuantizedRows
 
 OUTPUTS = gl.constexpr(64)

@@ -1,4 +1,4 @@
-"""Linear layers of many rows in float8 on Hopper: the contract of :mod:`preheat.backends.cuda.linear_quantized`, by a
+"""Linear layers of many rows in float8 on Hopper: the contract of :mod:`preheat.backends.cuda.matmul.weights`, by a
 program like that of :mod:`preheat.backends.cuda.linear_hopper`.
 
 The matrix unit sums 128 products from zero, and what it gives is added to the accumulator in fp32. That takes registers
@@ -23,8 +23,8 @@ from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.linear_hopper import load_tiles, num_tiles, rounded_outputs, store_tile, tile_place
-from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
-from preheat.backends.cuda.tuning import Wide
+from preheat.backends.cuda.matmul.config import Wide
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
 from preheat.ops.quantization import QuantizedRows
 
 ROWS = gl.constexpr(64)
@@ -112,7 +112,7 @@ def _wide(
 
 def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
     """``y`` [rows, columns] from ``x`` [rows, inputs], where
-    :func:`preheat.backends.cuda.tuning.wide_float8`, on Hopper; all contiguous. Tiles are of 128 rows. The
+    :func:`preheat.backends.cuda.matmul.config.wide_float8`, on Hopper; all contiguous. Tiles are of 128 rows. The
     grid has at most one program for each multiprocessor.
     """
     outputs, inputs = weight.shape

@@ -1,20 +1,12 @@
-"""Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.matmul`.
+"""The matrices of the adapters in all slots of a layer on CUDA, see :mod:`preheat.ops.matmul`.
 
-Rows shrink beside the layer itself, of which that needs nothing (:mod:`preheat.backends.cuda.lora_shrink`). Behind both
-they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows without an adapter get
-nothing added.
-
-Layers that take their inputs by columns shrink in leaves, see :mod:`preheat.backends.cuda.lora_leaves`. How many
-outputs a layer has changes no bit of any: what is added up is a part of the inputs, or a tile of ranks, in the order
-in which the matrix unit takes them, whatever else is in the launch. So the rows of ``B`` that a rank has need no tiles.
-
-How many blocks there are at most follows from the number of rows and of places, and so does the grid; programs of
-blocks that a step has not end at once.
+How many blocks of rows there are at most follows from the number of rows and of slots, and so does the grid; programs
+of blocks that a step has not end at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,26 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsLayer, ExpertsSize, Linear
-from preheat.backends.cuda.activation import activate, clip
-from preheat.backends.cuda.collective import RankSums
+from preheat.backends.base import Collective
+from preheat.backends.cuda.collective import RankSums, root_of
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.lora_experts import AdaptedExperts
-from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
-from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
-from preheat.backends.cuda.moe import CudaExperts
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import KernelConfig, Tile, Wide
-from preheat.ops.kinds import Activation
-from preheat.ops.matmul import LowRankPair, pair_dtype
-from preheat.ops.quantization import QuantizedRows, plain_rows
-from preheat.ops.values import TILE
+from preheat.backends.cuda.matmul.config import Wide
+from preheat.ops.matmul import LowRankPair
+from preheat.ops.values import TILE, Matmul, pair_dtype
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -82,160 +63,42 @@ class Packed(NamedTuple):
     table: Tensor
 
 
+@triton.jit(do_not_specialize=["slots"])
+def _add_roots(
+    parts, shrunk, places, tiles, scales, stride, slots, WORLD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """What the rows of one block shrink to on all ranks together, scaled: of each tile in use [ROWS, RANKS]."""
+    block = tl.program_id(0)
+    slot, rank = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
+    place = tl.load(places + block)
+    begin(overlap)
+    if place >= 0:
+        scale = tl.load(scales + place * PLACE_IN_TABLE)
+        for tile in range(tl.load(tiles + place * PLACE_IN_TABLE)):
+            at = (tile * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
+            tl.store(shrunk + at, root_of(parts, stride.to(tl.int64), at, at >= 0, WORLD) * scale)
+
+
+def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:
+    """Write what rows shrank to into ``to``, of fp32 ``parts`` [ranks, as many numbers], those of each rank contiguous.
+    ``scales`` are those of all places.
+    """
+    slots = to.shrunk.shape[3]
+    _add_roots[(slots // to.block,)](
+        parts, to.shrunk, to.places, to.tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=to.block,
+        RANKS=TILE, **options(num_warps=1, num_stages=1),
+    )  # fmt: skip
+
+
 class CudaAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`; and what makes layers with room for adapters of those without."""
+    """See :class:`preheat.backends.base.AdapterOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def rows(self, tokens: int, slots: int) -> CudaAdapterRows:
         return CudaAdapterRows(tokens, slots, self._device)
-
-    def linear(
-        self,
-        linear: Linear,
-        inputs: int,
-        outputs: Sequence[int],
-        rows: CudaAdapterRows,
-        *,
-        places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        activation: Activation | None,
-        clip: float | None,
-        tiles: Sequence[int] = (),
-        among: Collective | None = None,
-    ) -> AdaptedLinear | AdaptedLeafLinear:
-        assert isinstance(linear, CudaLinear | CudaLeafLinear)
-        assert len(outputs) <= MOST_PARTS
-        leaves, held = getattr(linear.shape, "leaves", 1), pair_dtype(linear.shape.dtype, dtype)
-        among = among if isinstance(among, RankSums) else RankSums()
-        factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
-        if isinstance(linear, CudaLeafLinear):
-            return AdaptedLeafLinear(linear, factors, rows)
-        return AdaptedLinear(linear, factors, rows, activation, clip)
-
-    def embedding(
-        self, table: Tensor, rows: CudaAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
-    ) -> AdaptedEmbedding:
-        vocab, hidden = table.shape
-        factors = Factors(vocab, [hidden], places, max_rank, pair_dtype(table.dtype, dtype), self._device)
-        return AdaptedEmbedding(factors, rows)
-
-    def experts(
-        self, experts: ExpertsLayer, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
-        dtype: torch.dtype,
-    ) -> AdaptedExperts | AdaptedLeafExperts | None:  # fmt: skip
-        """Those of quantized experts that ranks share are refused when they are read."""
-        if not isinstance(experts, CudaExperts | CudaLeafExperts):
-            return None
-        held = pair_dtype(experts.shape.dtype, dtype)
-        gate_up, down = (
-            Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
-            for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
-        )
-        if isinstance(experts, CudaLeafExperts):
-            return AdaptedLeafExperts(experts, gate_up, down, rows)
-        return AdaptedExperts(experts, gate_up, down, rows)
-
-
-class AdaptedLinear:
-    """``inner``, then what the adapters of its rows add to each of its parts, then its activation. In steps without
-    adapters it is ``plain``, the layer that an engine without adapters has.
-    """
-
-    def __init__(
-        self,
-        linear: CudaLinear,
-        factors: Factors,
-        rows: CudaAdapterRows,
-        activation: Activation | None,
-        limit: float | None,
-    ) -> None:
-        self.inner, self.plain = linear, linear.finished(activation, limit)
-        self._factors, self._rows, self._activation, self._limit = factors, rows, activation, limit
-        self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
-
-    @property
-    def slots(self) -> Factors:
-        """What holds its adapters."""
-        return self._factors
-
-    def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return self.inner.weights()
-
-    def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return self._factors.matrices
-
-    @property
-    def linears(self) -> tuple[CudaLinear, CudaLinear]:
-        """The layers whose kernels are chosen by shape and number of rows."""
-        return self.plain, self.inner
-
-    @property
-    def fused_input(self) -> QuantizedInput | None:
-        """Adapters read what a norm gives as it is."""
-        found = self.plain.fused_input
-        return None if found is None else found.beside_plain()
-
-    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs] -> [rows, outputs]."""
-        blocks = self._rows.blocks_for(len(x))
-        if blocks is None:
-            return self.plain(x, out)
-        gated = self._activation == "silu_and_mul"
-        finished = gated or (self._activation is None and self._limit is None)
-        rows = plain_rows(x)
-        given, to = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
-        layer = self.plain if gated else self.inner
-        wide = layer.configs.wide(layer.shape, len(x)) if blocks.size > BLOCK else None
-        if wide is not None and self._factors.fit(wide):
-            self._factors.shrink(given, to, blocks, beside=False)
-            y = layer.by(wide, rows, out if finished else None, self._factors.gathered(to))
-        else:
-            choice, beside = self._choice(len(x))
-            y = self.inner.by(choice, x, out if finished and not gated else None)
-            y = self._factors.add(y, given, to, blocks, beside=beside, gated=gated, out=out)
-        if self._activation is not None and not gated:
-            y = activate(y, self._activation)
-        return y if self._limit is None else clip(y, self._limit)
-
-    def _choice(self, rows: int) -> tuple[KernelConfig, bool]:
-        """By what the layer is computed, and whether rows shrink beside it. cuBLAS lets nothing begin before it ends,
-        and those kernels of quantized layers that stream weights let the next one begin before they have waited for x.
-        """
-        choice = self.inner.configs.own(self.inner.shape, rows)
-        if isinstance(choice, Tile):
-            return choice, self.inner.shape.scheme is None or not choice.bulk
-        return choice, isinstance(choice, Wide)
-
-
-class AdaptedEmbedding:
-    """See :class:`preheat.backends.base.Embedding`. What a token shrinks to is a column of the first matrix."""
-
-    def __init__(self, factors: Factors, rows: CudaAdapterRows) -> None:
-        self._factors, self._rows = factors, rows
-        self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
-
-    @property
-    def slots(self) -> Factors:
-        """What holds its adapters."""
-        return self._factors
-
-    def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return iter(())
-
-    def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
-        return self._factors.matrices
-
-    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
-        blocks = self._rows.blocks
-        if blocks is not None:
-            expand(out, self._factors.gather(tokens, slots, last_token, blocks), self._factors.bounds, chosen=True)
 
 
 class Factors:
@@ -268,6 +131,17 @@ class Factors:
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
         self._nothing, self._cleared = self._host(TABLE_ROWS, width, dtype=torch.int32), [True] * places
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(cls, value: Matmul, device: torch.device, ranks: Collective | None = None) -> Factors:
+        """Make room for the term of a layer of ``value``; of experts, for all their matrices in order."""
+        (term,) = value.terms
+        held = getattr(torch, pair_dtype(value.weight.dtype, term.dtype))
+        outputs = term.parts * max(value.groups.experts, 1)
+        assert value.groups.experts or len(outputs) <= MOST_PARTS
+        among = ranks if term.shared == "ranks" and isinstance(ranks, RankSums) else RankSums()
+        splits = value.order.own_k_splits if value.order.is_split and not value.groups.experts else 1
+        return cls(value.inputs, outputs, term.slots, term.rank, held, device, leaves=splits, among=among)
 
     @property
     def bytes(self) -> int:

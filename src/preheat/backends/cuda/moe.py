@@ -9,178 +9,51 @@ waits for the choice of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from preheat.backends.base import ALONE, ExpertsWeights, LayerContext
 from preheat.backends.cuda.activation import silu_and_mul
-from preheat.backends.cuda.linear_hopper import fits, wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input, tensors_of
-from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
-from preheat.backends.cuda.moe_fp8 import experts_fp8
-from preheat.backends.cuda.moe_linear import experts_linear
+from preheat.backends.cuda.collective import RankSums, add_ranks
+from preheat.backends.cuda.linear_hopper import wide
+from preheat.backends.cuda.lora import Factors
+from preheat.backends.cuda.lora_blocks import Blocks, CudaAdapterRows
+from preheat.backends.cuda.lora_routed import (
+    Kept,
+    RoutedFactors,
+    add_experts,
+    expand_experts,
+    expand_tokens,
+    shrink_experts,
+    shrink_slots,
+)
+from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, Wide, experts_shape_of
+from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.layer import stored
+from preheat.backends.cuda.matmul.weights import (
+    DeviceWeight,
+    codes_of,
+    dequantized_experts,
+    quantized_input,
+    tensors_of,
+)
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.quantize import silu_and_quantize
-from preheat.backends.cuda.tuning import (
-    FP8_REFERENCE,
-    REFERENCE,
-    SHARED_BYTES,
-    Expanded,
-    ExpertsEntry,
-    LinearShape,
-    Table,
-    Tile,
-    Wide,
-    codes_bytes,
-    whole_groups,
-    without_unaligned_copies,
-)
-from preheat.ops.kinds import Scheme
+from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
+from preheat.ops.matmul import tree_sum
 from preheat.ops.quantization import QuantizedRows, plain_rows
-from preheat.ops.values import Routing
+from preheat.ops.values import ONE_SUM, Experts, Routing
 
-ALONE = 4
-"""With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
+_TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
+"""In place of the kernel for many rows, which writes no fp32, for experts that ranks share."""
 
-
-class ExpertsShape(NamedTuple):
-    """What the choice of kernels depends on, but for the number of tokens."""
-
-    num_experts: int
-    hidden: int
-    inner: int
-    top_k: int
-    dtype: torch.dtype
-    scheme: Scheme | None = None
-
-    @classmethod
-    def of(cls, entry: ExpertsEntry) -> ExpertsShape:
-        dtype = getattr(torch, entry.dtype)
-        return cls(entry.num_experts, entry.hidden, entry.inner, entry.top_k, dtype, entry.scheme)
-
-    @property
-    def gate_up(self) -> LinearShape:
-        """Of one expert."""
-        return LinearShape(2 * self.inner, self.hidden, True, self.dtype, scheme=self.scheme)
-
-    @property
-    def down(self) -> LinearShape:
-        return LinearShape(self.hidden, self.inner, False, self.dtype, scheme=self.scheme)
-
-
-class ExpertsConfig(NamedTuple):
-    """The kernels of both layers. ``block``: rows of an expert that are computed together, those of both tiles; 1:
-    every slot is computed by itself.
-    """
-
-    block: int
-    gate_up: Tile | Wide | Expanded
-    down: Tile | Wide | Expanded
-
-    def entry(self, shape: ExpertsShape, tokens: int, microseconds: float) -> ExpertsEntry:
-        """As a table has it."""
-        tiles, wides = None, None
-        if isinstance(self.gate_up, Tile) and isinstance(self.down, Tile):
-            tiles = self.gate_up, self.down
-        elif isinstance(self.gate_up, Wide) and isinstance(self.down, Wide):
-            wides = self.gate_up, self.down
-        return ExpertsEntry(
-            *shape[:4], tokens, round(microseconds, 2), self.block, str(shape.dtype).removeprefix("torch."),
-            shape.scheme, tiles, wides,
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, entry: ExpertsEntry) -> ExpertsConfig:
-        """What a table has."""
-        layers = entry.tiles or entry.wides
-        assert layers is not None
-        return cls(entry.block, *layers)
-
-
-def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-    """Guess the kernels for experts and a number of tokens that are in no table."""
-    guess = _guess(shape, tokens)
-    return guess._replace(
-        gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
-        down=without_unaligned_copies(guess.down, shape.down),
-    )
-
-
-def _guess(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-    """Guess the kernels as if every row of weights could be copied in bulk."""
-    slots = tokens * shape.top_k
-    alone = slots * ALONE <= shape.num_experts
-    if shape.scheme is not None:
-        rows = 16 if slots <= 16 * shape.num_experts else 64
-        deep = 256 if alone and whole_groups(shape.scheme) else 128
-        tiles = (_codes_tile(layer, rows, deep) for layer in (shape.gate_up, shape.down))
-        return ExpertsConfig(1 if alone else rows, *tiles)
-    if shape.dtype != torch.bfloat16:
-        return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
-    mean = slots / shape.num_experts
-    if alone:
-        return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), Tile(128, 16, 128, 4, 4, True))
-    if mean <= 12:
-        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))
-    if mean <= 24:
-        return ExpertsConfig(32, Tile(128, 32, 128, 4, 3, True), Tile(128, 32, 64, 4, 3, True))
-    if mean <= 48 or not (fits(shape.gate_up) and fits(shape.down)):
-        return ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
-    return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
-
-
-def _codes_tile(layer: LinearShape, rows: int, deep: int) -> Tile:
-    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
-    room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
-    return Tile(64, rows, deep, 4, max(2, min(4, room)))
-
-
-PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}
-"""The plain kernel, whose bits are the contract's."""
-
-
-def plain_config(shape: ExpertsShape) -> ExpertsConfig:
-    """What ``shape`` is compared with."""
-    if shape.scheme is None:
-        return PLAIN[shape.dtype]
-    if shape.scheme.activations is not None:
-        return ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
-    tile = REFERENCE[shape.dtype]
-    return ExpertsConfig(tile.rows, Expanded(tile), Expanded(tile))
-
-
-class ExpertsConfigs:
-    """From experts and a number of tokens to the kernels that serve them. Of several ``tables`` that know experts the
-    last one counts.
-    """
-
-    def __init__(self, tables: Iterable[Table] = ()) -> None:
-        self._entries: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
-        self._made: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
-        for table in tables:
-            found: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
-            for entry in table.experts:
-                found.setdefault(ExpertsShape.of(entry), {})[entry.tokens] = ExpertsConfig.of(entry)
-            self._entries |= found
-
-    def __call__(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-        made = self._made.get((shape, tokens))
-        if made is None:
-            made = self._made[shape, tokens] = self._find(shape, tokens)
-        return made
-
-    def _find(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-        found = self._entries.get(shape, {})
-        size = min((size for size in found if size >= tokens), default=None)
-        return experts_config(shape, tokens) if size is None else found[size]
-
-    def reject(self, shape: ExpertsShape, tokens: int) -> None:
-        """From now on serve ``tokens`` tokens by the kernel whose order is beyond doubt."""
-        self._made[shape, tokens] = plain_config(shape)
-
+Inner = Callable[[Tile, Arrangement], Iterator[Tensor]]
+"""Gives the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
 
 Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
@@ -215,67 +88,200 @@ def experts_layer(
     choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.moe_linear.experts_linear`."""
+    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.matmul.gemm.experts_product`."""
     gathered = gated if gathered is None else gathered
-    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
-        assert isinstance(choice, Tile)
-        return experts_fp8(choice, x, weight, arrangement, gated=gated, gathered=gathered)
+    if isinstance(choice, Tile):
+        return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered)
     assert isinstance(x, Tensor)
-    if isinstance(weight, DeviceWeight):
-        if isinstance(choice, Tile):
-            return experts_codes(choice, x, weight, arrangement, gated=gated, gathered=gathered)
-        assert isinstance(choice, Expanded)
+    if isinstance(choice, Expanded):
+        assert isinstance(weight, DeviceWeight)
         plain = dequantized_experts(weight)
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered)  # type: ignore[arg-type]
-    if isinstance(choice, Tile):
-        return experts_linear(choice, x, weight, arrangement, gated=gated, gathered=gathered)
-    assert isinstance(choice, Wide)
+    assert isinstance(weight, Tensor)
     rows = spread(x, arrangement) if gathered else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
     return y
 
 
-class CudaExperts:
-    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or
-    quantized, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
+class ExpertsLayer:
+    """The routed experts of ``value``; ``configs`` say which kernels serve a number of tokens.
+
+    Ranks may share the inner numbers. Then a token's experts are added in slot order inside of each split, in fp32; the
+    splits are added in their tree, then the ranks. Plain weights are cut: each split has a part of every expert's inner
+    numbers, their rows of gate and up and their columns of down. Of quantized experts only the columns of down are cut:
+    the gates and ups of a rank are one product, because a row has one scale for all its inner numbers.
     """
 
-    slots = None
-
-    def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: ExpertsConfigs) -> None:
-        self._gate_up, self._down, self._routing, self.configs = gate_up, down, routing, configs
-        num_experts, hidden, inner = down.shape
-        scheme, codes = (down.scheme, down.codes) if isinstance(down, DeviceWeight) else (None, down)
-        self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
-        self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
+    def __init__(
+        self,
+        value: Experts,
+        weights: ExpertsWeights,
+        configs: KernelConfigs,
+        device: torch.device,
+        context: LayerContext = ALONE,
+    ) -> None:
+        order = value.down.order
+        self.value, self.configs, self._split = value, configs, order.is_split
+        self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
+        self.shape = experts_shape_of(value)
+        gate_up, down = weights
+        self._gate_up: list[Weights]
+        self._down: list[Weights]
+        spare = 0
+        if self._split and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            spare = 1
+            self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits)
+            halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
+            self._gate_up = [half.reshape(len(gate_up), -1, gate_up.shape[2]).contiguous() for half in halves]
+            self._down = [part.contiguous() for part in down.chunk(order.own_k_splits, 2)]
+        else:
+            self._gate_up, self._down = [stored(gate_up, ONE_SUM)], [stored(down, order)]
+        self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)
+        self._spare = [torch.zeros_like(self._counts)] * spare  # of all splits but the last
+        self.slots: RoutedFactors | None = None
+        if value.down.terms:
+            self.slots = RoutedFactors(Factors.of(value.gate_up, device), Factors.of(value.down, device))
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(self._gate_up, self._down)
+        return tensors_of(*self._gate_up, *self._down)
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return (self._counts,)
+        counts = self._counts, *self._spare
+        return counts if self.slots is None else (*counts, *self.slots.matrices)
 
     @property
     def fused_input(self) -> QuantizedInput | None:
-        """Of experts with float8 activations: their norm may give them."""
-        return quantized_input(self._gate_up)
+        """How the norm before experts may quantize their rows; terms read them plain."""
+        found = quantized_input(self._gate_up[0])
+        return found if found is None or self.slots is None else found.beside_plain()
 
     def __call__(self, x: Rows, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
-        return self.by(self.configs(self.shape, len(x)), x, logits)
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> a new tensor [tokens, hidden], equal on all ranks."""
+        config = self.configs.experts(self.shape, len(x))
+        blocks = None if self.slots is None else self._rows.blocks
+        if not self._split:
+            return self.by(config, x, logits, apart=blocks is not None)
+        if blocks is not None:
+            return self._with_terms(config, cast(Tensor, x), logits, blocks)
+        partial = self._partial(config, x, logits, self._ranks)
+        if self._ranks.world == 1:
+            return partial.to(self.shape.dtype)
+        return self._ranks.sum(partial, None, self.shape.dtype)
 
-    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
-        """What this rank computes by itself: all of it."""
-        return self.by(config, x, logits)
+    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
+        """Return [tokens, hidden] of this rank alone by the kernels of ``config``, of experts that ranks share in fp32.
 
-    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None = None) -> Tensor:
-        """The same by the kernels of ``config``, and with what is ``adding`` to both layers."""
-        weights = self._gate_up, self._down
+        ``apart``: in the launches of a step with terms. They are added if a step is described, but for the term that
+        joins a token's sum.
+        """
+        if not self._split:
+            return self.by(config, x, logits, apart=apart)
+        if apart:
+            return self._apart(config, cast(Tensor, x), logits, self._rows.blocks)[0]
+        return self._partial(config, x, logits, RankSums())
+
+    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
+        """Return the outputs of experts that no ranks share by the kernels of ``config``; ``apart`` as for
+        :meth:`local`.
+        """
+        weights = self._gate_up[0], self._down[0]
+        with self._counting():
+            adding = self._added if apart else None
+            return experts_forward(config, x, logits, *weights, self.value.routing, self._counts, adding)
+
+    def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
+        blocks, slots = self._rows.blocks, cast(RoutedFactors, self.slots)
+        if blocks is None:
+            return y
+        return add_experts(y, x, slots.gate_up if first else slots.down, blocks, arrangement, gathered=first)
+
+    def _with_terms(self, config: ExpertsConfig, x: Tensor, logits: Tensor, blocks: Blocks) -> Tensor:
+        """Return the outputs of experts that ranks share in a step with terms."""
+        down = cast(RoutedFactors, self.slots).down
+        partial, kept = self._apart(config, x, logits, blocks)
+        mine = shrink_slots(kept, down, blocks)
+        if self._ranks.world == 1:
+            return expand_tokens(partial.to(x.dtype), mine[None], kept, down, blocks)
+        found = self._ranks.gather(torch.cat((mine.view(-1), partial.view(-1))))
+        first = mine.numel()
+        y = add_ranks(found[:, first:].unflatten(1, partial.shape), None, x.dtype)
+        return expand_tokens(y, found[:, :first], kept, down, blocks)
+
+    def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
+        """Return what this rank adds: fp32 [tokens, hidden]."""
+        if isinstance(self._down[0], DeviceWeight):
+            with self._counting():
+                arrangement = arrange(logits, self.value.routing, config.block, self._counts)
+                inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
+                splits = self._splits(config.down, inner, self._down[0], arrangement, ranks)
+                return tree_sum([combine(split, arrangement) for split in splits.unbind()])
+
+        def inner_of(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
+            return (experts_product(tile, x, gate_up, arrangement, gated=True) for gate_up in self._gate_up)
+
+        return self._cut(config, logits, inner_of)
+
+    def _apart(self, config: ExpertsConfig, x: Tensor, logits: Tensor, blocks: Blocks | None) -> tuple[Tensor, Kept]:
+        """Return what this rank adds, fp32 [tokens, hidden], with terms before the activation, and what is kept."""
+        kept: list[Kept] = []
+        gate_up = cast(RoutedFactors, self.slots).gate_up
+
+        def inner_of(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
+            size = self.shape.inner
+            kept.append(Kept(arrangement, x.new_empty(len(self._down), arrangement.rows, size)))
+            shrunk = None if blocks is None else shrink_experts(x, gate_up, blocks, arrangement, gathered=True)
+            for split, (weight, to) in enumerate(zip(self._gate_up, kept[0].rows, strict=True)):
+                y = experts_product(tile, x, weight, arrangement, gated=False, gathered=True)
+                if blocks is not None and shrunk is not None:
+                    expand_experts(y, shrunk, gate_up, blocks, arrangement, first=split * size)
+                yield silu_and_mul(y, to)
+
+        return self._cut(config, logits, inner_of), kept[0]
+
+    def _cut(self, config: ExpertsConfig, logits: Tensor, inner_of: Inner) -> Tensor:
+        """Return the sum of the splits of plain experts, of each the activations that ``inner_of`` gives."""
+        tiles = _TILES if isinstance(config.gate_up, Wide) else config
+        assert isinstance(tiles.gate_up, Tile) and isinstance(tiles.down, Tile)
+        with self._counting():
+            arrangement, sums = arrange(logits, self.value.routing, tiles.block, self._counts), list[Tensor]()
+            for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
+                given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
+                last = len(sums) == len(self._down) - 1  # whose end makes zeros of the counts, which others need
+                sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare[0])))
+        return tree_sum(sums)
+
+    def _splits(
+        self, choice: Tile | Wide | Expanded, inner: Tensor, down: DeviceWeight, arrangement: Arrangement,
+        ranks: RankSums,
+    ) -> Tensor:  # fmt: skip
+        """Return each split of ``inner`` times quantized ``down``: fp32 [splits, arranged rows, hidden]."""
+        if isinstance(choice, Expanded):
+            assert isinstance(choice.choice, Tile)
+            return _plain_splits(choice.choice, inner, dequantized_experts(down), down.splits, arrangement)
+        assert isinstance(choice, Tile)
+        if down.scheme.activations is None:
+            return experts_splits(choice, inner, down, arrangement)
+        if down.scheme.activations != "token" or ranks.world == 1:
+            return experts_splits(choice, codes_of(inner, down), down, arrangement)
+        places = None if arrangement.block == 1 else arrangement.places
+        return experts_splits(choice, quantize_parts(inner, ranks, places), down, arrangement)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Make zeros of the counts after an error: memory may have run out between their use and its end."""
         try:
-            return experts_forward(config, x, logits, *weights, self._routing, self._counts, adding)
+            yield
         except BaseException:
-            self._counts.zero_()  # memory may have run out between its use and its end
+            self._counts.zero_()
             raise
+
+
+def _plain_splits(tile: Tile, inner: Tensor, down: Tensor, splits: int, arrangement: Arrangement) -> Tensor:
+    parts = zip(inner.chunk(splits, 1), down.chunk(splits, 2), strict=True)
+    return torch.stack([
+        experts_product(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
+        for x, w in parts
+    ])  # fmt: skip

@@ -17,21 +17,17 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear_hopper import fits
-from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.moe import (
-    ALONE,
-    ExpertsConfig,
-    ExpertsShape,
-    Weights,
-    experts_config,
-    experts_forward,
-    experts_layer,
-)
+from preheat.backends.cuda.matmul.config import ExpertsConfig, ExpertsShape, LinearShape, Tile, Wide
+from preheat.backends.cuda.matmul.kernels import fitting_tiles
+from preheat.backends.cuda.matmul.rules import ALONE, experts_rule
+from preheat.backends.cuda.matmul.tables import ExpertsEntry
+from preheat.backends.cuda.matmul.weights import DeviceWeight
+from preheat.backends.cuda.moe import Weights, experts_forward, experts_layer
 from preheat.backends.cuda.moe_route import Arrangement, arrange
-from preheat.backends.cuda.tuner import fitting_tiles, graph_microseconds
-from preheat.backends.cuda.tuning import ExpertsEntry, LinearShape, Tile, Wide
+from preheat.backends.cuda.tuner import graph_microseconds
 from preheat.ops.quantization import empty_weight
 from preheat.ops.values import Routing
 
@@ -126,12 +122,12 @@ def tune_experts(
     for tokens in (size for size in TOKENS if size <= max_tokens):
         if time.monotonic() > end:
             break
-        guess = experts_config(shape, tokens)
+        guess = experts_rule(shape, tokens, hopper=is_hopper())
         timed = [(guess, bench.whole(guess, tokens))]  # the best of each layer need not be the best together
         timed += [found for block in block_sizes(shape, tokens) if (found := bench.best(tokens, block)) is not None]
         config, taken = min(timed, key=lambda found: found[1])
         report(shape, tokens, config, taken)
-        entries.append(config.entry(shape, tokens, taken))
+        entries.append(ExpertsEntry.of(shape, tokens, config, taken))
     return entries
 
 

@@ -19,26 +19,22 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, plain_leaf_tile, sum_leaves
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
-from preheat.backends.cuda.lora_experts import AdaptedExperts
-from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
-from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
-from preheat.backends.cuda.tuning import (
+from preheat.backends.cuda.matmul.config import (
     Expanded,
+    ExpertsShape,
     KernelConfig,
-    KernelConfigs,
     Library,
     LinearShape,
+    experts_reference,
     reference,
 )
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
-
-Provable = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | AdaptedExperts | AdaptedLeafExperts
 
 SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}
@@ -80,7 +76,7 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
             kernel = choice.choice if isinstance(choice, Expanded) else choice
             x, weight, bias, y = _operands(shape, 1 if isinstance(kernel, Library) else kernel.rows)
             if not isinstance(kernel, Library):
-                apply(choice, x, weight, bias, shape.gated, y)
+                _by(choice, shape, x, weight, bias, y)
             elif isinstance(weight, DeviceWeight):
                 dequantized(weight)
 
@@ -113,13 +109,13 @@ def differing(
 
     def compare(found: Tensor) -> None:
         for index, (rows, choice) in enumerate(chosen):
-            y = apply(choice, x[:rows], weight, bias, shape.gated)
-            found[index] += _bits(y).ne(_bits(expected[:rows])).any()
+            room = torch.empty_like(expected[:rows]) if shape.splits else None
+            found[index] += _bits(_by(choice, shape, x[:rows], weight, bias, room)).ne(_bits(expected[:rows])).any()
 
     graph = None
     for seed in range(seeds):
         fill(x, weight, seed)
-        apply(reference(shape), x, weight, bias, shape.gated, expected)
+        _by(reference(shape), shape, x, weight, bias, expected)
         compare(differs[0])
         if graph is None:
             graph = capture(partial(compare, differs[1]))
@@ -127,71 +123,42 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def settle_experts(used: Iterable[tuple[Provable, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
-    """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
-    ``invariant``. Experts with places for adapters are compared with those that have none.
+def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+    """Compile the kernels of experts at numbers of tokens, and replace kernels with other bits than the plain one.
+
+    Experts are proven with their own weights, of one kind the last ones; without ``invariant`` nothing is proven. The
+    launches of a step with terms are compared, too; terms add nothing where no step is described.
     """
+    kinds = {}
     for experts, sizes in used:
-        x, logits = _routed(experts.shape, max(sizes))
-        plain = plain_config(experts.shape)
-        right = experts.inner if isinstance(experts, AdaptedExperts) else experts
-        with compiling(os.cpu_count() or 1):
-            for tokens in sizes:
-                experts.local(experts.configs(experts.shape, tokens), x[:tokens], logits[:tokens])
-            right.local(plain, x, logits)
-        wrong: set[int] = set()
-        for seed in range(seeds if invariant else 0):
-            fill(x, logits, seed)
-            logits.normal_()
-            expected = right.local(plain, x, logits)
-            wrong |= {n for n in sizes if _bits(_chosen(experts, x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
-        for tokens in sorted(wrong):
-            logger.info(
-                "%s gives other bits than the contract for %d tokens of %s: it is not used", *_choice(experts, tokens)
-            )
-            experts.configs.reject(experts.shape, tokens)
+        for apart in (False,) if experts.slots is None else (True, False):
+            kinds[experts.value.down.order.is_split, experts.shape, apart] = experts, sizes, apart
+    for experts, sizes, apart in kinds.values():
+        _settle(experts, sizes, apart, seeds if invariant else 0)
 
 
-def _chosen(experts: Provable, x: Tensor, logits: Tensor) -> Tensor:
-    return experts.local(experts.configs(experts.shape, len(x)), x, logits)
+def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int) -> None:
+    shape, configs, plain = experts.shape, experts.configs, experts_reference(experts.shape)
+    x, logits = _routed(shape, max(sizes))
+    right = partial(experts.local, plain, apart=apart and experts.value.down.order.is_split)
 
+    def found(tokens: int) -> Tensor:
+        return experts.local(configs.experts(shape, tokens), x[:tokens], logits[:tokens], apart=apart)
 
-def settle_leaves(
-    tiles: LeafTiles, used: Iterable[tuple[LeafShape, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS
-) -> None:
-    """The same for the leaves of row-parallel layers, whose fp32 sums are compared."""
-    sizes: dict[LeafShape, dict[int, None]] = {}
-    for shape, rows in used:
-        sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
-    for shape, numbers in sizes.items():
-        layer = shape.of_leaf._replace(inputs=shape.inputs)
-        x, weight, _, _ = _operands(layer, max(numbers), shape.leaves)
-        y = torch.empty(len(x), shape.outputs, device="cuda")
-        expected = torch.empty_like(y)
-        plain = plain_leaf_tile(shape)
-        with compiling(os.cpu_count() or 1):
-            for tile in {tiles(shape, size) for size in numbers} | {plain}:
-                sum_leaves(tile, x, weight, None, shape.leaves, y)
-        wrong: set[int] = set()
-        for seed in range(seeds if invariant else 0):
-            fill(x, weight, seed)
-            sum_leaves(plain, x, weight, None, shape.leaves, expected)
-            for size in numbers:
-                sum_leaves(tiles(shape, size), x[:size], weight, None, shape.leaves, y[:size])
-                if _bits(y[:size]).ne(_bits(expected[:size])).any():
-                    wrong.add(size)
-        for size in sorted(wrong):
-            logger.info(
-                "%s gives other bits than the contract for %d rows of %s: it is not used",
-                tiles(shape, size),
-                size,
-                shape,
-            )
-            tiles.reject(shape, size)
-
-
-def _choice(experts: Provable, tokens: int) -> tuple[object, int, object]:
-    return experts.configs(experts.shape, tokens), tokens, experts.shape
+    with compiling(os.cpu_count() or 1):
+        for tokens in sizes:
+            found(tokens)
+        right(x, logits)
+    wrong: set[int] = set()
+    for seed in range(seeds):
+        fill(x, logits, seed)
+        logits.normal_()
+        expected = right(x, logits)
+        wrong |= {tokens for tokens in sizes if _bits(found(tokens)).ne(_bits(expected[:tokens])).any()}
+    for tokens in sorted(wrong):
+        config = configs.experts(shape, tokens)
+        logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)
+        configs.reject(shape, tokens)
 
 
 def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
@@ -200,16 +167,23 @@ def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
     return x, torch.empty(tokens, shape.num_experts, device="cuda", dtype=shape.dtype)
 
 
-def _operands(
-    shape: LinearShape, rows: int, leaves: int = 1
-) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
-    """x, W, b (zeros) and y of ``rows`` rows."""
+def _by(
+    choice: KernelConfig, shape: LinearShape, x: Tensor, weight: Tensor | DeviceWeight, bias: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the layer's outputs for ``x`` by the kernel ``choice``, in ``out`` if it is given."""
+    return apply(choice, x, weight, bias, shape.gated, out, splits=max(shape.splits, 1))
+
+
+def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
+    """Return x, W, b (zeros) and y of ``rows`` rows. Of a layer whose inputs are cut, y are fp32 sums."""
     x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
     weight: Tensor | DeviceWeight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
     if shape.scheme is not None:
-        weight = random_weight(shape, x.device, 0, leaves)
+        weight = random_weight(shape, x.device, 0)
     bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
-    return x, weight, bias, torch.empty(rows, shape.columns, device="cuda", dtype=shape.dtype)
+    y = torch.empty(rows, shape.columns, device="cuda", dtype=torch.float32 if shape.splits else shape.dtype)
+    return x, weight, bias, y
 
 
 def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
@@ -221,7 +195,7 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
         shape = LinearShape(
             outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow
         )
-        new = random_weight(shape, x.device, seed, weight.leaves)
+        new = random_weight(shape, x.device, seed)
         for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
             tensor.copy_(numbers)
     else:
@@ -235,7 +209,7 @@ def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> No
         signed_pairs(tensor, sign)
 
 
-def random_weight(shape: LinearShape, device: torch.device, seed: int, leaves: int = 1) -> DeviceWeight:
+def random_weight(shape: LinearShape, device: torch.device, seed: int) -> DeviceWeight:
     """The same of a quantized weight: codes of all sizes and random scales for ``seed`` 0; else one scale, no zero
     points, and codes in pairs that cancel.
     """
@@ -261,7 +235,7 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int, leaves: i
             weight.zeros.zero_()
     if shape.dealt:
         weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
-    return DeviceWeight.of(weight, dealt=shape.dealt, leaves=leaves)
+    return DeviceWeight.of(weight, dealt=shape.dealt, splits=max(shape.splits, 1))
 
 
 def _bits(y: Tensor) -> Tensor:

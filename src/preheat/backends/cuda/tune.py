@@ -11,21 +11,17 @@ import torch
 
 from preheat.backends.base import TuneRequest
 from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.moe import ExpertsConfig, ExpertsShape
-from preheat.backends.cuda.moe_tuner import tune_experts
-from preheat.backends.cuda.tuner import ROWS, tune
-from preheat.backends.cuda.tuning import (
-    Entry,
-    ExpertsEntry,
+from preheat.backends.cuda.matmul.config import (
+    ExpertsConfig,
+    ExpertsShape,
     KernelConfig,
     LinearShape,
-    Table,
-    encode,
-    merged,
-    place,
-    read,
+    experts_shape_of,
     shape_of,
 )
+from preheat.backends.cuda.matmul.tables import Entry, ExpertsEntry, Table, encode, merged, place, read
+from preheat.backends.cuda.moe_tuner import tune_experts
+from preheat.backends.cuda.tuner import ROWS, tune
 from preheat.errors import PreheatError, SettingsError
 from preheat.utils.files import write_whole
 
@@ -36,7 +32,7 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     """See :meth:`preheat.backends.base.Backend.tune`."""
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
-    share = request.seconds / (len(request.layers) + 1 + len(request.experts))
+    share = request.seconds / (len(request.layers) + 1 + len(set(request.experts)))
     found, experts = _measure(request, share), _measure_experts(request, share)
     if not found and not experts:
         raise PreheatError(f"--seconds {request.seconds:g} is too short for a single measurement: raise it")
@@ -53,12 +49,11 @@ def _measure(request: TuneRequest, share: float) -> list[Entry]:
         best = min(times, key=lambda config: times[config])
         logger.info("%d x %d, %d rows: %.1f us, %s", shape.outputs, shape.inputs, rows, times[best], best)
 
-    dtype = getattr(torch, request.dtype)
-    layers = list(dict.fromkeys(shape_of(layer, dtype, hopper=is_hopper()) for layer in request.layers))
+    layers = list(dict.fromkeys(shape_of(layer, hopper=is_hopper()) for layer in request.layers))
     rows = [size for size in ROWS if size <= request.max_rows]
     found = tune(layers, rows, share * len(layers), report)
     head_rows = [size for size in rows if size <= request.max_head_rows]
-    return found + tune([shape_of(request.head, dtype)], head_rows, share, report)
+    return found + tune([shape_of(request.head)], head_rows, share, report)
 
 
 def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
@@ -67,8 +62,7 @@ def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
     def report(shape: ExpertsShape, tokens: int, config: ExpertsConfig, taken: float) -> None:
         logger.info("%s, %d tokens: %.1f us, %s", shape, tokens, taken, config)
 
-    dtype = getattr(torch, request.dtype)
-    shapes = [ExpertsShape(e.num_experts, e.hidden, e.inner, e.top_k, dtype, e.scheme) for e in request.experts]
+    shapes = dict.fromkeys(map(experts_shape_of, request.experts))
     return [entry for shape in shapes for entry in tune_experts(shape, request.max_rows, share, report)]
 
 

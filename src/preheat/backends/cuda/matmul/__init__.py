@@ -1,0 +1,1 @@
+"""Linear layers and routed experts on CUDA."""

@@ -1,0 +1,241 @@
+"""Shapes of layers, and the choices of kernels for them. No Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from preheat.ops.kinds import Scheme
+from preheat.ops.values import Experts, Matmul
+
+SHARED_BYTES = 225_000
+"""Of one program's tiles in shared memory, on Hopper."""
+
+
+class LinearShape(NamedTuple):
+    """Everything about a layer that the choice of its kernel depends on, besides the number of rows.
+
+    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``dealt``: codes of four bits
+    lie in the order of Hopper's matrix unit; ``narrow``: and their scales are of bfloat16. ``splits``: into how many
+    splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
+    """
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    scheme: Scheme | None = None
+    dealt: bool = False
+    narrow: bool = False
+    splits: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        return self.outputs // 2 if self.gated else self.outputs
+
+    @property
+    def of_split(self) -> LinearShape:
+        """The layer of one split, as a layer of its own."""
+        return LinearShape(self.outputs, self.inputs // self.splits, dtype=self.dtype, scheme=self.scheme)
+
+
+class ExpertsShape(NamedTuple):
+    """Everything about experts that the choice of their kernels depends on, besides the number of tokens."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    dtype: torch.dtype
+    scheme: Scheme | None = None
+
+    @property
+    def gate_up(self) -> LinearShape:
+        """The first layer of one expert."""
+        return LinearShape(2 * self.inner, self.hidden, True, self.dtype, scheme=self.scheme)
+
+    @property
+    def down(self) -> LinearShape:
+        """The second layer of one expert."""
+        return LinearShape(self.hidden, self.inner, False, self.dtype, scheme=self.scheme)
+
+
+class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
+
+    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_few`.
+    """
+
+    outputs: int
+    rows: int
+    inputs: int
+    warps: int
+    stages: int
+    bulk: bool = False
+
+
+class Wide(msgspec.Struct, frozen=True):
+    """The kernel for many rows on Hopper, :mod:`preheat.backends.cuda.linear_hopper`, with tiles of ``outputs`` x
+    ``rows``.
+
+    ``outputs`` are rows of W: gates and ups both count. At most 128 for 256 rows, 256 for 128.
+    """
+
+    outputs: int
+    rows: int
+    stages: int
+
+
+class Library(msgspec.Struct, frozen=True):
+    """cuBLAS. With ``split`` it may cut the inputs into parts, and so change the bits."""
+
+    split: bool = False
+
+
+class Expanded(msgspec.Struct, frozen=True):
+    """Of quantized weights: they are dequantized into memory, then ``choice`` computes with them."""
+
+    choice: Tile | Wide | Library
+
+
+KernelConfig = Tile | Wide | Library | Expanded
+
+
+class ExpertsConfig(NamedTuple):
+    """The kernels of both layers of experts. ``block`` rows of an expert are computed together, as many as the rows of
+    both tiles; 1: every slot is computed by itself.
+    """
+
+    block: int
+    gate_up: Tile | Wide | Expanded
+    down: Tile | Wide | Expanded
+
+
+REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
+"""Tiles of the plain kernel; its bits define the contract."""
+
+
+FP8_REFERENCE = Tile(64, 64, 128, 4, 3)
+"""The reference tile of layers with float8 activations."""
+
+
+PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}
+"""The reference kernels of experts with plain weights."""
+
+
+PROCESSORS = 132
+"""Of a Hopper GPU."""
+
+
+def reference(shape: LinearShape) -> KernelConfig:
+    """Return the kernel that defines the bits of a layer.
+
+    For quantized weights without quantized activations it is the plain kernel on dequantized weights.
+    """
+    if shape.scheme is None:
+        return REFERENCE[shape.dtype]
+    return FP8_REFERENCE if shape.scheme.activations else Expanded(REFERENCE[shape.dtype])
+
+
+def experts_reference(shape: ExpertsShape) -> ExpertsConfig:
+    """Return the kernels that define the bits of experts."""
+    if shape.scheme is None:
+        return PLAIN[shape.dtype]
+    if shape.scheme.activations is not None:
+        return ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    tile = REFERENCE[shape.dtype]
+    return ExpertsConfig(tile.rows, Expanded(tile), Expanded(tile))
+
+
+def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
+    """Return the shape of a layer; on ``hopper`` codes are dealt where they may be."""
+    dtype, scheme = getattr(torch, value.weight.dtype), value.weight.scheme
+    dealt = hopper and scheme is not None and may_be_dealt(scheme, value.outputs, value.inputs, dtype)
+    gated, splits = value.finish.activation == "silu_and_mul", value.order.own_k_splits if value.order.is_split else 0
+    return LinearShape(
+        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, dealt and not splits, splits=splits
+    )
+
+
+def experts_shape_of(value: Experts) -> ExpertsShape:
+    """Return the shape of experts."""
+    down = value.down
+    dtype = getattr(torch, down.weight.dtype)
+    return ExpertsShape(down.groups.experts, down.outputs, down.inputs, down.groups.top_k, dtype, down.weight.scheme)
+
+
+def fits_wide(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper` does for a layer, on Hopper."""
+    whole = shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+    return shape.scheme is None and shape.dtype.itemsize == 2 and whole
+
+
+def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape) -> Tile | Wide | Expanded:
+    """Return ``config`` with ordinary loads where the copy engine (TMA) would refuse a plain weight's rows.
+
+    The copy engine takes rows of multiples of 16 bytes.
+    """
+    aligned = shape.inputs * shape.dtype.itemsize % 16 == 0
+    if isinstance(config, Tile) and config.bulk and shape.scheme is None and not aligned:
+        return msgspec.structs.replace(config, bulk=False)
+    return config
+
+
+def wide_float8(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_fp8` does for a layer, on Hopper."""
+    return (
+        shape.scheme is not None
+        and shape.scheme.activations in ("token", "static")
+        and shape.scheme.scales in ("channel", "tensor")
+        and shape.dtype.itemsize == 2
+        and shape.inputs % 16 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+    )
+
+
+def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether codes of four bits may lie in the order of Hopper's matrix unit.
+
+    Their groups have to be whole steps.
+    """
+    return (
+        scheme.code == "int4"
+        and not scheme.indexed
+        and dtype == torch.bfloat16
+        and outputs % 16 == inputs % 64 == 0
+        and (scheme.group == 128 or scheme.group % 256 == 0)
+    )
+
+
+def few_rows(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
+    return shape.dealt or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
+
+
+def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
+    """Of that kernel: of ``rows`` rows, a power of two between 8 and 64."""
+    return Tile(64, rows, 128 if wide_float8(shape) else 256, 4, stages, bulk=True)
+
+
+def few_bytes(shape: LinearShape, tile: Tile) -> int:
+    """In shared memory: stages with codes, scales and zero points of two groups, and x."""
+    weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 8)
+    return tile.stages * (weights + tile.rows * tile.inputs * (1 if wide_float8(shape) else 2) + 16)
+
+
+def whole_groups(scheme: Scheme) -> bool:
+    """Whether all weights that are dequantized at a time are of one group: half a step of four bits, else a step."""
+    return not scheme.indexed and scheme.group % (64 if scheme.code == "int4" else 128) == 0
+
+
+def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
+    """Of a stage of a tile of codes, and of its inputs, in shared memory."""
+    assert shape.scheme is not None
+    weights = width * (2 if shape.gated else 1) * depth
+    held = weights // (2 if shape.scheme.code == "int4" else 1)
+    if not whole_groups(shape.scheme):
+        held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
+    return held + height * depth * (1 if shape.scheme.activations else shape.dtype.itemsize)

@@ -1,0 +1,340 @@
+"""The Triton kernel of linear layers and routed experts: y = x W^T + b, and silu(gate) * up behind it.
+
+Contract. Every output is a sum of products over the inputs, in order, in one fp32 accumulator; where the inputs are cut
+into splits, each split has its own accumulator, and the splits are added in a tree (:mod:`preheat.ops.matmul`). The
+bias is added in fp32. One rounding to the dtype follows. Gated: the first half of W's rows are gates, the second half
+ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.elementwise.silu_mul`. So the bits
+of a row depend neither on the number of rows nor on tiles or warps: tiles say which program computes an output.
+
+Three functions are constants of the kernel. The map says which rows meet which matrix: all rows one, or the rows of an
+expert its own. The product multiplies a tile over one split, see :mod:`preheat.backends.cuda.matmul.products`. The sum
+adds the splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.matmul.config import Tile, whole_groups
+from preheat.backends.cuda.matmul.products import (
+    Codes,
+    CodesForm,
+    Float8,
+    Float8Form,
+    Plain,
+    codes,
+    float8,
+    plain,
+)
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, codes_of, layout
+from preheat.ops.quantization import QuantizedRows
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.moe_route import Arrangement
+
+GROUP: tl.constexpr = tl.constexpr(8)
+"""Programs that run together share so many tiles of weights, so that the rows of x that they read stay in L2."""
+
+
+class Cut(NamedTuple):
+    """Sizes of a tile, and the number of splits of the inputs."""
+
+    outputs: int
+    rows: int
+    inputs: int
+    splits: int
+
+
+class Routed(NamedTuple):
+    """Where the rows of experts lie, see :class:`preheat.backends.cuda.moe_route.Arrangement`. A split of y has
+    ``numbers``.
+    """
+
+    experts: Any
+    starts: Any
+    counts: Any
+    tokens: Any
+    numbers: int
+
+
+class RoutedForm(NamedTuple):
+    """Constants of experts. ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are
+    arranged in blocks, else each slot is a block of one row.
+    """
+
+    experts: int
+    top_k: int
+    gathered: bool
+    arranged: bool
+
+
+@triton.jit
+def _corner(rows, outputs, CUT: tl.constexpr):
+    """Return the first output and the first row of a program's tile."""
+    across = tl.cdiv(outputs, CUT.outputs)
+    down = tl.cdiv(rows, CUT.rows)
+    group = tl.program_id(0) // (GROUP * down)
+    inside = tl.program_id(0) % (GROUP * down)
+    size = tl.minimum(across - group * GROUP, GROUP)
+    first = (group * GROUP + inside % size) * CUT.outputs
+    row = inside // size * CUT.rows
+    return first, row
+
+
+@triton.jit
+def all_rows(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
+    """Let all rows meet one matrix; rows beyond the last one are copies of it."""
+    first, row = _corner(rows, outputs, CUT)
+    return 0, first, 0, row, rows, tl.minimum(row + tl.arange(0, CUT.rows), rows - 1)
+
+
+@triton.jit
+def all_rows_masked(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
+    """Let all rows meet one matrix; the product does not read rows beyond the last one."""
+    first, row = _corner(rows, outputs, CUT)
+    return 0, first, 0, row, rows, row + tl.arange(0, CUT.rows)
+
+
+@triton.jit
+def by_expert(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
+    """Let the rows of each expert meet its matrix.
+
+    Tiles of one expert follow each other, first the tiles with the same weights.
+    """
+    tile = tl.program_id(0)
+    across = tl.cdiv(outputs, CUT.outputs)
+    expert = tl.load(groups.experts + tile // across)
+    if GROUPS.arranged:
+        start, rows = tl.load(groups.starts + expert), tl.load(groups.counts + expert)
+        blocks = tl.cdiv(rows, CUT.rows)
+        inside = tile - start * across
+        below = inside % blocks * CUT.rows
+        first = inside // blocks * CUT.outputs
+        start = start * CUT.rows
+    else:
+        start, rows, below = tile // across, 1, 0
+        first = tile % across * CUT.outputs
+    place = start + tl.minimum(below + tl.arange(0, CUT.rows), rows - 1)
+    source = place
+    if GROUPS.gathered:
+        source = tl.load(groups.tokens + place) if GROUPS.arranged else place // GROUPS.top_k
+    return expert, first, start, below, rows, source
+
+
+@triton.jit
+def _programs(groups, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
+    """Return how many programs have a tile of an expert's rows."""
+    if GROUPS.arranged:
+        count = tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs)
+    else:
+        count = tl.num_programs(0)
+    return count
+
+
+@triton.jit
+def unrolled(
+    PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
+    gated: tl.constexpr,
+):  # fmt: skip
+    """Add the splits in their tree; the code of each split follows that of the one before."""
+    total, up = PRODUCT(x, w, tiles, group, at, 0, size, inputs, outputs, FORM, CUT.inputs, gated)
+    if CUT.splits >= 2:
+        total += PRODUCT(x, w, tiles, group, at, 1, size, inputs, outputs, FORM, CUT.inputs, gated)[0]
+    if CUT.splits == 4:
+        right = PRODUCT(x, w, tiles, group, at, 2, size, inputs, outputs, FORM, CUT.inputs, gated)[0]
+        right += PRODUCT(x, w, tiles, group, at, 3, size, inputs, outputs, FORM, CUT.inputs, gated)[0]
+        total += right
+    return total, up
+
+
+@triton.jit
+def looped(
+    PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
+    gated: tl.constexpr,
+):  # fmt: skip
+    """Add the splits in their tree, in a loop: products with scales are long."""
+    OUTPUTS: tl.constexpr = CUT.outputs
+    ROWS: tl.constexpr = CUT.rows
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    left, up = total, total
+    for split in range(CUT.splits):
+        product, up = PRODUCT(x, w, tiles, group, at, split, size, inputs, outputs, FORM, CUT.inputs, gated)
+        total = tl.where(split % 2 == 0, product, total + product)
+        left = tl.where(split == 1, total, left)
+    if CUT.splits == 4:
+        total = left + total
+    return total, up
+
+
+@triton.jit
+def apart(
+    PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
+    gated: tl.constexpr,
+):  # fmt: skip
+    """Leave the splits apart: each has its programs and its own y."""
+    split = tl.program_id(1) if CUT.splits > 1 else 0
+    return PRODUCT(x, w, tiles, group, at, split, size, inputs, outputs, FORM, CUT.inputs, gated)
+
+
+@triton.jit
+def _rounded(acc, bias, rows, dtype: tl.constexpr):
+    """Round sums ``acc`` [outputs, rows of x] with the bias of the outputs ``rows`` to ``dtype``."""
+    if bias is not None:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    return acc.to(dtype)
+
+
+def _name(specialization: Any) -> str:
+    """Name the compiled kernel: profilers tell dense layers and experts apart."""
+    return "gemm" if "groups" in specialization.constants else "gemm_experts"  # None is a constant
+
+
+@triton.jit(do_not_specialize=["rows"], repr=_name)
+def gemm(
+    x, w, groups, bias, y, x_tiles, w_tiles, rows, outputs, inputs, size, MAP: tl.constexpr, PRODUCT: tl.constexpr,
+    SUM: tl.constexpr, FORM: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile [CUT.outputs, CUT.rows] of y a program.
+
+    ``outputs`` are the columns of y, ``inputs`` the numbers of a row of x, ``size`` the inputs of a split. Outputs
+    beyond the last one are computed as copies of it; neither they nor rows beyond the last one are stored. ``x_tiles``
+    and ``w_tiles`` are x and w for the copy engine, or None.
+    """
+    begin(overlap)
+    if groups is not None:  # noqa: SIM102 - one is known to the compiler
+        if tl.program_id(0) >= _programs(groups, outputs, GROUPS, CUT):
+            return
+    group, first, start, row, rows, token = MAP(groups, rows, outputs, GROUPS, CUT)
+    out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
+    at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
+    total, up = SUM(PRODUCT, x, w, (x_tiles, w_tiles), group, at, size, inputs, outputs, FORM, CUT, gated)
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = _rounded(total, bias, out, dtype)
+    if gated:
+        result = silu_mul(result, _rounded(up, bias, out + outputs, dtype))
+    if groups is not None and CUT.splits > 1:
+        y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
+    outs, lanes = tl.arange(0, CUT.outputs)[:, None], tl.arange(0, CUT.rows)[None, :]
+    to = y + tl.cast(start + row, tl.int64) * outputs + first
+    tl.store(to + lanes * outputs + outs, result, mask=(first + outs < outputs) & (row + lanes < rows))
+
+
+class _Operands(NamedTuple):
+    """Arguments of a launch that depend on the form of rows and weight.
+
+    ``depth`` inputs are loaded at once.
+    """
+
+    x: Tensor
+    w: Any
+    product: Any
+    form: Any
+    options: Mapping[str, Any]
+    depth: int
+
+
+def _operands(tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, size: int) -> _Operands:
+    """Return the operands of a launch over splits of ``size`` inputs.
+
+    A tile of codes is as deep as ``tile`` says where that divides a split, else one step.
+    """
+    if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        return _Operands(x, weight, plain, Plain(size % tile.inputs == 0), {}, tile.inputs)
+    depth, scheme = STEP.value if size % tile.inputs else tile.inputs, weight.scheme
+    if isinstance(x, QuantizedRows):
+        x_groups, groups = x.scales.shape[1], weight.scales.shape[-2]
+        w8 = Float8(weight.codes, weight.scales, x.scales, groups, x_groups)
+        form = Float8Form(x_groups > 1 or groups > 1, x_groups > 1, groups > 1, size % STEP.value == 0)
+        return _Operands(x.codes, w8, float8, form, {"enable_fp_fusion": False}, depth)
+    experts = weight.scales.ndim > 2
+    each = weight.scales[0].numel() if experts else 0
+    w = Codes(weight.codes, weight.scales, weight.zeros, weight.index, *layout(weight)[1:], each)
+    return _Operands(x, w, codes, CodesForm(scheme.code == "int4", scheme.group, whole_groups(scheme)), {}, depth)
+
+
+def multiply(
+    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor,
+    splits: int = 1,
+) -> None:  # fmt: skip
+    """Write to ``y`` [rows, columns] the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] for ``x`` [rows,
+    inputs]. The inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
+    """
+    splits = weight.splits if isinstance(weight, DeviceWeight) else splits
+    (rows, columns), inputs = y.shape, weight.shape[1]
+    size, x_tiles, w_tiles = inputs // splits, None, None
+    given = _operands(tile, x, weight, size)
+    if tile.bulk and isinstance(weight, Tensor):
+        x_tiles = TensorDescriptor.from_tensor(given.x, [tile.rows, tile.inputs])
+        w_tiles = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
+    gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
+        given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
+        MAP=all_rows_masked if given.product is codes else all_rows, PRODUCT=given.product,
+        SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
+        **options(num_warps=tile.warps, num_stages=tile.stages),
+    )  # fmt: skip
+
+
+def multiply_experts(
+    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, y: Tensor, *,
+    gated: bool, gathered: bool, splits: int = 1,
+) -> None:  # fmt: skip
+    """Write to ``y`` [arranged rows, columns] the layer of ``weight`` [experts, outputs, inputs], or to ``y`` [splits,
+    arranged rows, columns] each of its ``splits``.
+
+    ``x`` are [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. All are contiguous. ``tile.rows`` are the
+    rows of the arrangement's blocks, unless these have one row.
+    """
+    (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
+    given, w_tiles = _operands(tile, x, weight, size), None
+    if tile.bulk and isinstance(weight, Tensor):
+        w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [tile.outputs, tile.inputs])
+    where = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
+    gemm[(len(arrangement.experts) * -(-columns // tile.outputs), splits)](
+        given.x, given.w, Routed(*where, arrangement.rows * columns), None, y, None, w_tiles, 0, columns, inputs, size,
+        MAP=by_expert, PRODUCT=given.product, SUM=apart, FORM=given.form,
+        GROUPS=RoutedForm(experts, arrangement.top_k, gathered, arrangement.block > 1),
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
+        **options(num_warps=tile.warps, num_stages=tile.stages),
+    )  # fmt: skip
+
+
+def experts_product(
+    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
+    gathered: bool | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return rows [arranged rows, columns] of the layer ``weight``, see :func:`multiply_experts`, in ``dtype``, by
+    default the model's. Rows are ``gathered`` if not said otherwise where they are ``gated``.
+    """
+    gathered = gated if gathered is None else gathered
+    size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]
+    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
+        y = torch.empty(size, dtype=dtype or weight.dtype, device=weight.codes.device)
+        x = codes_of(x, weight)
+    else:
+        assert isinstance(x, Tensor)
+        y = x.new_empty(size, dtype=dtype)
+    multiply_experts(tile, x, weight, arrangement, y, gated=gated, gathered=gathered)
+    return y
+
+
+def experts_splits(tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement) -> Tensor:
+    """Return the splits of ``weight``, with their scales: fp32 [splits, arranged rows, outputs]."""
+    size = weight.splits, arrangement.rows, weight.shape[1]
+    if isinstance(x, QuantizedRows):
+        y = torch.empty(size, dtype=torch.float32, device=weight.codes.device)
+    else:
+        y = x.new_empty(size, dtype=torch.float32)
+    multiply_experts(tile, x, weight, arrangement, y, gated=False, gathered=False, splits=weight.splits)
+    return y

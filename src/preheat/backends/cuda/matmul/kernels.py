@@ -1,0 +1,323 @@
+"""The table of kernels of linear layers, and the choice of a kernel. No Triton.
+
+A row says whether a kernel serves a layer, guesses its tiles if no measurement knows the layer, and lists candidates
+for measurements. The rule, the tuner and the proof walk these rows; :mod:`preheat.backends.cuda.linear` launches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from preheat.backends.cuda.matmul.config import (
+    SHARED_BYTES,
+    Expanded,
+    ExpertsConfig,
+    ExpertsShape,
+    KernelConfig,
+    Library,
+    LinearShape,
+    Tile,
+    Wide,
+    codes_bytes,
+    experts_reference,
+    few_bytes,
+    few_rows,
+    few_tile,
+    fits_wide,
+    reference,
+    whole_groups,
+    wide_float8,
+)
+from preheat.backends.cuda.matmul.rules import (
+    FEW_OUTPUTS,
+    FEW_ROWS,
+    MANY_ROWS,
+    codes_rule,
+    experts_rule,
+    few_rule,
+    rounds,
+    split_rule,
+    tile_rule,
+    wide_guesses,
+)
+from preheat.backends.cuda.matmul.tables import Table, tables_for
+
+OWN_ROWS = 64
+"""Up to so many rows, layers with adapters use our kernels even if cuBLAS is a little faster: rows shrink beside our
+kernels, and would wait for cuBLAS.
+"""
+
+ADDED_ROWS = 1024
+"""From so many rows on, the kernel for many rows on Hopper adds terms to its own outputs, by measurement on an H200: to
+write the outputs and read them again takes longer.
+"""
+
+NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
+BROAD = [(64, 64), (128, 64), (256, 64)]
+WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
+WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
+
+
+class Kernel(NamedTuple):
+    """A row of the table.
+
+    ``serves`` says whether the kernel can run a layer; ``hopper``: only on Hopper. ``guess`` gives its tiles for a
+    number of rows, or None if another kernel is better. ``candidates`` are worth measuring.
+    """
+
+    name: str
+    serves: Callable[[LinearShape], bool]
+    guess: Callable[[LinearShape, int], KernelConfig | None]
+    candidates: Callable[[LinearShape, int], Iterable[KernelConfig]]
+    hopper: bool = False
+
+
+def _nothing(shape: LinearShape, rows: int) -> None:
+    """Guess nothing: the kernel only serves measured layers."""
+
+
+def _none(shape: LinearShape, rows: int) -> tuple[KernelConfig, ...]:
+    """Try nothing."""
+    return ()
+
+
+def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
+    """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
+    if rows < MANY_ROWS:
+        return None
+    plain = rule(shape._replace(scheme=None, dealt=False, narrow=False), rows)
+    assert not isinstance(plain, Expanded)
+    return Expanded(plain)
+
+
+def _library(shape: LinearShape, rows: int) -> Library | None:
+    many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
+    return Library() if many and shape.dtype == torch.bfloat16 else None
+
+
+def _tiles(shape: LinearShape, rows: int) -> Iterator[Tile]:
+    """Yield tiles of plain weights, with the copy engine and without."""
+    if rows > 2048 or shape.dtype == torch.float32:
+        return
+    for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
+        yield from fitting_tiles(shape, height, outputs, inputs, stages, bulk=bulk)
+
+
+def fitting_tiles(
+    shape: LinearShape, rows: int, outputs: int, inputs: int, stages: int, *, bulk: bool
+) -> Iterator[Tile]:
+    """Yield a tile of these sizes with each number of warps, if it divides the inputs and fits into a processor."""
+    for warps in _warps(outputs, rows, shape.gated):
+        tile = Tile(outputs, rows, inputs, warps, stages, bulk)
+        if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
+            yield tile
+
+
+def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
+    """Yield tiles of codes. Tiles that multiply in float8 have at least 64 outputs and four warps."""
+    if shape.scheme is None or shape.dealt:
+        return
+    height = min(max(16, _power(rows)), 256)
+    widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
+    depths = (128, 256, 512) if rows <= 32 else (128, 256) if rows <= 64 else (128,)
+    if shape.scheme.activations is None:  # deeper ones take the compiler half a minute
+        depths = depths[:2] if whole_groups(shape.scheme) else (128,)
+    heights = sorted({height, min(height, 64), min(height, 128)})
+    for outputs, each, depth, stages in product(widths, heights, depths, (2, 3, 4, 6, 8)):
+        registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and what is added to them
+        memory = codes_bytes(shape, outputs, each, depth) * stages
+        if registers and (depth == 128 or shape.inputs % depth == 0) and 24_000 < memory < SHARED_BYTES:
+            fewest = 8 if outputs * each > 64 * 64 else min(4, outputs // 16)
+            # codes that become numbers keep more threads busy than the product alone
+            for warps in (fewest,) if shape.scheme.activations else sorted({fewest, 4, 8} - set(range(fewest))):
+                yield Tile(outputs, each, depth, warps, stages)
+
+
+def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
+    """Yield tiles of the kernel for few rows on Hopper; of four bits only the rule's.
+
+    Alone, as measured, shallow rings are as fast; in a model they are slower, where a ring fills while the kernels
+    ahead run.
+    """
+    if rows > 256:
+        return
+    if shape.dealt:
+        yield few_rule(shape, rows)
+        return
+    for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
+        for stages in (2, 3, 4, 6, 8, 12, 16):
+            tile = few_tile(shape, height, stages)
+            if few_bytes(shape, tile) < SHARED_BYTES:
+                yield tile
+
+
+def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
+    """Rows of a tile; its outputs and inputs; stages."""
+    if rows <= 64:
+        return [max(16, _power(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
+    if rows <= 384:
+        return [height for height in (64, 128, 256) if height < 2 * rows], BROAD, (3, 4)
+    return [128, 256], BROAD[1:], (3, 4)
+
+
+def _power(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
+    """Return numbers of warps that keep an accumulator in registers and give each warp sixteen outputs."""
+    numbers = outputs * height * (2 if gated else 1)
+    if numbers > 64 * 512:
+        return ()
+    if numbers >= 16 * 1024:
+        return (8,)
+    return (4, 8) if outputs >= 128 and height >= 32 else (max(1, min(4, outputs // 16)),)
+
+
+def _fits(tile: Tile, gated: bool) -> bool:
+    size = (tile.outputs * (2 if gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
+    return 60_000 < size < SHARED_BYTES
+
+
+KERNELS = (
+    Kernel("splits", lambda shape: shape.splits > 0, split_rule, _none),
+    Kernel(
+        "float8, many rows", lambda shape: wide_float8(shape) and not shape.splits,
+        lambda shape, rows: next(iter(wide_guesses(shape, rows)), None),
+        lambda shape, rows: WIDE_FP8 if rows >= 64 else (), hopper=True,
+    ),
+    Kernel(
+        "dequantized", lambda shape: shape.scheme is not None and shape.scheme.activations is None, _expanded,
+        lambda shape, rows: [Expanded(Library())] if rows >= 128 else [],
+    ),
+    Kernel("codes, few rows", few_rows, few_rule, _streamed, hopper=True),
+    Kernel("codes", lambda shape: shape.scheme is not None, codes_rule, _on_codes),
+    Kernel(
+        "cuBLAS", lambda shape: shape.scheme is None, _library, lambda shape, rows: (Library(), Library(split=True))
+    ),
+    Kernel("many rows", fits_wide, _nothing, lambda shape, rows: WIDE if rows >= 128 else (), hopper=True),
+    Kernel("tiles", lambda shape: shape.scheme is None, tile_rule, _tiles),
+)  # fmt: skip
+"""The rule asks kernels in this order."""
+
+
+def serving(shape: LinearShape, *, hopper: bool) -> Iterator[Kernel]:
+    """Yield the kernels that serve a layer, best guesses first."""
+    return (kernel for kernel in KERNELS if (hopper or not kernel.hopper) and kernel.serves(shape))
+
+
+def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
+    """Guess the kernel for a layer that is in no table."""
+    guesses = (kernel.guess(shape, rows) for kernel in serving(shape, hopper=hopper))
+    return next(guess for guess in guesses if guess is not None)
+
+
+def candidates(shape: LinearShape, rows: int, *, hopper: bool = False) -> Iterator[KernelConfig]:
+    """Yield everything worth measuring for ``rows`` rows of a layer."""
+    for kernel in serving(shape, hopper=hopper):
+        yield from kernel.candidates(shape, rows)
+
+
+class KernelConfigs:
+    """From a layer or experts and a number of rows to the kernels that serve them.
+
+    Of several ``tables`` that know a layer the last one counts. ``invariant``: only kernels that keep the contract's
+    order. ``hopper``: kernels written for Hopper may be guessed, too.
+    """
+
+    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, hopper: bool = False) -> None:
+        self.invariant, self._hopper = invariant, hopper
+        self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
+        self._own: dict[LinearShape, dict[int, KernelConfig]] = {}
+        self._routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
+        self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
+        self._made_routed: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
+        for table in tables:
+            self._entries |= _by_shape(table, invariant)
+            self._own |= _by_shape(table, invariant, own=True)
+            routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
+            for entry in table.experts:
+                routed.setdefault(entry.shape, {})[entry.tokens] = entry.choice
+            self._routed |= routed
+
+    def __call__(self, shape: LinearShape, rows: int) -> KernelConfig:
+        """Return the kernel for ``rows`` rows of a layer."""
+        made = self._made.get((shape, rows))
+        if made is None:
+            made = self._made[shape, rows] = self._find(shape, rows)
+        return made
+
+    def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
+        known = shape._replace(bias=False, narrow=False)
+        return _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
+
+    def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+        """Return the kernels for ``tokens`` tokens of experts."""
+        made = self._made_routed.get((shape, tokens))
+        if made is None:
+            made = _up_to(self._routed, shape, tokens) or experts_rule(shape, tokens, hopper=self._hopper)
+            self._made_routed[shape, tokens] = made
+        return made
+
+    def own(self, shape: LinearShape, rows: int) -> KernelConfig:
+        """Return the kernel if rows shrink beside it: not cuBLAS up to ``OWN_ROWS`` rows."""
+        found = self(shape, rows)
+        if rows > OWN_ROWS or not isinstance(found, Library):
+            return found
+        return _up_to(self._own, shape._replace(bias=False, narrow=False), rows) or tile_rule(shape, rows)
+
+    def wide(self, shape: LinearShape, rows: int) -> Wide | None:
+        """Return the kernel for many rows on Hopper, if it pays that it adds low-rank terms itself.
+
+        It is used even if cuBLAS is faster, unless it has too few tiles.
+        """
+        many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
+        guesses = wide_guesses(shape, rows) if many else []
+        return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
+
+    def used(self, shape: LinearShape, rows: int, *, adapted: bool) -> list[KernelConfig]:
+        """Return all kernels that may serve ``rows`` rows of a layer; an ``adapted`` layer has terms."""
+        found = [self(shape, rows)]
+        if adapted:
+            found += [self.own(shape, rows), self.wide(shape, rows) or found[0]]
+        return list(dict.fromkeys(found))
+
+    def reject(self, shape: LinearShape | ExpertsShape, rows: int) -> None:
+        """Serve ``rows`` rows by the reference, or by a tile of the plain kernel, from now on."""
+        if isinstance(shape, ExpertsShape):
+            self._made_routed[shape, rows] = experts_reference(shape)
+        else:
+            plain = shape.scheme is None and not shape.splits
+            self._made[shape, rows] = tile_rule(shape, rows) if plain else reference(shape)
+
+
+S = TypeVar("S")
+C = TypeVar("C")
+
+
+def _up_to(entries: Mapping[S, Mapping[int, C]], shape: S, rows: int) -> C | None:
+    """Return the choice that was measured for the least number of rows that is no less than ``rows``."""
+    found = entries.get(shape, {})
+    size = min((size for size in found if size >= rows), default=None)
+    return None if size is None else found[size]
+
+
+def _by_shape(table: Table, invariant: bool, *, own: bool = False) -> dict[LinearShape, dict[int, KernelConfig]]:
+    found: dict[LinearShape, dict[int, KernelConfig]] = {}
+    for entry in sorted(table.entries, key=lambda entry: not entry.ordered):
+        if entry.own == own and (entry.ordered or not invariant):
+            found.setdefault(entry.shape, {})[entry.rows] = entry.choice
+    return found
+
+
+def kernel_configs(
+    device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
+) -> KernelConfigs:
+    """Return the choices for linear layers on a GPU of this name and compute capability."""
+    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant, hopper=capability[0] == 9)

@@ -1,0 +1,208 @@
+"""The linear layer of a value on CUDA: product, terms, exchange between ranks, and finish.
+
+Terms. Rows shrink (:mod:`preheat.backends.cuda.lora_shrink`) beside the layer's own product: it does not read the
+result. Behind both they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows
+without an adapter get nothing added. The memory of a term is taken before the memory of the product, because kernels
+begin before the kernels ahead of them have ended. The number of outputs changes no bit of a term: a sum is a part of
+the inputs, or a tile of ranks, in the order of the matrix unit, whatever else is in the launch.
+
+Ranks. If ranks share the inputs of a layer, each rank adds its own splits, and the ranks exchange the fp32 sums. Shrunk
+rows lie ahead of the sums in memory, so one exchange moves both. Every rank expands all outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import ALONE, LayerContext, LayerWeights
+from preheat.backends.cuda.activation import activate, clip
+from preheat.backends.cuda.collective import RankSums, add_ranks
+from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.lora import Factors
+from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
+from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, Tile, Wide, shape_of
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, quantized_input, tensors_of
+from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.quantize import quantize_parts
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
+from preheat.ops.values import Matmul, SumOrder
+
+
+def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Tensor | DeviceWeight:
+    """Return a layer's ``weight`` as the kernels read it; a plain one as it lies in memory."""
+    if isinstance(weight, Tensor):
+        return weight
+    if order.is_split:
+        return DeviceWeight.of(weight, splits=order.own_k_splits)
+    return DeviceWeight.of(weight, dealt=is_hopper(weight.codes.device) and can_be_dealt(weight))
+
+
+class Layer:
+    """The layer of ``value``; ``configs`` choose the kernel for a number of rows.
+
+    A step without adapters launches the kernels of an engine without adapters.
+    """
+
+    def __init__(
+        self,
+        value: Matmul,
+        weights: LayerWeights,
+        configs: KernelConfigs,
+        device: torch.device,
+        context: LayerContext = ALONE,
+    ) -> None:
+        finish, self._weight, self._bias = value.finish, stored(weights.weight, value.order), weights.bias
+        self.value, self.configs = value, configs
+        self._gated = finish.activation == "silu_and_mul"
+        self._activation, self._limit = None if self._gated else finish.activation, finish.clip
+        self._split, self._ranks = value.order.is_split, cast(RankSums, context.ranks or RankSums())
+        self._splits = value.order.own_k_splits if self._split else 1
+        self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
+        if isinstance(self._weight, DeviceWeight):
+            self.shape = self.shape._replace(dealt=self._weight.dealt, narrow=self._weight.narrow)
+        self._rows: CudaAdapterRows = context.rows
+        self.slots = Factors.of(value, device, context.ranks) if value.terms else None
+
+    @property
+    def shapes(self) -> tuple[LinearShape, ...]:
+        """The keys of kernel choices: the layer, and with terms also its product before the activation."""
+        return (self.shape,) if self.slots is None or self._split else (self.shape, self._product)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether rows may shrink beside kernels of the layer, or inside of them."""
+        return self.slots is not None and not self._split
+
+    @property
+    def _product(self) -> LinearShape:
+        """The shape of the layer's product, before a term and an activation."""
+        return self.shape._replace(gated=False)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return tensors_of(self._weight, self._bias)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return () if self.slots is None else self.slots.matrices
+
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """How the norm before the layer may quantize its rows; terms read them plain.
+
+        Ranks that share the inputs quantize them after an exchange.
+        """
+        found = None if self._split else quantized_input(self._weight)
+        return found if found is None or self.slots is None else found.beside_plain()
+
+    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs of this rank], at least one row -> [rows, outputs], half as many if gated.
+
+        The result is a new tensor, or ``out`` where nothing follows the sum. Both are contiguous.
+        """
+        blocks = None if self.slots is None else self._rows.blocks_for(len(x))
+        room = out if self._activation is None and self._limit is None else None
+        if self._split:
+            y = self._shared(cast(Tensor, x), blocks)
+        elif blocks is None:
+            y = self.by(self.configs(self.shape, len(x)), x, room)
+        else:
+            y = self._with_terms(x, blocks, room)
+        if self._activation is not None:
+            y = activate(y, self._activation)
+        return y if self._limit is None else clip(y, self._limit)
+
+    def by(
+        self, choice: KernelConfig, x: Tensor | QuantizedRows, out: Tensor | None = None,
+        terms: Expansion | None = None, *, gated: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the product by the kernel ``choice``; the kernel adds ``terms``.
+
+        ``gated`` overrides the gate of the layer.
+        """
+        return apply(choice, x, self._weight, self._bias, self._gated if gated is None else gated, out, terms)
+
+    def _with_terms(self, x: Tensor | QuantizedRows, blocks: Blocks, out: Tensor | None) -> Tensor:
+        slots, rows = cast(Factors, self.slots), plain_rows(x)
+        given, to = slots.room(rows, blocks)  # before the product takes memory
+        wide = self.configs.wide(self.shape, len(x)) if blocks.size > BLOCK else None
+        if wide is not None and slots.fit(wide):
+            slots.shrink(given, to, blocks, beside=False)
+            return self.by(wide, rows, out, slots.gathered(to))
+        choice, beside = self._choice(len(x))
+        y = self.by(choice, x, None if self._gated else out, gated=False)
+        return slots.add(y, given, to, blocks, beside=beside, gated=self._gated, out=out)
+
+    def _choice(self, rows: int) -> tuple[KernelConfig, bool]:
+        """Return the kernel of the product, and whether rows shrink beside it.
+
+        cuBLAS lets nothing begin before it ends. Kernels of quantized layers that stream weights let the next kernel
+        begin before they have waited for x.
+        """
+        choice = self.configs.own(self._product, rows)
+        if isinstance(choice, Tile):
+            return choice, self.shape.scheme is None or not choice.bulk
+        return choice, isinstance(choice, Wide)
+
+    def _shared(self, x: Tensor, blocks: Blocks | None) -> Tensor:
+        """Return the outputs if ranks share the inputs of the layer, equal on all ranks."""
+        size = len(x), self.shape.outputs
+        if blocks is None and self._ranks.world > 1:
+            return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
+        if blocks is None:
+            return self._sum(x, self._bias, x.new_empty(size))
+        slots = cast(Factors, self.slots)
+        given, to = slots.room(x, blocks)  # before the product takes memory
+        if self._ranks.world == 1:
+            return slots.add(self._sum(x, self._bias, x.new_empty(size)), given, to, blocks, beside=True)
+        first = to.shrunk.numel()
+        mine = x.new_empty(first + len(x) * self.shape.outputs, dtype=torch.float32)
+        shrunk = mine[:first].view(to.shrunk.shape)
+        self.partial(x, mine[first:].view(size))
+        slots.shrink(given, to._replace(shrunk=shrunk), blocks, beside=True, scaled=False)
+        found = self._ranks.gather(mine)
+        slots.add_roots(found[:, :first], to)
+        y = add_ranks(found[:, first:].unflatten(1, size), self._bias, x.dtype)
+        return expand(y, to, slots.bounds)
+
+    def partial(self, x: Tensor, y: Tensor) -> Tensor:
+        """Write to ``y`` fp32 [rows, outputs] the sum of this rank's splits, without the bias."""
+        return self._sum(x, None, y)
+
+    def _sum(self, x: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
+        rows: Tensor | QuantizedRows = x
+        scheme = self.shape.scheme
+        if scheme is not None and scheme.activations == "token" and self._ranks.world > 1:
+            rows = quantize_parts(x, self._ranks)
+        choice = self.configs(self.shape, len(x))
+        return apply(choice, rows, self._weight, bias, False, y, splits=self._splits)
+
+
+class Embedding:
+    """The term of a table of embeddings, see :class:`preheat.backends.base.Embedding`. A token shrinks to a column of
+    the first matrix.
+    """
+
+    def __init__(self, value: Matmul, device: torch.device, context: LayerContext) -> None:
+        self.slots, self._rows = Factors.of(value, device), cast(CudaAdapterRows, context.rows)
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return iter(())
+
+    def state(self) -> tuple[Tensor, ...]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.slots.matrices
+
+    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
+        """See :class:`preheat.backends.base.Embedding`."""
+        blocks = self._rows.blocks
+        if blocks is not None:
+            expand(out, self.slots.gather(tokens, slots, last_token, blocks), self.slots.bounds, chosen=True)

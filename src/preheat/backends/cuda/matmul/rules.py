@@ -1,0 +1,187 @@
+"""Guesses for layers and experts that no table knows: safe, if not always fastest. No Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from preheat.backends.cuda.matmul.config import (
+    PLAIN,
+    PROCESSORS,
+    REFERENCE,
+    SHARED_BYTES,
+    Expanded,
+    ExpertsConfig,
+    ExpertsShape,
+    LinearShape,
+    Tile,
+    Wide,
+    codes_bytes,
+    few_bytes,
+    few_tile,
+    fits_wide,
+    whole_groups,
+    without_unaligned_copies,
+)
+
+FEW_ROWS = 24
+"""Below so many rows, and below so many outputs of all rows together, cuBLAS that may not cut the inputs into parts can
+take ten times as long as tiles."""
+
+
+FEW_OUTPUTS = 1 << 17
+
+
+ALONE = 4
+"""With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
+
+
+MANY_ROWS = 512
+"""From so many rows on, quantized weights are dequantized first: reading them is then little beside the product."""
+
+
+def few_rule(shape: LinearShape, rows: int) -> Tile:
+    """Guess a tile with as many stages as fit for all programs of a processor.
+
+    A tile has at least four stages, if four fit.
+    """
+    height = max(8, min(1 << (rows - 1).bit_length(), 64))
+    programs = -(-shape.outputs // 64) * -(-rows // height)
+    size = few_bytes(shape, few_tile(shape, height, 1))
+    room = SHARED_BYTES // min(4, -(-programs // PROCESSORS))
+    return few_tile(shape, height, max(min(4, SHARED_BYTES // size), min(16, room // size)))
+
+
+def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:
+    """How many of them there are."""
+    return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
+
+
+def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
+    """Return tiles, the largest first, that keep most processors of a Hopper GPU busy."""
+    sizes = (Wide(256, 128, 4), Wide(128, 128, 6))
+    return [choice for choice in sizes if wide_tiles(shape, rows, choice) >= PROCESSORS * 2 // 3]
+
+
+def rounds(shape: LinearShape, rows: int, choice: Wide) -> float:
+    """What the rounds of a Hopper GPU over all tiles take, in those of the largest; half a tile is guessed
+    to take a little more than half.
+    """
+    return -(-wide_tiles(shape, rows, choice) // PROCESSORS) * (1.0 if choice.outputs == 256 else 0.55)
+
+
+def tile_rule(shape: LinearShape, rows: int) -> Tile:
+    """The kernel with tiles as low as the rows allow, and so narrow that there is one for every processor."""
+    if shape.dtype == torch.float32:
+        return REFERENCE[torch.float32]
+    if rows > 64:
+        many = -(-shape.columns // 128) * -(-rows // 128) >= 100
+        return Tile(128, 128, 64, 8, 4) if many else Tile(64, 64, 64, 4, 4)
+    height = max(16, 1 << (rows - 1).bit_length())
+    if height > 16 or 6144 <= shape.columns < 1 << 16:
+        width, depth = 64, 128
+    else:
+        width, depth = (32, 256) if shape.columns < 6144 else (128, 128)
+    bytes_a_stage = (width * (2 if shape.gated else 1) + height) * depth * 2
+    return Tile(width, height, depth, min(4, width // 16), min(6, SHARED_BYTES // bytes_a_stage))
+
+
+def codes_rule(shape: LinearShape, rows: int) -> Tile:
+    """The kernel that reads codes, with tiles as low as the rows allow. Two accumulators of a gated layer, and what is
+    to be added to them, have to fit into registers.
+
+    For few rows the time is that of the weights' bytes, of which each processor has to have tens of kilobytes on their
+    way: as many stages as fit, twice where a processor has more than one program; and tiles as deep as the inputs
+    allow, since the steps of a program follow each other.
+    """
+    assert shape.scheme is not None
+    if -(-shape.columns // 128) * (rows // 128) >= PROCESSORS * 3 // 4 and shape.scheme.activations:
+        return Tile(128, 128, 128, 8, 4)
+    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    few = shape.columns * -(-rows // 64) <= 64 * PROCESSORS
+    deep = (512, 256) if few and shape.scheme.activations else (256,) if whole_groups(shape.scheme) else ()
+    depth = next((depth for depth in deep if shape.inputs % depth == 0), 128)
+    width = 64 if shape.scheme.activations or not few else 32
+    room = SHARED_BYTES if few else SHARED_BYTES // 2
+    stages = max(2, min(8, room // codes_bytes(shape, width, height, depth)))
+    return Tile(width, height, depth, width // 16, stages)
+
+
+def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded:
+    """Guess tiles for a layer with splits of its inputs.
+
+    The copy engine cannot stop inside a tile, so it needs splits that its tiles divide.
+    """
+    if shape.scheme is None:
+        return _plain_split(shape, rows)
+    if shape.scheme.activations is None and rows >= MANY_ROWS:
+        return Expanded(_plain_split(shape, rows))
+    return _codes_split(shape.of_split, rows)
+
+
+def _codes_split(shape: LinearShape, rows: int) -> Tile:
+    """Guess a tile of codes for the layer of one split.
+
+    Sums of other splits wait in registers; a thread has 255 of them.
+    """
+    assert shape.scheme is not None
+    if shape.scheme.activations is not None:
+        tile = codes_rule(shape, rows)
+        return tile if tile.outputs < 128 else Tile(128, 64, 128, 8, 4)
+    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    room = SHARED_BYTES // codes_bytes(shape, 64, height, 128)
+    return Tile(64, height, 128, 4, max(2, min(room, 8 if height < 64 else 4)))
+
+
+def _plain_split(shape: LinearShape, rows: int) -> Tile:
+    if shape.dtype != torch.bfloat16:
+        return REFERENCE[shape.dtype]
+    size = shape.inputs // shape.splits
+    deep = 128 if size % 128 == 0 else 64
+    bulk = size % deep == 0
+    if rows <= 16:
+        return Tile(64, 16, deep, 4, 6 if deep == 128 else 8, bulk)
+    if rows <= 32:
+        return Tile(64, 32, deep, 4, 5, bulk)
+    if rows <= 64:
+        return Tile(64, 64, deep, 4, 4, bulk)
+    if rows <= 256:
+        return Tile(128, 64, 64, 4, 4, bulk)
+    return Tile(128, 128, 64, 8, 4, bulk)
+
+
+def experts_rule(shape: ExpertsShape, tokens: int, *, hopper: bool = False) -> ExpertsConfig:
+    """Guess the kernels for experts and a number of tokens that are in no table."""
+    guess = _guess(shape, tokens, hopper=hopper)
+    return guess._replace(
+        gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
+        down=without_unaligned_copies(guess.down, shape.down),
+    )
+
+
+def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
+    """Guess the kernels as if every row of weights could be copied in bulk."""
+    slots = tokens * shape.top_k
+    alone = slots * ALONE <= shape.num_experts
+    if shape.scheme is not None:
+        rows = 16 if slots <= 16 * shape.num_experts else 64
+        deep = 256 if alone and whole_groups(shape.scheme) else 128
+        tiles = (_codes_expert(layer, rows, deep) for layer in (shape.gate_up, shape.down))
+        return ExpertsConfig(1 if alone else rows, *tiles)
+    if shape.dtype != torch.bfloat16:
+        return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
+    mean = slots / shape.num_experts
+    if alone:
+        return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), Tile(128, 16, 128, 4, 4, True))
+    if mean <= 12:
+        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))
+    if mean <= 24:
+        return ExpertsConfig(32, Tile(128, 32, 128, 4, 3, True), Tile(128, 32, 64, 4, 3, True))
+    if mean <= 48 or not (hopper and fits_wide(shape.gate_up) and fits_wide(shape.down)):
+        return ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
+    return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
+
+
+def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
+    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
+    return Tile(64, rows, deep, 4, max(2, min(4, room)))

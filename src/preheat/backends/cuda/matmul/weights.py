@@ -1,0 +1,258 @@
+"""Quantized weights on CUDA: how codes and scales lie in memory, and how they become numbers again.
+
+See :mod:`preheat.ops.quantization` for the meaning of codes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.launch import begin, options, widened
+from preheat.backends.cuda.matmul.config import may_be_dealt, whole_groups
+from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.quantize import quantize_rows
+from preheat.ops.kinds import Scheme
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight
+
+STEP: tl.constexpr = tl.constexpr(128)
+"""Inputs of a step. A byte of four-bit codes holds two codes: in its low bits the code of an input of the step's first
+half, in its high bits the code 64 inputs behind."""
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """A quantized weight as the kernels read it.
+
+    ``codes`` are [outputs, inputs]. Codes of four bits are uint8 [outputs, whole steps * 64]. ``scales`` and ``zeros``
+    are fp32 [groups, outputs]. Experts, if there are any, are the first dimension. Zero points are fp32, because the
+    compiler would load zero points of two bytes where they are needed, and not ahead.
+
+    ``dealt``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or of
+    bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_few` reads such a weight; other kernels get it
+    dequantized.
+
+    ``splits``: how many splits the inputs have. The codes of each split fill whole steps.
+    """
+
+    scheme: Scheme
+    dtype: torch.dtype
+    shape: torch.Size
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    index: Tensor | None
+    static: Tensor | None
+    dealt: bool = False
+    splits: int = 1
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, *, dealt: bool = False, splits: int = 1) -> DeviceWeight:
+        """Lay out ``weight`` for the kernels: scales of neighboring outputs are neighbors.
+
+        Only a weight of which :func:`can_be_dealt` says so may be ``dealt``.
+        """
+        codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
+        if weight.scheme.code == "int4":
+            codes = _packed(codes, dealt, splits)
+        zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
+        if dealt and _same(scales, torch.bfloat16):
+            scales = scales.bfloat16()
+        return cls(
+            weight.scheme, weight.dtype, weight.shape, codes, scales, zeros, weight.index, weight.static, dealt, splits
+        )
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scales are stored in bfloat16."""
+        return self.scales.dtype == torch.bfloat16
+
+    @property
+    def form(self) -> Literal["codes", "float8"]:
+        """Whether codes become numbers in a kernel, or are multiplied as they are."""
+        return "codes" if self.scheme.activations is None else "float8"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors of the weight."""
+        return (
+            tensor for tensor in (self.codes, self.scales, self.zeros, self.index, self.static) if tensor is not None
+        )
+
+
+def can_be_dealt(weight: QuantizedWeight) -> bool:
+    """Whether a layer's ``weight`` may lie in the order of Hopper's matrix unit. Its scales have to allow it."""
+    if len(weight.shape) != 2 or not may_be_dealt(weight.scheme, *weight.shape, weight.dtype):
+        return False
+    return any(_same(weight.scales, dtype) for dtype in (torch.float16, torch.bfloat16))
+
+
+def _same(scales: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all ``scales`` are numbers of ``dtype``."""
+    return torch.equal(scales.to(dtype).float(), scales)
+
+
+def _packed(codes: Tensor, dealt: bool, splits: int) -> Tensor:
+    """Pack two int8 codes between -8 and 7 into a byte.
+
+    The inputs of each split are filled up with zeros to whole steps. The bytes of a step lie in order. Where they are
+    ``dealt``, a lane of the matrix unit finds its sixteen bytes side by side: bytes of inputs 16 a + 8 b + 2 c + d lie
+    in the order of c, a, d, b.
+    """
+    parts = codes.unflatten(-1, (splits, -1))
+    padded = torch.nn.functional.pad(parts, (0, -parts.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
+    low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
+    both = low | high << 4
+    if dealt:
+        both = both.unflatten(-1, (4, 2, 4, 2)).movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).flatten(-4)
+    return both.flatten(-2)
+
+
+@triton.jit
+def signed(nibbles):
+    """Convert four-bit numbers between -8 and 7 to fp32.
+
+    They are put behind the bits of 2**23, which is cheaper than a conversion.
+    """
+    return ((nibbles ^ 8).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def scales_of(
+    scales, zeros, index, out, k, size, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Load scales and zero points of ``INPUTS`` weights of each output, from input ``k`` of ``size`` on.
+
+    The result is [outputs, 1] if the weights are ``EVEN``, all of one group, else [outputs, INPUTS].
+    """
+    if GROUP == 0:
+        at = out[:, None]
+    elif EVEN:
+        at = (k // GROUP) * outputs + out[:, None]
+    else:
+        columns = k + tl.arange(0, INPUTS)
+        if index is not None:
+            group = tl.load(index + columns, mask=columns < size, other=0)
+        else:
+            group = tl.minimum(columns // GROUP, groups - 1)
+        at = group[None, :] * outputs + out[:, None]
+    scale = tl.load(scales + at).to(tl.float32)
+    zero = scale  # not read
+    if zeros is not None:
+        zero = tl.load(zeros + at)
+    return scale, zero
+
+
+@triton.jit
+def decoded(numbers, scale, zero, zeros, dtype: tl.constexpr):
+    """Return weights [outputs, inputs] in ``dtype`` from codes as fp32 ``numbers``."""
+    if zeros is not None:
+        numbers -= zero
+    return widened(numbers * scale, dtype)
+
+
+@triton.jit
+def _dequantize(
+    codes, scales, zeros, index, weight, outputs, inputs, size, groups, row_bytes, split_bytes, FOUR: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, DEALT: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Dequantize one step of one split for ``OUTPUTS`` outputs."""
+    begin(overlap)
+    HALF: tl.constexpr = STEP // 2
+    dtype: tl.constexpr = weight.dtype.element_ty
+    rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    out, k, split = tl.minimum(rows, outputs - 1), tl.program_id(1) * STEP, tl.program_id(2)
+    codes += split * split_bytes
+    if index is not None:
+        index += split * size
+    elif GROUP > 0:
+        scales += split * groups * outputs
+        if zeros is not None:
+            zeros += split * groups * outputs
+    to = weight + out.to(tl.int64)[:, None] * inputs + split * size
+    if FOUR:
+        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        if DEALT:
+            pair = pair.reshape(OUTPUTS, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(OUTPUTS, HALF)
+        for half in tl.static_range(2):
+            at = k + half * HALF
+            scale, zero = scales_of(scales, zeros, index, out, at, size, outputs, groups, GROUP, EVEN, HALF)
+            w = decoded(signed((pair >> (4 * half)) & 0xF), scale, zero, zeros, dtype)
+            columns = (at + tl.arange(0, HALF))[None, :]
+            tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < size))
+    else:
+        columns = (k + tl.arange(0, STEP))[None, :]
+        at = codes + out.to(tl.int64)[:, None] * row_bytes + columns
+        numbers = tl.load(at, mask=columns < size, other=0.0).to(tl.float32)
+        scale, zero = scales_of(scales, zeros, index, out, k, size, outputs, groups, GROUP, EVEN, STEP)
+        w = decoded(numbers, scale, zero, zeros, dtype)
+        tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < size))
+
+
+def dequantized(weight: DeviceWeight) -> Tensor:
+    """Return the weight [outputs, inputs] in the model's dtype, a new tensor."""
+    outputs, inputs = weight.shape
+    result = torch.empty((outputs, inputs), dtype=weight.dtype, device=weight.codes.device)
+    steps = triton.cdiv(inputs // weight.splits, STEP.value)
+    _dequantize[(triton.cdiv(outputs, 32), steps, weight.splits)](
+        weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
+        DEALT=weight.dealt, FOUR=weight.scheme.code == "int4", GROUP=weight.scheme.group,
+        EVEN=whole_groups(weight.scheme), **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    return result
+
+
+def layout(weight: DeviceWeight) -> tuple[int, int, int, int]:
+    """Return inputs and groups of a split, bytes of an output's codes, and bytes of a split's part of them.
+
+    Where the checkpoint says to which group an input belongs, the groups are those of all inputs.
+    """
+    groups, row_bytes = weight.scales.shape[-2], weight.codes.shape[-1]
+    of_split = groups if weight.index is not None else groups // weight.splits
+    return weight.shape[-1] // weight.splits, of_split, row_bytes, row_bytes // weight.splits
+
+
+def dequantized_experts(weight: DeviceWeight) -> Tensor:
+    """Return the weights [experts, outputs, inputs] in the model's dtype, a new tensor."""
+    return torch.stack([dequantized(_expert(weight, number)) for number in range(weight.shape[0])])
+
+
+def _expert(weight: DeviceWeight, number: int) -> DeviceWeight:
+    zeros = None if weight.zeros is None else weight.zeros[number]
+    return replace(
+        weight, shape=weight.shape[1:], codes=weight.codes[number], scales=weight.scales[number], zeros=zeros
+    )
+
+
+def tensors_of(*weights: Tensor | DeviceWeight | None) -> Iterator[Tensor]:
+    """Yield the tensors of ``weights``; None has no tensors."""
+    for each in weights:
+        if isinstance(each, DeviceWeight):
+            yield from each.tensors
+        elif each is not None:
+            yield each
+
+
+def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:
+    """Return ``x`` quantized for the layer of ``weight``."""
+    if isinstance(x, QuantizedRows):
+        return x
+    assert weight.scheme.activations is not None
+    return quantize_rows(x, weight.scheme.activations, weight.static)
+
+
+def quantized_input(weight: Tensor | DeviceWeight) -> QuantizedInput | None:
+    """How the norm before a layer of ``weight`` quantizes the layer's input; None: not at all."""
+    if not isinstance(weight, DeviceWeight) or weight.scheme.activations is None:
+        return None
+    return QuantizedInput(weight.scheme.activations, weight.static)
