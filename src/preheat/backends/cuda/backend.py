@@ -1,7 +1,7 @@
-"""The CUDA backend: one NVIDIA GPU of the Hopper generation or later; of those that the process sees, the one with the
-number of its rank.
+"""The CUDA backend: one NVIDIA GPU of the Hopper generation or later.
 
-Importing this imports Triton, which takes a second: :mod:`preheat.backends.cuda.device` tells first whether it can run.
+Of the GPUs that the process sees, a rank takes the one with its number. Importing this module imports Triton, which
+takes a second: :mod:`preheat.backends.cuda.device` tells first whether the backend can run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ from preheat.settings import Settings
 
 
 class CudaBackend:
-    """torch and Triton on a GPU. SettingsError, saying what to change, where there is none that can be used."""
+    """The backend of torch and Triton on a GPU.
+
+    Raises SettingsError, saying how to go on, if there is no usable GPU.
+    """
 
     facts = FACTS
 
@@ -95,18 +98,25 @@ class CudaBackend:
         )
 
     def free_memory(self) -> int:
-        """What the driver can still give; what torch's allocator holds and does not use is not in it."""
+        """Return the bytes that the driver can still give.
+
+        Memory that torch's allocator holds without using it does not count as free.
+        """
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def used_memory(self) -> int:
-        """What the GPU holds more than when this process started: graphs and libraries count, unlike in torch's
-        own figures, and so does what others take meanwhile.
+        """Return the bytes by which the GPU's used memory has grown since this process started.
+
+        Unlike in torch's own figures, graphs and libraries count, and so does memory that other processes take
+        meanwhile.
         """
         return self._used() - self._used_before
 
     def peak_memory(self, run: Callable[[], None]) -> int:
-        """The peak of torch's allocator, which then gives back what it holds unused, and what kernels and libraries
-        took beside it, which they keep.
+        """Return the peak memory of ``run`` in bytes.
+
+        It is the peak of torch's allocator, plus the memory that kernels and libraries took beside it, and keep.
+        Afterwards the allocator gives its unused memory back.
         """
         used, held = self._used(), torch.cuda.memory_reserved(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
@@ -119,11 +129,14 @@ class CudaBackend:
         return peak + max(beside, 0)
 
     def kv_cache_memory(self) -> int | None:
-        """A share of the free memory."""
+        """Return None: the cache gets a share of the free memory."""
         return None
 
     def supports(self, value: Value) -> Support:
-        """Without terms, besides, for quantized experts that ranks share: there are no kernels for them."""
+        """Return the support for ``value``.
+
+        Quantized experts that ranks share are supported without terms only: there are no kernels for their terms.
+        """
         found = supports(self.facts, value)
         down = value.down if isinstance(value, Experts) else None
         if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
@@ -131,14 +144,15 @@ class CudaBackend:
         return found
 
     def supports_bfloat16(self) -> bool:
-        """True for every GPU that is accepted."""
+        """Return True: every accepted GPU supports it."""
         return True
 
     def prepare(self, settings: Settings, cache: Path | None) -> None:
-        """Fix what decides bits, and leave the legacy stream, which every other stream would wait for.
+        """Fix every setting that decides bits, and leave the legacy stream.
 
-        The host's threads are kept to one unless a number is asked for: they would only spin beside the one that
-        feeds the GPU.
+        Every other stream would wait for the legacy stream.
+
+        The host has one thread unless a number is asked for: more would only spin beside the thread that feeds the GPU.
         """
         torch.set_num_threads(settings.num_threads or 1)
         torch.cuda.set_device(self.device)
@@ -156,7 +170,7 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
-        """Pinned."""
+        """Return pinned zeros of the shape and dtype of ``tensor``."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def event(self) -> DeviceEvent:
@@ -167,18 +181,21 @@ class CudaBackend:
         return VirtualMemory(self.device)
 
     def sleep_memory(self) -> VirtualMemory:
-        """Virtual memory of the driver's."""
+        """Return virtual memory of the driver."""
         return self._sleep_memory
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
-        """What torch holds unused, such as the weights that an update has replaced, is free for the driver again."""
+        """Give unused memory of torch back to the driver, then yield the function that copies.
+
+        Weights that an update has replaced are an example of such memory.
+        """
         torch.cuda.empty_cache()
         with Upload(self.device) as upload:
             yield upload.copy
 
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
-        """As they are written: their parts are kernels already."""
+        """Return regions as they are written: their parts are kernels already."""
         return lambda region: region
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -198,7 +215,7 @@ class CudaBackend:
         return compiling(threads)
 
     def select_kernels(self, layers: Iterable[tuple[base.Linear | base.ExpertsLayer, Sequence[int]]]) -> None:
-        """Compile kernels side by side; replace kernels that give other bits than the contract."""
+        """Compile kernels side by side; replace kernels with other bits than the contract's."""
         given = list(layers)
         linears = [(each, rows) for each, rows in given if isinstance(each, Layer)]
         adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}

@@ -1,9 +1,9 @@
-"""The launches of linear layers on CUDA, by the kernel that was chosen; see :mod:`preheat.backends.cuda.matmul`.
+"""The launches of linear layers on CUDA, by the chosen kernel; see :mod:`preheat.backends.cuda.matmul`.
 
-The contract is that of :mod:`preheat.backends.cuda.matmul.gemm`. A tile is of that Triton kernel: it is best where the
-weights' bytes set the time. Wide is a kernel for many rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`),
-which needs no second kernel for the gate. The library is cuBLAS, for many rows too: as long as it does not cut the
-inputs into parts it mostly keeps the contract, as a proof has to say.
+The contract is the one of :mod:`preheat.backends.cuda.matmul.gemm`. A tile is of the Triton kernel in that module: it
+is best where the weights' bytes set the time. Wide is a kernel for many rows on Hopper
+(:mod:`preheat.backends.cuda.linear_hopper`); it needs no second kernel for the gate. The library is cuBLAS, for many
+rows too. As long as it does not cut the inputs into parts it mostly keeps the contract; a proof has to confirm it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ LAUNCHES: Mapping[tuple[type[KernelConfig], bool, str], Callable[..., None]] = {
     (Wide, False, "plain"): wide,
     (Wide, False, "float8"): wide_fp8,
 }
-"""What runs a choice: by its class, whether the copy engine loads its tiles, and how weights are stored."""
+"""The function for a choice: by its class, whether the copy engine loads its tiles, and the form of the weights."""
 
 
 def apply(
     choice: KernelConfig, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool,
     out: Tensor | None = None, terms: Expansion | None = None, splits: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Run ``x`` [rows, inputs] through a layer by the kernel ``choice``, into ``out`` where it is given.
+    """Run ``x`` [rows, inputs] through a layer by the kernel ``choice``, into ``out`` if given.
 
-    All are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights add ``terms`` of rows that the
-    launch ahead shrinks.
+    All tensors are contiguous. The inputs are cut into ``splits``. Wide kernels of plain weights add ``terms`` of rows
+    that the launch ahead shrinks.
     """
     if isinstance(choice, Expanded):
         assert isinstance(weight, DeviceWeight)
@@ -68,7 +68,10 @@ def apply(
 def _by_library(
     choice: Library, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
-    """Multiply by cuBLAS. The platform has forbidden it to cut the inputs into parts; ``choice`` may allow it."""
+    """Multiply by cuBLAS.
+
+    The platform has forbidden it to cut the inputs into parts; ``choice`` may allow it.
+    """
     matmul, room = torch.backends.cuda.matmul, None if gated else out
     if choice.split:
         matmul.allow_bf16_reduced_precision_reduction = (False, True)

@@ -1,9 +1,9 @@
 """Proof that implementations of linear maps give the contract's bits, on this device.
 
-Three times, on data that tells: all rows and columns of what an implementation gives, eager and captured in a graph,
-are compared with the plain kernel (of quantized weights, with what it gives for dequantized ones; with float8
-activations, with one tile of their own kernel). Normal numbers show an error; numbers of all magnitudes whose exact
-sums are zero leave nothing but the order in which they were added.
+All rows and columns of an implementation's result, eager and captured in a graph, are compared with the result of the
+plain kernel, for three sets of data. With quantized weights the plain kernel gets dequantized weights. With float8
+activations the reference is one tile of their own kernel. Normal numbers show an error. Numbers of all magnitudes with
+exact sums of zero leave nothing but the order of the additions.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def settle(
     layers: Iterable[tuple[LinearShape, Sequence[int]]],
     adapted: Collection[LinearShape] = (),
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Settle what serves the linear layers of a model at their numbers of rows; those that are ``adapted`` have
-    adapters.
+    """Settle which kernels serve the linear layers of a model at their numbers of rows.
 
-    Kernels are compiled side by side, then whatever has not the contract's bits is rejected; without invariance nothing
-    is. The answer says of each layer and number of rows whether all that may serve it have them.
+    Layers in ``adapted`` have adapters. Kernels are compiled side by side, then each kernel without the contract's bits
+    is rejected; without invariance none is. The answer says of each layer and number of rows whether all kernels that
+    may serve it have the bits.
     """
     sizes: dict[LinearShape, dict[int, None]] = {}
     for shape, rows in layers:
@@ -70,7 +70,7 @@ def settle(
 
 
 def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_errors: bool = False) -> None:
-    """Compile what is not compiled yet of our kernels among ``used``, side by side."""
+    """Compile our kernels among ``used``, side by side, unless they are compiled already."""
     with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
         for shape, choice in dict.fromkeys(used):
             kernel = choice.choice if isinstance(choice, Expanded) else choice
@@ -84,7 +84,10 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
 def prove(
     configs: KernelConfigs, shapes: Iterable[LinearShape], rows: Sequence[int], *, adapted: bool = False
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Whether all that ``configs`` say for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
+    """Return whether all kernels of ``configs`` for ``shapes`` at ``rows`` have the contract's bits.
+
+    Reject each kernel without them.
+    """
     proven: dict[tuple[LinearShape, int], bool] = {}
     for shape in dict.fromkeys(shapes):
         chosen = [(size, choice) for size in rows for choice in configs.used(shape, size, adapted=adapted)]
@@ -103,7 +106,10 @@ def prove(
 def differing(
     shape: LinearShape, chosen: Sequence[tuple[int, KernelConfig]], seeds: int = SEEDS
 ) -> set[tuple[int, KernelConfig]]:
-    """Those of ``chosen``, numbers of rows and implementations, that differ anywhere from the plain kernel."""
+    """Return each of ``chosen`` that differs anywhere from the plain kernel.
+
+    ``chosen`` are pairs of a number of rows and an implementation.
+    """
     x, weight, bias, expected = _operands(shape, max(rows for rows, _ in chosen))
     differs = torch.zeros(2, len(chosen), dtype=torch.int32, device="cuda")
 
@@ -162,7 +168,7 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
 
 
 def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
-    """x and logits of ``tokens`` tokens."""
+    """Return room for x and logits of ``tokens`` tokens."""
     x = torch.empty(tokens, shape.hidden, device="cuda", dtype=shape.dtype)
     return x, torch.empty(tokens, shape.num_experts, device="cuda", dtype=shape.dtype)
 
@@ -176,7 +182,7 @@ def _by(
 
 
 def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
-    """Return x, W, b (zeros) and y of ``rows`` rows. Of a layer whose inputs are cut, y are fp32 sums."""
+    """Return x, W, b (zeros) and y of ``rows`` rows; y is fp32 sums if the layer's inputs are cut."""
     x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
     weight: Tensor | DeviceWeight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
     if shape.scheme is not None:
@@ -187,7 +193,10 @@ def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWei
 
 
 def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
-    """New numbers, in place: normal for ``seed`` 0, else of all magnitudes, with products that sum to zero exactly."""
+    """Write new numbers in place.
+
+    With ``seed`` 0 they are normal; else they have all magnitudes, and products that sum to zero exactly.
+    """
     random = torch.Generator(x.device).manual_seed(seed)
     _fill(x, 1.0, seed, random)
     if isinstance(weight, DeviceWeight):
@@ -210,8 +219,10 @@ def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> No
 
 
 def random_weight(shape: LinearShape, device: torch.device, seed: int) -> DeviceWeight:
-    """The same of a quantized weight: codes of all sizes and random scales for ``seed`` 0; else one scale, no zero
-    points, and codes in pairs that cancel.
+    """Return a random quantized weight.
+
+    With ``seed`` 0 it has codes of all sizes and random scales; else one scale, no zero points, and codes in pairs that
+    cancel.
     """
     assert shape.scheme is not None
     random = torch.Generator(device).manual_seed(seed)

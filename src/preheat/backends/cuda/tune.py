@@ -1,5 +1,6 @@
-"""``preheat tune`` on CUDA: measure which kernel is fastest for each linear layer, and keep the table for later
-boots.
+"""``preheat tune`` on CUDA: measure the fastest kernel for each linear layer.
+
+The table is kept for later boots.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def tune_layers(request: TuneRequest, device: torch.device) -> str:
-    """See :meth:`preheat.backends.base.Backend.tune`."""
+    """Measure, write the table and return a summary, see :meth:`preheat.backends.base.Backend.tune`."""
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
     share = request.seconds / (len(request.layers) + 1 + len(set(request.experts)))
@@ -43,7 +44,10 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
 
 
 def _measure(request: TuneRequest, share: float) -> list[Entry]:
-    """Each shape once, up to the most rows of a step. The head, a single layer, has its ``share`` of the time."""
+    """Return entries of each shape, measured once, up to the most rows of a step.
+
+    The head, a single layer, has its ``share`` of the time.
+    """
 
     def report(shape: LinearShape, rows: int, times: dict[KernelConfig, float]) -> None:
         best = min(times, key=lambda config: times[config])
@@ -57,7 +61,10 @@ def _measure(request: TuneRequest, share: float) -> list[Entry]:
 
 
 def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
-    """Up to the most tokens of a step, in a ``share`` of the time for each size of experts."""
+    """Return entries of experts up to the most tokens of a step.
+
+    Each size of experts has a ``share`` of the time.
+    """
 
     def report(shape: ExpertsShape, tokens: int, config: ExpertsConfig, taken: float) -> None:
         logger.info("%s, %d tokens: %.1f us, %s", shape, tokens, taken, config)

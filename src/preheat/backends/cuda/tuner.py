@@ -1,6 +1,6 @@
-"""Finds the fastest implementation of linear maps by trying them, on an idle device.
+"""The tuner: it finds the fastest implementation of linear maps by trying all, on an idle device.
 
-Every time is that of a CUDA graph that walks several copies of the weights, so that none is found in the L2 cache.
+Every time is the time of a CUDA graph that walks several copies of the weights, so that no copy is in the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 COPIED_BYTES = 200 << 20
 FINALISTS = 4
 SPLIT_GAIN = 1.015
-"""What cutting the inputs into parts must gain to be chosen."""
+"""The least gain of cutting the inputs into parts for this to be chosen."""
 ALONE = 0.5
-"""Microseconds that cuBLAS costs its neighbours: a kernel of ours starts while the one before it ends, but not behind
-cuBLAS. Half of what that gained in a chain of kernels."""
+"""Microseconds that cuBLAS costs its neighbors. One of our kernels starts while the kernel before it ends, but not
+behind cuBLAS. This is half of the gain from early starts in a chain of kernels."""
 
 
 class Bench:
-    """Times implementations of one map. ``weights`` are enough copies to overflow the L2 cache."""
+    """Times implementations of one map.
+
+    ``weights`` are enough copies to overflow the L2 cache.
+    """
 
     def __init__(self, shape: LinearShape, rows: int) -> None:
         size = shape.outputs * shape.inputs * shape.dtype.itemsize
@@ -60,13 +63,13 @@ class Bench:
         self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
 
     def _inputs(self, rows: int) -> Tensor | QuantizedRows:
-        """As a norm gives them."""
+        """Return the first ``rows`` rows of x, as a norm gives them."""
         if self._codes is None:
             return self._x[:rows]
         return QuantizedRows(self._codes.codes[:rows], self._codes.scales[:rows], None)
 
     def microseconds(self, choice: KernelConfig, rows: int, replays: int) -> float:
-        """Median of ``replays``; infinite for what cannot run."""
+        """Return the median of ``replays``; infinite if ``choice`` cannot run."""
         gated, x = self.shape.gated, self._inputs(rows)
         try:
             apply(choice, x, self.weights[0], self._bias, gated)
@@ -78,7 +81,7 @@ class Bench:
 
 
 def graph_microseconds(work: Callable[[], object], replays: int) -> float:
-    """Median time of a replay of ``work``, captured."""
+    """Return the median time of a replay of ``work``, captured, in microseconds."""
     kept: list[object] = []
     graph = capture(lambda: kept.append(work()))
     graph.replay()
@@ -102,9 +105,10 @@ def tune(
     seconds: float = math.inf,
     report: Report = lambda shape, rows, times: None,
 ) -> list[Entry]:
-    """Entries for ``shapes`` at ``rows``: the fastest of all, and of those that give the contract's bits.
+    """Return entries for ``shapes`` at ``rows``: the fastest of all, and the fastest with the contract's bits.
 
-    After ``seconds``, which shapes share alike, it ends with what it has. ``report`` hears every time that was taken.
+    After ``seconds``, divided equally among shapes, return the entries found so far. ``report`` hears every time that
+    was taken.
     """
     end = time.monotonic() + seconds
     entries = []
@@ -116,7 +120,7 @@ def tune(
 
 
 def _wake_clock(seconds: float = 1.0) -> None:
-    """Keep the device busy until its clock is up: what is timed first would seem slower than it is."""
+    """Keep the device busy until its clock is up: the first measurements would else seem slower."""
     x = torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -128,7 +132,7 @@ def _wake_clock(seconds: float = 1.0) -> None:
 def _times(
     shape: LinearShape, rows: Sequence[int], end: float, report: Report
 ) -> dict[tuple[int, KernelConfig], float]:
-    """Microseconds of the finalists at ``rows``."""
+    """Return the microseconds of the finalists at ``rows``."""
     bench = Bench(shape, max(rows))
     found: dict[tuple[int, KernelConfig], float] = {}
     for size in rows:
@@ -146,7 +150,10 @@ def _times(
 
 
 def _entries(shape: LinearShape, times: dict[tuple[int, KernelConfig], float]) -> list[Entry]:
-    """At each number of rows the best that has the contract's bits, and the best of all where that is another one."""
+    """Return the entries at each number of rows: the best with the contract's bits, and the best of all.
+
+    The best of all has an entry only if it is another implementation.
+    """
     wrong = differing(shape, list(times)) if times else set()
     return entries_of(shape, times, wrong)
 
@@ -154,9 +161,10 @@ def _entries(shape: LinearShape, times: dict[tuple[int, KernelConfig], float]) -
 def entries_of(
     shape: LinearShape, times: dict[tuple[int, KernelConfig], float], wrong: Collection[tuple[int, KernelConfig]]
 ) -> list[Entry]:
-    """As the tuner writes them, from microseconds of implementations at numbers of rows; ``wrong`` have other bits.
+    """Return entries as the tuner writes them, from microseconds of implementations at numbers of rows.
 
-    What is faster yet has the same bits, as cuBLAS that may cut the inputs and does not, is so by chance.
+    ``wrong`` have other bits. cuBLAS that may cut the inputs, yet does not, can be faster with the same bits: that is
+    chance, and gets no entry.
     """
     entries = []
     for rows in sorted({rows for rows, _ in times}):
@@ -174,7 +182,7 @@ def entries_of(
 
 
 def _best(taken: dict[KernelConfig, float], some: list[KernelConfig]) -> KernelConfig | None:
-    """Of ``some`` the one that costs least where it runs among kernels of ours."""
+    """Return the cheapest of ``some`` where it runs among kernels of ours."""
 
     def cost(choice: KernelConfig) -> float:
         if isinstance(choice, Library):

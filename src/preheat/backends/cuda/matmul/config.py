@@ -79,10 +79,10 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Wide(msgspec.Struct, frozen=True):
-    """The kernel for many rows on Hopper, :mod:`preheat.backends.cuda.linear_hopper`, with tiles of ``outputs`` x
-    ``rows``.
+    """The kernel for many rows on Hopper, with tiles of ``outputs`` x ``rows``.
 
-    ``outputs`` are rows of W: gates and ups both count. At most 128 for 256 rows, 256 for 128.
+    It is in :mod:`preheat.backends.cuda.linear_hopper`. ``outputs`` are rows of W: gates and ups both count. A tile has
+    at most 128 outputs for 256 rows, and 256 outputs for 128 rows.
     """
 
     outputs: int
@@ -106,8 +106,10 @@ KernelConfig = Tile | Wide | Library | Expanded
 
 
 class ExpertsConfig(NamedTuple):
-    """The kernels of both layers of experts. ``block`` rows of an expert are computed together, as many as the rows of
-    both tiles; 1: every slot is computed by itself.
+    """The kernels of both layers of experts.
+
+    ``block`` rows of an expert are computed together: as many as the rows of both tiles. With ``block`` 1 every slot is
+    computed by itself.
     """
 
     block: int
@@ -216,7 +218,7 @@ def few_rows(shape: LinearShape) -> bool:
 
 
 def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
-    """Of that kernel: of ``rows`` rows, a power of two between 8 and 64."""
+    """Return a tile of the kernel for few rows with ``rows`` rows, a power of two between 8 and 64."""
     return Tile(64, rows, 128 if wide_float8(shape) else 256, 4, stages, bulk=True)
 
 

@@ -1,14 +1,14 @@
 """The Triton kernel of linear layers and routed experts: y = x W^T + b, and silu(gate) * up behind it.
 
-Contract. Every output is a sum of products over the inputs, in order, in one fp32 accumulator; where the inputs are cut
+Contract. Every output is a sum of products over the inputs, in order, in one fp32 accumulator. Where the inputs are cut
 into splits, each split has its own accumulator, and the splits are added in a tree (:mod:`preheat.ops.matmul`). The
 bias is added in fp32. One rounding to the dtype follows. Gated: the first half of W's rows are gates, the second half
 ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.elementwise.silu_mul`. So the bits
-of a row depend neither on the number of rows nor on tiles or warps: tiles say which program computes an output.
+of a row depend neither on the number of rows nor on tiles or warps: tiles only assign outputs to programs.
 
-Three functions are constants of the kernel. The map says which rows meet which matrix: all rows one, or the rows of an
-expert its own. The product multiplies a tile over one split, see :mod:`preheat.backends.cuda.matmul.products`. The sum
-adds the splits.
+Three functions are constants of the kernel. The map pairs rows with matrices: all rows with one, or the rows of an
+expert with its own. The product multiplies a tile over one split, see :mod:`preheat.backends.cuda.matmul.products`. The
+sum adds the splits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from preheat.backends.cuda.moe_route import Arrangement
 
 GROUP: tl.constexpr = tl.constexpr(8)
-"""Programs that run together share so many tiles of weights, so that the rows of x that they read stay in L2."""
+"""Tiles of weights that programs running together share, so that the rows of x that they read stay in L2."""
 
 
 class Cut(NamedTuple):
@@ -55,8 +55,9 @@ class Cut(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Where the rows of experts lie, see :class:`preheat.backends.cuda.moe_route.Arrangement`. A split of y has
-    ``numbers``.
+    """Tensors of the rows of experts, see :class:`preheat.backends.cuda.moe_route.Arrangement`.
+
+    A split of y has ``numbers`` numbers.
     """
 
     experts: Any
@@ -67,8 +68,10 @@ class Routed(NamedTuple):
 
 
 class RoutedForm(NamedTuple):
-    """Constants of experts. ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are
-    arranged in blocks, else each slot is a block of one row.
+    """Constants of experts.
+
+    ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are arranged in blocks, else
+    each slot is a block of one row.
     """
 
     experts: int
@@ -267,8 +270,10 @@ def multiply(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor,
     splits: int = 1,
 ) -> None:  # fmt: skip
-    """Write to ``y`` [rows, columns] the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] for ``x`` [rows,
-    inputs]. The inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
+    """Write to ``y`` [rows, columns] the outputs of a linear layer for ``x`` [rows, inputs].
+
+    ``weight`` is [outputs, inputs], ``bias`` [outputs]. The inputs are cut into ``splits``; a quantized weight has its
+    own number of splits. All tensors are contiguous.
     """
     splits = weight.splits if isinstance(weight, DeviceWeight) else splits
     (rows, columns), inputs = y.shape, weight.shape[1]
@@ -290,11 +295,11 @@ def multiply_experts(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, y: Tensor, *,
     gated: bool, gathered: bool, splits: int = 1,
 ) -> None:  # fmt: skip
-    """Write to ``y`` [arranged rows, columns] the layer of ``weight`` [experts, outputs, inputs], or to ``y`` [splits,
-    arranged rows, columns] each of its ``splits``.
+    """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
 
-    ``x`` are [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. All are contiguous. ``tile.rows`` are the
-    rows of the arrangement's blocks, unless these have one row.
+    ``weight`` is [experts, outputs, inputs]. With ``splits`` > 1, ``y`` is [splits, arranged rows, columns] and gets
+    the result of each split. ``x`` is [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. All tensors are
+    contiguous. ``tile.rows`` is the block size of the arrangement, unless its blocks have one row.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
     given, w_tiles = _operands(tile, x, weight, size), None
@@ -314,8 +319,10 @@ def experts_product(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return rows [arranged rows, columns] of the layer ``weight``, see :func:`multiply_experts`, in ``dtype``, by
-    default the model's. Rows are ``gathered`` if not said otherwise where they are ``gated``.
+    """Return rows [arranged rows, columns] of one layer of all experts.
+
+    See :func:`multiply_experts`. The result is in ``dtype``, by default the model's. Without ``gathered``, rows are
+    gathered if they are ``gated``.
     """
     gathered = gated if gathered is None else gathered
     size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]

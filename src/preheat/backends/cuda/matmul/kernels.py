@@ -130,7 +130,7 @@ def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
         depths = depths[:2] if whole_groups(shape.scheme) else (128,)
     heights = sorted({height, min(height, 64), min(height, 128)})
     for outputs, each, depth, stages in product(widths, heights, depths, (2, 3, 4, 6, 8)):
-        registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and what is added to them
+        registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and products to add
         memory = codes_bytes(shape, outputs, each, depth) * stages
         if registers and (depth == 128 or shape.inputs % depth == 0) and 24_000 < memory < SHARED_BYTES:
             fewest = 8 if outputs * each > 64 * 64 else min(4, outputs // 16)

@@ -24,8 +24,8 @@ from preheat.backends.cuda.matmul.config import (
 )
 
 FEW_ROWS = 24
-"""Below so many rows, and below so many outputs of all rows together, cuBLAS that may not cut the inputs into parts can
-take ten times as long as tiles."""
+"""Few rows for cuBLAS. Below this bound, and below ``FEW_OUTPUTS`` outputs of all rows together, cuBLAS can take ten
+times as long as tiles, if it may not cut the inputs into parts."""
 
 
 FEW_OUTPUTS = 1 << 17
@@ -52,7 +52,7 @@ def few_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:
-    """How many of them there are."""
+    """Return the number of tiles of ``choice``."""
     return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
 
 
@@ -63,14 +63,18 @@ def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
 
 
 def rounds(shape: LinearShape, rows: int, choice: Wide) -> float:
-    """What the rounds of a Hopper GPU over all tiles take, in those of the largest; half a tile is guessed
-    to take a little more than half.
+    """Return the time that a Hopper GPU takes for all tiles, in rounds of the largest tiles.
+
+    Half a tile is guessed to take a little more than half.
     """
     return -(-wide_tiles(shape, rows, choice) // PROCESSORS) * (1.0 if choice.outputs == 256 else 0.55)
 
 
 def tile_rule(shape: LinearShape, rows: int) -> Tile:
-    """The kernel with tiles as low as the rows allow, and so narrow that there is one for every processor."""
+    """Guess a tile of the Triton kernel for plain weights.
+
+    The tile is as low as the rows allow, and so narrow that there is one for every processor.
+    """
     if shape.dtype == torch.float32:
         return REFERENCE[torch.float32]
     if rows > 64:
@@ -86,12 +90,13 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def codes_rule(shape: LinearShape, rows: int) -> Tile:
-    """The kernel that reads codes, with tiles as low as the rows allow. Two accumulators of a gated layer, and what is
-    to be added to them, have to fit into registers.
+    """Guess a tile of the kernel that reads codes, as low as the rows allow.
 
-    For few rows the time is that of the weights' bytes, of which each processor has to have tens of kilobytes on their
-    way: as many stages as fit, twice where a processor has more than one program; and tiles as deep as the inputs
-    allow, since the steps of a program follow each other.
+    The two accumulators of a gated layer, and the products to be added to them, have to fit into registers.
+
+    For few rows the bytes of the weights set the time, and each processor has to have tens of kilobytes on their way.
+    So there are as many stages as fit, twice where a processor has more than one program. Tiles are as deep as the
+    inputs allow, since the steps of a program follow each other.
     """
     assert shape.scheme is not None
     if -(-shape.columns // 128) * (rows // 128) >= PROCESSORS * 3 // 4 and shape.scheme.activations:
@@ -182,6 +187,6 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
 
 
 def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
-    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    """Guess a tile of codes with four stages, or as many as fit into shared memory: at least two."""
     room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
     return Tile(64, rows, deep, 4, max(2, min(4, room)))

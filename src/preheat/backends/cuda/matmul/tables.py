@@ -1,7 +1,8 @@
 """Tables of measured choices, on disk and in the package. No Triton.
 
 A table holds the fastest measured choices. Tables are only read here; :mod:`preheat.backends.cuda.tuner` fills them
-when somebody asks for it. An entry counts for all numbers of rows up to its own, down to that of the entry before.
+when somebody asks for it. An entry counts for all numbers of rows up to its own, down to the number of the entry
+before.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> LinearShape:
-        """A bias makes no difference to the choice, nor do narrow scales."""
+        """Shape of the layer, without a bias and narrow scales: they make no difference to the choice."""
         dtype = getattr(torch, self.dtype)
         return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, dealt=self.dealt)
 
@@ -97,8 +98,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExpertsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fastest kernels of both layers of routed experts, gates and ups first, up to ``tokens`` tokens: either
-    ``tiles`` or ``wides``; ``block`` rows of an expert are computed together.
+    """The fastest kernels of both layers of routed experts, gates and ups first, up to ``tokens`` tokens.
+
+    An entry has either ``tiles`` or ``wides``. ``block`` rows of an expert are computed together.
     """
 
     num_experts: int
@@ -164,14 +166,14 @@ def tables_for(device: str, capability: tuple[int, int], folder: Path | None) ->
 
 
 def shipped() -> list[Table]:
-    """The tables that come with preheat."""
+    """Return the tables that come with preheat."""
     folder = resources.files("preheat.backends.cuda") / "tables"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     return [msgspec.json.decode(file.read_bytes(), type=Table) for file in files]
 
 
 def place(folder: Path, device: str) -> Path:
-    """Where the tuner leaves the table of a GPU."""
+    """Return the path of the tuner's table for a GPU."""
     return folder / f"linear-maps-{re.sub('[^A-Za-z0-9]+', '-', device)}.json"
 
 
@@ -187,7 +189,7 @@ def read(path: Path) -> list[Table]:
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
-    """``new``, with the entries of the tables ``before`` for shapes that are not in it."""
+    """Return ``new`` with the entries of the tables ``before`` for shapes that are not in ``new``."""
     known = {entry.shape for entry in new.entries}
     kept = [entry for table in before for entry in table.entries if entry.shape not in known]
     routed = {entry.shape for entry in new.experts}
@@ -196,7 +198,7 @@ def merged(before: Sequence[Table], new: Table) -> Table:
 
 
 def encode(table: Table) -> bytes:
-    """The text of a table, one entry a line."""
+    """Return the text of a table, one entry a line."""
     head = msgspec.json.encode({"device": table.device, "capability": table.capability}).removesuffix(b"}")
     for name, entries in (("entries", table.entries), ("experts", table.experts)):
         if entries:

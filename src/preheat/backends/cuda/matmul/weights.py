@@ -56,7 +56,7 @@ class DeviceWeight:
     def of(cls, weight: QuantizedWeight, *, dealt: bool = False, splits: int = 1) -> DeviceWeight:
         """Lay out ``weight`` for the kernels: scales of neighboring outputs are neighbors.
 
-        Only a weight of which :func:`can_be_dealt` says so may be ``dealt``.
+        A weight may be ``dealt`` only if :func:`can_be_dealt` is true of it.
         """
         codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
         if weight.scheme.code == "int4":
@@ -121,7 +121,7 @@ def _packed(codes: Tensor, dealt: bool, splits: int) -> Tensor:
 def signed(nibbles):
     """Convert four-bit numbers between -8 and 7 to fp32.
 
-    They are put behind the bits of 2**23, which is cheaper than a conversion.
+    Put them behind the bits of 2**23: cheaper than a conversion.
     """
     return ((nibbles ^ 8).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
 
@@ -215,7 +215,7 @@ def dequantized(weight: DeviceWeight) -> Tensor:
 def layout(weight: DeviceWeight) -> tuple[int, int, int, int]:
     """Return inputs and groups of a split, bytes of an output's codes, and bytes of a split's part of them.
 
-    Where the checkpoint says to which group an input belongs, the groups are those of all inputs.
+    Where the checkpoint gives the group of each input, the groups are the groups of all inputs.
     """
     groups, row_bytes = weight.scales.shape[-2], weight.codes.shape[-1]
     of_split = groups if weight.index is not None else groups // weight.splits
