@@ -1,7 +1,7 @@
 """The CUDA backend: one NVIDIA GPU of the Hopper generation or later.
 
-Of the GPUs that the process sees, a rank takes the one with its number. Importing this module imports Triton, which
-takes a second: :mod:`preheat.backends.cuda.device` tells first whether the backend can run.
+A rank takes the visible GPU with its own number. Importing this module imports Triton, which takes a second:
+:mod:`preheat.backends.cuda.device` tells first whether the backend can run.
 """
 
 from __future__ import annotations

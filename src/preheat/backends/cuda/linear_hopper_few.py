@@ -1,14 +1,14 @@
-"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.matmul.weights`, by
-programs that stream their weights.
+"""Quantized linear layers of few rows on Hopper, by programs that stream their weights.
 
-A program has 64 rows of the weight: one warp loads their codes, and x, into a ring in shared memory (TMA), four warps
-multiply. Weights are asked for before the kernel ahead of this one has ended, since no kernel writes them; x is waited
-for. Of a gated layer the 64 are 32 gates and their ups, in turns of eight: one thread then has both of a pair.
+The contracts are in :mod:`preheat.backends.cuda.matmul.weights`. A program has 64 rows of the weight. One warp loads
+their codes, and x, into a ring in shared memory (TMA); four warps multiply. Weights are asked for before the kernel
+ahead has ended, since no kernel writes them; x is waited for. Of a gated layer the 64 rows are 32 gates and their ups,
+in turns of eight: one thread then has both of a pair.
 
-Codes of four bits become bfloat16, two at a time, in the registers from which the matrix unit reads: behind the
-exponent of 128 they are that plus the code, of which the same plus the zero point is taken; the difference is exact. If
-a scale is a number of bfloat16, their product is rounded once, as in fp32. One of float16 is the sum of two such
-numbers, the smaller of three bits: its product is exact and is added in the same rounding.
+Codes of four bits become bfloat16, two at a time, in the registers that the matrix unit reads. A code behind the
+exponent of 128 is 128 plus the code; 128 plus the zero point is subtracted, and the difference is exact. If a scale is
+a number of bfloat16, the product with it is rounded once, as in fp32. A scale of float16 is the sum of two numbers of
+bfloat16, the smaller of three bits: its product is exact and is added in the same rounding.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
 from preheat.ops.quantization import QuantizedRows
 
 OUTPUTS = gl.constexpr(64)
-"""Rows of the weight that a program has: those of an instruction."""
+"""Rows of the weight that a program has: as many as an instruction multiplies."""
 
 DEPTH = gl.constexpr(256)
 """Inputs of a stage of four-bit codes: two steps."""
 
 CHUNK = gl.constexpr(64)
-"""Inputs of x in a row of shared memory; also half a step, whose codes are of one group."""
+"""Inputs of x in a row of shared memory; also half a step, with codes of one group."""
 
 ZERO = gl.constexpr(136.0)
-"""What a code of zero is behind the exponent of 128, with its sign bit turned over."""
+"""The number for a code of zero behind the exponent of 128, with its sign bit turned over."""
 
 
 def _conversion(narrow: bool) -> str:
-    """Eight codes in a word, less a zero point, times a scale: its bytes have those of inputs 0, 8, 1, 9 (and 64 more)
-    of a lane's chunk, and the pairs of neighbours are registers of the result: 0 and 1, 8 and 9, 64 and 65, 72 and 73.
+    """Return the assembly that converts eight codes in a word, less a zero point, times a scale.
+
+    The bytes of a word have the codes of inputs 0, 8, 1, 9 (and 64 more) of a lane's chunk. Pairs of neighbors are
+    registers of the result: 0 and 1, 8 and 9, 64 and 65, 72 and 73.
     """
     lines = ["{ .reg .b32 word, low;"]
     for pair, shift in enumerate((0, 8, 4, 12)):
@@ -64,7 +66,7 @@ def _conversion(narrow: bool) -> str:
 
 
 WARP_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-"""Of the fewest rows: those of the instruction that each warp has for itself, whose chains of products are shorter."""
+"""Layout of sums for the fewest rows: each warp has its own instruction, with shorter chains of products."""
 
 CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
 
@@ -73,7 +75,7 @@ CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_
 def _load_weights(
     step, codes, scales, zeros, ws, ss, zs, full, STAGES: gl.constexpr, GROUP: gl.constexpr, X_BYTES: gl.constexpr
 ):  # fmt: skip
-    """Of one stage, whose barrier also waits for x."""
+    """Load the weights of one stage; its barrier also waits for x."""
     place = step % STAGES
     ready = full.index(place)
     first = gl.program_id(0) * 4
@@ -93,7 +95,7 @@ def _load_weights(
 
 @gluon.jit
 def _load_inputs(step, x, xs, full, STAGES: gl.constexpr):
-    """Of the same stage."""
+    """Load x of one stage."""
     place = step % STAGES
     chunk = step * x.block_shape[0]
     tma.async_copy_global_to_shared(
@@ -106,7 +108,10 @@ def _load(
     x, codes, scales, zeros, xs, ws, ss, zs, full, empty, steps, STAGES: gl.constexpr, GROUP: gl.constexpr,
     overlap: gl.constexpr,
 ):  # fmt: skip
-    """Keep the ring full. Of what lies beyond the last row, output or input it gets zeros."""
+    """Keep the ring full.
+
+    Zeros are loaded beyond the last row, output or input.
+    """
     X_BYTES: gl.constexpr = x.block_type.nbytes
     ahead = gl.minimum(steps, STAGES)
     for step in range(ahead):
@@ -123,7 +128,7 @@ def _load(
 
 @gluon.jit
 def _store(acc, y, bias, rows, columns, gated: gl.constexpr):
-    """The outputs of sums ``acc``, rounded, where there are such rows and columns."""
+    """Store the outputs of sums ``acc``, rounded, inside of y's rows and columns."""
     N: gl.constexpr = acc.shape[1]
     dtype: gl.constexpr = y.dtype.element_ty
     row = gl.program_id(1) * N
@@ -145,7 +150,10 @@ def _store(acc, y, bias, rows, columns, gated: gl.constexpr):
 
 @gluon.jit
 def _rounded(acc, bias, first, last, dtype: gl.constexpr):
-    """As outputs of the layer, of which ``first`` is the first; beyond the ``last`` it does not matter."""
+    """Round sums to outputs of the layer from ``first`` on.
+
+    Outputs beyond the ``last`` are undefined.
+    """
     if bias is not None:
         out = gl.minimum(first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), last)
         acc += gl.load(bias + out).to(gl.float32)[:, None]
@@ -154,7 +162,7 @@ def _rounded(acc, bias, first, last, dtype: gl.constexpr):
 
 @gluon.jit
 def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64]: of the ``part``-th step of a stage."""
+    """Return the scales [64] of the ``part``-th step of a stage."""
     PART: gl.constexpr = part if memory.shape[0] > 1 else 0
     scales = memory.reshape([memory.shape[0] * OUTPUTS]).slice(PART * OUTPUTS, OUTPUTS)
     return scales.load(LAYOUT)
@@ -162,8 +170,9 @@ def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _weights(codes, zeros, ss, zs, place, part: gl.constexpr, SUMS: gl.constexpr):
-    """Of the ``part``-th step of a stage, from ``codes`` [64, 64]: the matrix unit's operands of its first and of its
-    second 64 inputs.
+    """Convert ``codes`` [64, 64] of the ``part``-th step of a stage to operands of the matrix unit.
+
+    Return the operands of the step's first and second 64 inputs.
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
     zero = gl.full([OUTPUTS], ZERO, gl.float32, LAYOUT)
@@ -188,14 +197,17 @@ def _weights(codes, zeros, ss, zs, place, part: gl.constexpr, SUMS: gl.constexpr
 
 @gluon.jit
 def _operand(weights, SUMS: gl.constexpr):
-    """[64, 64], in the order of their inputs."""
+    """Return ``weights`` as an operand [64, 64], in the order of their inputs."""
     weights = weights.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
     return gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon.jit
 def _product(acc, weights, xs, chunk: gl.constexpr, SUMS: gl.constexpr):
-    """``acc`` and the products of ``weights`` [64, 64] with the ``chunk``-th of a stage's inputs, in order."""
+    """Add to ``acc`` the products of ``weights`` [64, 64] with inputs of a stage, in order.
+
+    The inputs are the ``chunk``-th 64 of the stage.
+    """
     N: gl.constexpr = xs.shape[1]
     inputs = xs.reshape([xs.shape[0] * N, CHUNK]).slice(chunk * N, N).permute([1, 0])
     if SUMS.version[0] == 2:
@@ -209,7 +221,10 @@ def _product(acc, weights, xs, chunk: gl.constexpr, SUMS: gl.constexpr):
 def _multiply_codes(
     y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr
 ):  # fmt: skip
-    """Of four-bit codes. Of many rows a step is still being multiplied while weights of the next one are made."""
+    """Multiply weights of four-bit codes.
+
+    With many rows, one step is still being multiplied while weights of the next one are made.
+    """
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
     CODES: gl.constexpr = gl.DistributedLinearLayout(
@@ -244,7 +259,7 @@ def _multiply_codes(
 
 @gluon.jit
 def _scaled(acc, x_scales, scales, rows, columns, gated: gl.constexpr):
-    """Sums [64, rows] of float8 products."""
+    """Scale sums [64, rows] of float8 products."""
     LAYOUT: gl.constexpr = acc.type.layout
     token = gl.program_id(1) * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     at = gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))
@@ -262,7 +277,7 @@ def _scaled(acc, x_scales, scales, rows, columns, gated: gl.constexpr):
 def _multiply_float8(
     y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """Of float8: what the matrix unit sums is added up in fp32."""
+    """Multiply float8 numbers: sums of the matrix unit are added up in fp32."""
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
@@ -284,7 +299,7 @@ def _multiply_float8(
 
 @gluon.jit
 def _room(tensor, STAGES: gl.constexpr):
-    """For so many pieces of a tensor that the copy engine reads."""
+    """Allocate room for ``STAGES`` pieces of a tensor that the copy engine reads."""
     return gl.allocate_shared_memory(tensor.dtype, [STAGES] + tensor.block_shape, tensor.layout)  # noqa: RUF005
 
 
@@ -330,7 +345,7 @@ def _few_codes(
 
 
 def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """``y`` [rows, columns] from ``x`` [rows, inputs], of a ``weight`` that is dealt; all contiguous."""
+    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a dealt ``weight``; all are contiguous."""
     inputs, group = x.shape[1], weight.scheme.group
     parts = DEPTH.value // group if group and group < DEPTH.value else 1
     chunks = DEPTH.value // CHUNK.value
@@ -353,7 +368,7 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
 
 
 def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """The same of float8 rows."""
+    """Write ``y`` [rows, columns] for float8 rows ``x`` [rows, inputs]; all are contiguous."""
     _few_float8[_grid(tile, y, gated)](
         descriptor(x.codes.view(len(x), -1, STEP.value).transpose(0, 1), 1, tile.rows, STEP.value),
         _rows(weight.codes, gated, STEP.value),
@@ -376,13 +391,14 @@ def _grid(tile: Tile, y: Tensor, gated: bool) -> tuple[int, int]:
 
 
 def _chunks(x: Tensor, chunks: int, rows: int) -> TensorDescriptor:
-    """``x`` [rows, inputs] in chunks of its inputs, [chunks, rows, 64]."""
+    """Return ``x`` [rows, inputs] in chunks of its inputs, [chunks, rows, 64]."""
     return descriptor(x.view(len(x), -1, CHUNK.value).transpose(0, 1), chunks, rows, CHUNK.value)
 
 
 def _rows(weight: Tensor, gated: bool, depth: int) -> TensorDescriptor:
-    """``weight`` [outputs, inputs] by eights of rows: [columns / 8, 2, 8, inputs] of gates and ups in turns, or else
-    [outputs / 16, 2, 8, inputs].
+    """Return ``weight`` [outputs, inputs] by eights of rows.
+
+    Gates and ups take turns in [columns / 8, 2, 8, inputs]; without gates it is [outputs / 16, 2, 8, inputs].
     """
     depths = weight.shape[1]
     pairs = weight.view(2, -1, 8, depths).transpose(0, 1) if gated else weight.view(-1, 2, 8, depths)
@@ -390,7 +406,7 @@ def _rows(weight: Tensor, gated: bool, depth: int) -> TensorDescriptor:
 
 
 def _pairs(scales: Tensor, gated: bool, block: tuple[int, int, int, int]) -> TensorDescriptor:
-    """``scales`` [groups, outputs] in the same way: [groups, columns / 8, 2, 8]."""
+    """Return ``scales`` [groups, outputs] by eights like the weight: [groups, columns / 8, 2, 8]."""
     groups = len(scales)
     pairs = scales.view(groups, 2, -1, 8).transpose(1, 2) if gated else scales.view(groups, -1, 2, 8)
     return descriptor(pairs, *block)

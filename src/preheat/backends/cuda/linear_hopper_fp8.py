@@ -1,9 +1,9 @@
-"""Linear layers of many rows in float8 on Hopper: the contract of :mod:`preheat.backends.cuda.matmul.weights`, by a
-program like that of :mod:`preheat.backends.cuda.linear_hopper`.
+"""Linear layers of many rows in float8 on Hopper.
 
-The matrix unit sums 128 products from zero, and what it gives is added to the accumulator in fp32. That takes registers
-for both, so each half of a tile's outputs is multiplied and added in turn; what one group of warps leaves idle while it
-adds, the other one uses.
+The contract is in :mod:`preheat.backends.cuda.matmul.weights`, the program is like the one of
+:mod:`preheat.backends.cuda.linear_hopper`. The matrix unit sums 128 products from zero, and the sum is added to the
+accumulator in fp32. Both take registers, so each half of a tile's outputs is multiplied and added in turn. While one
+group of warps adds, the other one uses the matrix unit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
 from preheat.ops.quantization import QuantizedRows
 
 ROWS = gl.constexpr(64)
-"""Rows of a group of warps, of which there are two."""
+"""Rows of a group of warps; there are two groups."""
 
 
 @gluon.jit
 def _scaled(acc, x_scales, scales, bias, row, rows, first, last, dtype: gl.constexpr):
-    """As outputs of the layer, of which ``first`` is the first; beyond the ``last``, and ``rows``, it does not
-    matter.
+    """Scale sums to outputs of the layer from ``first`` on.
+
+    Numbers beyond the output ``last`` and beyond ``rows`` are undefined.
     """
     token = gl.minimum(row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), rows - 1)
     out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
@@ -48,7 +49,7 @@ def _multiply(
     half: gl.constexpr, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """One half of the rows of each tile of y."""
+    """Multiply one half of the rows of each tile of y."""
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
     SIDE: gl.constexpr = OUTPUTS // 2
@@ -111,9 +112,10 @@ def _wide(
 
 
 def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """``y`` [rows, columns] from ``x`` [rows, inputs], where
-    :func:`preheat.backends.cuda.matmul.config.wide_float8`, on Hopper; all contiguous. Tiles are of 128 rows. The
-    grid has at most one program for each multiprocessor.
+    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] on Hopper; all are contiguous.
+
+    Only for layers that :func:`preheat.backends.cuda.matmul.config.wide_float8` accepts. Tiles have 128 rows. The grid
+    has at most one program for each multiprocessor.
     """
     outputs, inputs = weight.shape
     halves = 2 if gated else 1

@@ -1,7 +1,7 @@
 """The matrices of the adapters in all slots of a layer on CUDA, see :mod:`preheat.ops.matmul`.
 
-How many blocks of rows there are at most follows from the number of rows and of slots, and so does the grid; programs
-of blocks that a step has not end at once.
+The numbers of rows and of adapter slots bound the number of blocks of rows, and so set the grid. Programs of blocks
+beyond the step's end at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def _gather(
     tokens, sequences, last_token, a, shrunk, own, places, members, tiles, scales, rows, slots, vocab,
     TILES: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of one block shrink to, scaled: columns of ``a``. Its members in ``own`` are those that
-    are tokens.
+    """Write the scaled columns of ``a`` for the tokens of one block.
+
+    ``own`` gets the members of the block that are tokens; -1 replaces rows of images and rows beyond the last one.
     """
     block, lane, rank = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, RANKS)
     place = tl.load(places + block)
@@ -54,8 +55,10 @@ def _gather(
 
 
 class Packed(NamedTuple):
-    """What a place holds of an adapter: ``a`` [this rank's tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE]
-    and its ``table``. One piece of memory each, so that putting them into a place is three copies.
+    """An adapter as an adapter slot holds it.
+
+    ``a`` is [this rank's tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE]; ``table`` is its part of the table.
+    Each is one piece of memory, so that putting them into a slot is three copies.
     """
 
     a: Tensor
@@ -68,7 +71,7 @@ def _add_roots(
     parts, shrunk, places, tiles, scales, stride, slots, WORLD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """What the rows of one block shrink to on all ranks together, scaled: of each tile in use [ROWS, RANKS]."""
+    """Write the scaled sum over all ranks of the shrunk rows of one block: [ROWS, RANKS] for each tile in use."""
     block = tl.program_id(0)
     slot, rank = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
     place = tl.load(places + block)
@@ -81,8 +84,10 @@ def _add_roots(
 
 
 def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:
-    """Write what rows shrank to into ``to``, of fp32 ``parts`` [ranks, as many numbers], those of each rank contiguous.
-    ``scales`` are those of all places.
+    """Write to ``to`` the scaled sums of shrunk rows over all ranks.
+
+    ``parts`` are fp32 [ranks, numbers of a rank], contiguous for each rank. ``scales`` are the scales of all adapter
+    slots.
     """
     slots = to.shrunk.shape[3]
     _add_roots[(slots // to.block,)](
@@ -102,9 +107,11 @@ class CudaAdapters:
 
 
 class Factors:
-    """Both matrices of the adapters in all ``places``, for all parts of a layer, in tiles of ranks. A table says how
-    many of them each place and part has in use, the scale, whose bits lie in an integer, and how many of the first
-    matrix are on this rank: all, unless ranks divide them ``among`` themselves, of which each has every world-th.
+    """Both matrices of the adapters in all adapter slots, for all parts of a layer, in tiles of ranks.
+
+    A table has three numbers for each slot and part: the tiles in use; the scale, as the bits of an integer; and the
+    tiles of the first matrix that are on this rank. The rank has all tiles, unless ranks divide them ``among``
+    themselves: then each has every world-th.
     """
 
     def __init__(
@@ -149,13 +156,15 @@ class Factors:
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Both matrices, [places, tiles, parts, TILE, inputs] and [places, tiles, outputs, TILE]; how many tiles each
-        place and part has in use, and the scales, [places, parts or more] both and with the same strides.
+        """Both matrices, tiles in use and scales.
+
+        The matrices are [slots, tiles, parts, TILE, inputs] and [slots, tiles, outputs, TILE]. The tiles in use and the
+        scales of each slot and part are [slots, parts or more], with equal strides.
         """
         return self._a, self._b, self._tiles, self._scales
 
     def pack(self, given: Mapping[int, LowRankPair]) -> Packed:
-        """The matrices of parts as a place holds them, in pinned memory where there is a device."""
+        """Return the matrices of parts as an adapter slot holds them, pinned if there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._sizes.inputs
         rank, world = self._among.rank, self._among.world
         a = self._host(len(range(rank, most, world)), len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
@@ -172,20 +181,23 @@ class Factors:
         return Packed(a, b, table)
 
     def write(self, place: int, packed: Packed) -> None:
-        """Put what was packed into ``place``. Copies are asked for, not waited for."""
+        """Put ``packed`` into adapter slot ``place``. Copies are asked for, not waited for."""
         self._a[place, : len(packed.a)].copy_(packed.a, non_blocking=True)
         self._b[place, : len(packed.b)].copy_(packed.b, non_blocking=True)
         self._table[place].copy_(packed.table, non_blocking=True)
         self._cleared[place] = False
 
     def clear(self, place: int) -> None:
-        """Leave the layer alone for rows of ``place``."""
+        """Leave the layer alone for rows of adapter slot ``place``."""
         if not self._cleared[place]:
             self._table[place].copy_(self._nothing, non_blocking=True)
             self._cleared[place] = True
 
     def room(self, x: Tensor, blocks: Blocks) -> tuple[Shrinking, Expansion]:
-        """By what ``x`` [rows, inputs] shrinks, with room for sums; and by what that is expanded, with room for it."""
+        """Return the operands of both products for ``x`` [rows, inputs].
+
+        They have room for the sums and for the shrunk rows.
+        """
         slots, sizes = blocks.count(len(x)) * blocks.size, self._sizes
         room = sizes.parts, sizes.tiles, sizes.leaves * sizes.splits, slots, TILE
         sums = x.new_empty(room, dtype=torch.float32)
@@ -197,8 +209,9 @@ class Factors:
         self, y: Tensor, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, gated: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they do ``beside``
-        the kernel that was launched last, or behind it.
+        """Return ``y`` with the terms of adapters, see :func:`expand`, of rows that have not shrunk yet.
+
+        They shrink ``beside`` the kernel that was launched last, or behind it.
         """
         if beside or blocks.size > BLOCK or self._among.world > 1:
             self.shrink(given, to, blocks, beside=beside)
@@ -211,22 +224,29 @@ class Factors:
         shrink(given, to.shrunk, blocks, self._sizes, beside=beside, scaled=scaled)
 
     def fit(self, choice: Wide) -> bool:
-        """Whether a layer's kernel can add them: tiles are whole, and each half of one is of one part."""
+        """Return whether a layer's kernel can add the terms.
+
+        It can if tiles are whole, and each half of a tile is of one part.
+        """
         whole = self.bounds[-1] % choice.outputs == 0
         return whole and self._b.dtype == torch.bfloat16 and all(b % (choice.outputs // 2) == 0 for b in self.bounds)
 
     def gathered(self, to: Expansion) -> Expansion:
-        """``to`` with what rows shrank to on all ranks that divide the first matrices."""
+        """Return ``to`` with the shrunk rows of all ranks that divide the first matrices."""
         return to if self._among.world == 1 else to._replace(shrunk=self._among.gather(to.shrunk[0]))
 
     def add_roots(self, parts: Tensor, to: Expansion) -> None:
-        """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
-        each rank contiguous.
+        """Write to ``to`` the scaled sum of the shrunk rows of all ranks.
+
+        ``parts`` are fp32 [ranks, tiles * slots * TILE], contiguous for each rank.
         """
         add_roots(parts, to, self._scales)
 
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
-        """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
+        """Return the expansion of ``tokens`` int32 [tokens], whose numbers are inputs.
+
+        -1 stands for ``last_token[slot]``.
+        """
         count = blocks.count(len(tokens))
         shrunk = self._a.new_empty(1, 1, self._sizes.tiles, count * blocks.size, TILE, dtype=torch.float32)
         members = torch.empty_like(blocks.members)
@@ -238,7 +258,7 @@ class Factors:
         return self._expansion(shrunk, blocks, members)
 
     def _expansion(self, shrunk: Tensor, blocks: Blocks, members: Tensor) -> Expansion:
-        """Of ``members``, which are those of ``blocks`` or some of them."""
+        """Return the expansion of ``members``: all members of ``blocks``, or some."""
         by_rows = blocks.whose, blocks.starts, blocks.present
         of_places = self._tiles, self._scales, self._bounds
         return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, *of_places, *by_rows)

@@ -1,8 +1,9 @@
-"""Which rows of a step have which adapter, as the kernels of adapters on CUDA read it.
+"""The adapters of a step's rows, as the kernels of adapters on CUDA read them.
 
-The rows of each adapter are cut into blocks, filled up with none. Launches of few rows have blocks of ``BLOCK``, those
-of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they. A
-layer's kernel for many rows, whose tiles have rows as they come, finds listed which adapters those have.
+The rows of each adapter are cut into blocks, filled up with none. Launches of few rows have blocks of ``BLOCK`` rows,
+launches of many rows longer ones. A step's rows are described in both ways, since the program of the step, not its
+rows, decides between them. A layer's kernel for many rows has tiles of rows in the step's order; it finds a list of the
+adapters of such rows.
 """
 
 from __future__ import annotations
@@ -13,38 +14,43 @@ import torch
 from preheat.backends.base import HOST_COPIES, AdapterStep
 
 BLOCK = 16
-"""Rows of a block, all of one adapter: what the matrix unit multiplies at once."""
+"""Rows of a block, all of one adapter: as many as the matrix unit multiplies at once."""
 
 LONG_BLOCK, MANY_ROWS = 32, 512
-"""Rows of a block in launches of so many rows or more: a program then reads an adapter for more of them. Changes no
-bits, as each number is a sum of its own, whatever is multiplied with it.
-"""
+"""Rows of a long block, and the least rows of a launch with long blocks: a program then reads an adapter for more rows.
+Changes no bits, as each number is a sum of its own, independent of the other rows of the product."""
 
 STRETCH = 128
-"""Rows for which is listed which adapters they have: as many as a tile of a layer's kernel may have."""
+"""Rows for which adapters are listed together: as many as a tile of a layer's kernel may have."""
 
 MOST_PARTS = 3
-"""Of a layer: queries, keys and values."""
+"""Most parts of a layer: queries, keys and values."""
 
 TABLE_PARTS = 4
 """Parts that a row of a layer's table has room for: each begins at a multiple of 16 bytes."""
 
 TABLE_ROWS = 3
-"""For each place: the tiles in use, scales, and those of the tiles that are on this rank."""
+"""Rows of a table for each adapter slot: the tiles in use, the scales, and the tiles on this rank."""
 
 
 def most_blocks(rows: int, places: int, size: int) -> int:
-    """Blocks of ``size`` that so many rows can have: all but one of each adapter are full."""
+    """Return the most blocks of ``size`` for ``rows`` rows.
+
+    All blocks of an adapter but one are full.
+    """
     return min(rows, rows // size + places)
 
 
 class Blocks:
-    """The blocks of a step's rows on the device, for at most ``tokens`` rows and ``places`` adapters, of ``size`` rows
-    each. ``places`` int32 [blocks] has the adapter of each, ``members`` int32 [blocks * size] its rows, ``slots`` int32
-    [tokens] where each row is among those; -1 stands for none. A launch with fewer rows has the first blocks.
+    """The blocks of a step's rows on the device, for at most ``tokens`` rows and ``places`` adapters.
 
-    Beside long blocks there is the same by rows: ``whose`` int32 [tokens] has the adapter of each, or -1; those of
-    ``STRETCH`` rows are listed in ``present``, from ``starts[stretch]`` to ``starts[stretch + 1]``.
+    A block has ``size`` rows. ``places`` int32 [blocks] has the adapter slot of each block, ``members`` int32 [blocks *
+    size] its rows, ``slots`` int32 [tokens] the index of each row in ``members``; -1 stands for none. A launch with
+    fewer rows has the first blocks.
+
+    With long blocks there are lists by rows, too: ``whose`` int32 [tokens] has the adapter slot of each row, or -1. The
+    adapter slots of each stretch of ``STRETCH`` rows are listed in ``present``, from ``starts[stretch]`` to
+    ``starts[stretch + 1]``.
     """
 
     def __init__(self, tokens: int, places: int, device: torch.device, size: int) -> None:
@@ -63,11 +69,14 @@ class Blocks:
         self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
 
     def count(self, rows: int) -> int:
-        """Blocks of a launch with so many rows."""
+        """Return the number of blocks of a launch with ``rows`` rows."""
         return most_blocks(rows, self._most, self.size)
 
     def send(self, turn: int, places: np.ndarray) -> None:
-        """Let the device have the blocks of rows with these ``places``, by host copy ``turn``, unless it has them."""
+        """Send the blocks of rows with these ``places`` to the device, unless it has them.
+
+        ``turn`` is the host copy to use.
+        """
         if np.array_equal(places, self._there):
             return
         if self._copied:
@@ -83,8 +92,10 @@ class Blocks:
 
 
 def write_blocks(words: np.ndarray, count: int, places: np.ndarray, size: int) -> None:
-    """Write ``words`` int32 [count * (1 + size) + rows]: the place of each block, the rows of each, in the order of
-    places, then the slot of each row; -1 stands for none.
+    """Write ``words`` int32 [count * (1 + size) + rows], -1 for none.
+
+    They are the adapter slot of each block, the rows of each block, in the order of adapter slots, then the index of
+    each row in the rows of blocks.
     """
     words.fill(-1)
     rows = np.flatnonzero(places >= 0)
@@ -99,8 +110,10 @@ def write_blocks(words: np.ndarray, count: int, places: np.ndarray, size: int) -
 
 
 def write_stretches(words: np.ndarray, tokens: int, places: np.ndarray, most: int) -> None:
-    """Write ``words`` int32: the place of each of ``tokens`` rows, -1 for none, where the list of each stretch begins
-    and the last one ends, then the lists. There are ``most`` places.
+    """Write ``words`` int32: adapter slots by rows, then the list of each stretch.
+
+    First comes the adapter slot of each of ``tokens`` rows, -1 for none; then the start of each stretch's list, and the
+    end of the last; then the lists. There are ``most`` adapter slots.
     """
     stretches = -(-tokens // STRETCH)
     whose, starts, present = np.split(words, (tokens, tokens + stretches + 1))
@@ -116,7 +129,7 @@ def write_stretches(words: np.ndarray, tokens: int, places: np.ndarray, most: in
 
 
 class CudaAdapterRows:
-    """Which adapter each row of a step has, see :class:`preheat.backends.base.AdapterRows`."""
+    """The adapter of each row of a step, see :class:`preheat.backends.base.AdapterRows`."""
 
     def __init__(self, tokens: int, places: int, device: torch.device) -> None:
         sizes = (BLOCK, LONG_BLOCK) if tokens >= MANY_ROWS else (BLOCK,)
@@ -134,9 +147,9 @@ class CudaAdapterRows:
 
     @property
     def blocks(self) -> Blocks | None:
-        """Those of ``BLOCK`` rows; None where no row has an adapter."""
+        """Blocks of ``BLOCK`` rows; None where no row has an adapter."""
         return None if self._used is None else self._used[0]
 
     def blocks_for(self, rows: int) -> Blocks | None:
-        """Those that a launch with so many rows reads."""
+        """Return the blocks that a launch with ``rows`` rows reads; None where no row has an adapter."""
         return None if self._used is None else self._used[-1 if rows >= MANY_ROWS else 0]

@@ -1,7 +1,7 @@
 """The second product of adapters on CUDA, and the activation behind it, see :mod:`preheat.backends.cuda.lora`.
 
-What rows shrank to is rounded to the dtype of the matrices, bfloat16 or fp32; the products of all tiles of ranks are
-added in one fp32 accumulator.
+Shrunk rows are rounded to the dtype of the matrices, bfloat16 or fp32; the products of all tiles of ranks are added in
+one fp32 accumulator.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, ShrinkSizes, added
 from preheat.ops.values import TILE
 
 WIDTH, WARPS = 128, 4
-"""Outputs of a program, by measurement on an H200."""
+"""Outputs and warps of a program, by measurement on an H200."""
 
 HEAD_WIDTH, HEAD_WARPS, HEAD_OUTPUTS = 512, 8, 1 << 16
-"""The same of layers with so many outputs or more: of an output head, which few adapters adapt, so that most programs
-have nothing to do but to begin.
-"""
+"""Outputs and warps of a program for layers with at least ``HEAD_OUTPUTS`` outputs: for an output head. Few adapters
+adapt the head, so that most of its programs have nothing to do but to begin."""
 
 
 class Expansion(NamedTuple):
-    """What rows of a step are expanded by. ``shrunk`` fp32 [ranks, parts, tiles of a rank, slots, TILE], scaled: tile t
-    is that of rank t % ranks, of which there is one unless the first matrices are divided; or the sums that are to be
-    added up for that, [1, parts, tiles, splits of the inputs, slots, TILE]; ``b`` [places, tiles, outputs, TILE];
-    ``places`` int32 [blocks] and ``members`` int32 [blocks * rows of one] are the blocks of rows, of which a launch has
-    the first, ``slots`` int32 [rows] the place of each row among them, -1 for none; ``tiles`` int32 [places,
-    TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts +
-    1] are outputs; ``scales`` fp32 lie like the tiles. ``whose``, ``starts`` and ``present`` int32 say by rows which
-    adapters there are.
+    """The operands of the second product for the rows of a step.
+
+    ``shrunk`` fp32 [ranks, parts, tiles of a rank, slots, TILE] are the shrunk rows, scaled. Tile t is on rank t %
+    ranks; there is one rank unless the first matrices are divided. Or ``shrunk`` are sums still to be added up, [1,
+    parts, tiles, splits of the inputs, slots, TILE].
+
+    ``b`` is [places, tiles, outputs, TILE]; a place is an adapter slot. ``places`` int32 [blocks] and ``members`` int32
+    [blocks * rows of one] are the blocks of rows; a launch has the first of them. ``slots`` int32 [rows] is the index
+    of each row in ``members``, -1 for none.
+
+    ``tiles`` int32 [places, TABLE_PARTS] are the tiles in use. The tiles of a place begin ``PLACE_IN_TABLE`` numbers
+    behind the tiles of the place before. ``scales`` fp32 lie like the tiles. ``bounds`` int32 [parts + 1] are bounds of
+    outputs. ``whose``, ``starts`` and ``present`` int32 list adapters by rows, see
+    :class:`preheat.backends.cuda.lora_blocks.Blocks`.
     """
 
     shrunk: Tensor
@@ -58,22 +63,23 @@ class Expansion(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of the kernel of a layer to whose own outputs it is added."""
+        """Constants of the kernel of a layer that adds the expansion to its own outputs."""
         world, parts = self.shrunk.shape[:2]
         return {"TILES": self.b.shape[1], "WORLD": world, "PARTS": parts}
 
 
 @triton.jit
 def times(ws, shrunk, acc):
-    """``acc`` [outputs, rows] plus ``ws`` [outputs, ranks] times fp32 ``shrunk`` [ranks, rows], rounded to their
-    dtype.
+    """Return ``acc`` [outputs, rows] plus ``ws`` [outputs, ranks] times fp32 ``shrunk`` [ranks, rows].
+
+    ``shrunk`` is rounded to the dtype of ``ws``.
     """
     return tl.dot(ws, rounded(shrunk, ws), acc, input_precision="ieee")
 
 
 @triton.jit
 def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.constexpr, used):
-    """[outputs, ranks]: a tile of the second matrix."""
+    """Return a tile of the second matrix, [outputs, ranks]."""
     at = ((place * TILES + tile).to(tl.int64) * height + out) * RANKS
     return tl.load(adapters.b + at[:, None] + tl.arange(0, RANKS)[None, :], mask=used, other=0.0)
 
@@ -83,7 +89,7 @@ def _shrunk_of(
     slot, tile, place, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
     PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """[ranks, rows]: what the rows in ``slot`` shrank to for a tile of ranks of the adapter in ``place``."""
+    """Return the shrunk rows in ``slot``, [ranks, rows], for a tile of ranks of the adapter in ``place``."""
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
     if SPLITS == 0:
         at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
@@ -100,8 +106,10 @@ def _expanded(
     result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
-    ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
+    """Return ``result`` [outputs, rows] with the term of the adapter in ``place``.
+
+    ``part`` has ``count`` tiles of ranks; ``ws`` is the first of them. ``height`` is the number of outputs of all
+    parts.
     """
     if count > 0:
         shrunk = _shrunk_of(slot, 0, place, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS)
@@ -119,7 +127,10 @@ def _expanded(
 
 @triton.jit
 def _column_of(column, adapters, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which tile of COLUMNS outputs of which part is the one of this number among all."""
+    """Return the tile of outputs with number ``column`` among all, as a number inside of its part, and the part.
+
+    A tile has COLUMNS outputs.
+    """
     part = 0
     for each in tl.static_range(1, PARTS):
         tiles = tl.cdiv(tl.load(adapters.bounds + each) - tl.load(adapters.bounds + each - 1), COLUMNS)
@@ -134,15 +145,17 @@ def _expand(
     ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
     WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
-    y, which z then is; the tiles of parts follow each other. Behind the blocks that have ``slots``, if ``gated``, come
-    rows without an adapter. What no kernel writes is read before the kernel ahead has ended.
+    """Write a tile [COLUMNS, ROWS] of ``z``, with the rows of one block.
 
-    ``SPLITS``: of a leaf, of which so many sums are to be added up, or 0. ``WHOLE``: 16 divides all bounds. ``chosen``:
-    the kernel ahead wrote the members of blocks, too.
+    ``gated``: the tile comes from both halves of y. Else it comes from one part of y, and z is y; the tiles of parts
+    follow each other. Behind the blocks in ``slots`` come, if ``gated``, rows without an adapter. Operands that no
+    kernel writes are read before the kernel ahead has ended.
+
+    ``SPLITS``: the number of sums of a K split that are to be added up, or 0. ``WHOLE``: 16 divides all bounds.
+    ``chosen``: the kernel ahead wrote the members of blocks, too.
     """
     column, part = tl.program_id(0), 0
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # blocks that a step has not begin and end beside what is ahead
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # blocks beyond the step's begin and end beside the kernel ahead
     if not gated:
         column, part = _column_of(column, adapters, PARTS, COLUMNS)
     slot = block * ROWS + tl.arange(0, ROWS)
@@ -175,7 +188,7 @@ def _expand(
         row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
     needed = (gated or count > 0) and tl.max(there.to(tl.int32)) > 0
-    if not chosen and (needed or tl.program_id(0) + block == 0):  # one must, or this may end before what is ahead
+    if not chosen and (needed or tl.program_id(0) + block == 0):  # one must, or this may end before the kernel ahead
         begin(overlap)
     if needed:
         stored = (out < end)[:, None] & there[None, :]
@@ -209,9 +222,11 @@ def expand(
     sums: ShrinkSizes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``y`` [rows, outputs] with what ``adapters`` add: in place, or, ``gated``, silu of its first half times the other
-    in ``out`` or a new tensor. ``bounds`` are those of ``adapters``. ``chosen``: a kernel wrote which rows are members.
-    With ``sums`` of a layer of these sizes, those are added up first.
+    """Return ``y`` [rows, outputs] with the terms of ``adapters``.
+
+    They are added in place. If ``gated``, the result is silu of y's first half times the other half, in ``out`` or a
+    new tensor. ``bounds`` are the bounds of ``adapters``. ``chosen``: a kernel wrote the members of blocks. With
+    ``sums``, the sizes of a layer's first product, the sums in ``adapters`` are added up first.
     """
     rows, outputs = y.shape
     columns = outputs // 2 if gated else outputs

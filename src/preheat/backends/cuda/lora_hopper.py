@@ -1,12 +1,12 @@
-"""What adapters add, in the kernel of a layer for many rows on Hopper: behind its sums, before its activation.
+"""The terms of adapters in a layer's kernel for many rows on Hopper: behind its sums, before its activation.
 
-Rows shrink in a launch ahead, beside which the layer's kernel begins. Each number is computed as
-:mod:`preheat.backends.cuda.lora_expand` does it in a launch of its own: the layer's output is rounded, what its row
-shrank to is rounded and expanded, and the sum is rounded once more.
+Rows shrink in a launch ahead; the layer's kernel begins beside it. Each number is computed as by
+:mod:`preheat.backends.cuda.lora_expand` in a launch of its own: the layer's output is rounded, its shrunk row is
+rounded and expanded, and the sum is rounded once more.
 
-A group of warps goes through the adapters of its rows. Rows of other adapters are zeros there, which leave a sum as it
-is. Sums of the matrix unit lie in registers as those of ``mma.sync`` do, whose operands each thread loads where it
-needs them: so nothing goes through shared memory, which the ring fills.
+A group of warps goes through the adapters of its rows. For one adapter, the rows of others are zeros, and zeros leave a
+sum as it is. Sums of the matrix unit lie in registers as sums of ``mma.sync`` do, and each thread loads the operands of
+``mma.sync`` where it needs them. So nothing goes through shared memory: the ring fills it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from preheat.ops.values import TILE
 LISTED = gl.constexpr(STRETCH)
 RANKS = gl.constexpr(TILE)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-"""Where sums [rows, outputs] lie."""
+"""The layout of sums [rows, outputs]."""
 
 ROWS_OF = gl.constexpr(gl.SliceLayout(1, gl.DotOperandLayout(0, SUMS.value, 2)))
-"""Where numbers of rows lie beside what those shrank to."""
+"""The layout of numbers by row, beside the layout of shrunk rows."""
 
 
 @gluon.jit
 def _part_of(first, bounds, PARTS: gl.constexpr):
-    """Of the output ``first``."""
+    """Return the part of the output ``first``."""
     part = 0
     for each in gl.static_range(1, PARTS):
         part += (first >= gl.load(bounds + each)).to(gl.int32)
@@ -39,7 +39,7 @@ def _part_of(first, bounds, PARTS: gl.constexpr):
 
 @gluon.jit
 def _expanding(first, place, tile, adapters, height, OUTPUTS: gl.constexpr, TILES: gl.constexpr):
-    """[ranks, outputs]: a tile of ranks of the second matrix in ``place``, from output ``first`` on."""
+    """Return a tile of ranks of the second matrix in ``place``, [ranks, outputs], from output ``first`` on."""
     right: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     out = gl.arange(0, OUTPUTS, gl.SliceLayout(0, right))[None, :]
     at = adapters.b + ((place * TILES + tile).to(gl.int64) * height + first) * RANKS
@@ -48,7 +48,7 @@ def _expanding(first, place, tile, adapters, height, OUTPUTS: gl.constexpr, TILE
 
 @gluon.jit
 def _shrunk(whose, slot, tile, part, adapters, slots, TILES: gl.constexpr, WORLD: gl.constexpr, PARTS: gl.constexpr):
-    """[rows, ranks]: what rows shrank to for a tile of ranks, rounded."""
+    """Return the shrunk rows for a tile of ranks, [rows, ranks], rounded."""
     ranks = gl.arange(0, RANKS, gl.SliceLayout(0, gl.DotOperandLayout(0, SUMS, 2)))
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
     at = adapters.shrunk + ((own * slots + slot) * RANKS)[:, None] + ranks[None, :]
@@ -60,7 +60,10 @@ def _added(
     result, shrunk, ws, whose, slot, first, place, part, adapters, slots, height, TILES: gl.constexpr,
     WORLD: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """``result`` with what the adapter in ``place`` adds to its rows. ``shrunk`` and ``ws`` are of the first ranks."""
+    """Return ``result`` with the term of the adapter in ``place`` for its rows.
+
+    ``shrunk`` and ``ws`` are of the first ranks.
+    """
     count = gl.load(adapters.tiles + place * PLACE_IN_TABLE + part)
     mine = whose == place
     acc = mma_v2(gl.where(mine[:, None], shrunk, 0.0), ws, gl.zeros(result.shape, gl.float32, SUMS))
@@ -79,10 +82,11 @@ def adapters_of(
     row, rows, first, other, adapters, height, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, TILES: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """What :func:`add_adapters` needs that no kernel writes, early: of ``ROWS`` rows from ``row`` on, of which there
-    are ``rows`` in all, whose they are, where they are in what was shrunk, and from where to where the adapters that
-    they may have are listed; the parts to which the outputs ``first`` and ``other`` belong; and what the first adapter
-    of the list has for ``OUTPUTS`` from each of them on.
+    """Load operands of :func:`add_adapters` early: the tensors that no kernel writes.
+
+    For ``ROWS`` rows from ``row`` on, of ``rows`` in all, return the adapter slot of each row, its index among shrunk
+    rows, and the start and end of the list of adapters that the rows may have. Return also the parts of the outputs
+    ``first`` and ``other``.
     """
     token = row + gl.arange(0, ROWS, ROWS_OF)
     whose = gl.load(adapters.whose + token, mask=token < rows, other=-1)
@@ -98,9 +102,10 @@ def add_adapters(
     left, right, first, other, given, adapters, slots, height, TILES: gl.constexpr, WORLD: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """``left`` and ``right`` [rows of x, outputs] of a layer, from the outputs ``first`` and ``other`` on, each of one
-    part, with what the adapters of their rows add, of which :func:`adapters_of` gave what there is. ``height`` are the
-    outputs of all parts.
+    """Return ``left`` and ``right`` [rows of x, outputs] of a layer with the terms of adapters.
+
+    They begin at the outputs ``first`` and ``other``; each is of one part. ``given`` is the result of
+    :func:`adapters_of`. ``height`` is the number of outputs of all parts.
     """
     OUTPUTS: gl.constexpr = left.shape[1]
     whose, slot, start, stop, one, two = given

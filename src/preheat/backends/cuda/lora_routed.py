@@ -1,15 +1,15 @@
 """The products of adapters of routed experts on CUDA, see :mod:`preheat.backends.cuda.lora`.
 
 In steps with adapters the first layer gives its outputs before the activation. Behind each layer one launch shrinks
-plain rows, whatever the layer itself reads, and another expands. A program has ``BLOCK`` arranged rows of one expert,
-or one, where each slot is a block of its own; it goes through the adapter slots, from the first to the last, that these
-rows have. Rows without an adapter are neither read nor written, and no two programs write the same row.
+plain rows, even if the layer itself reads quantized rows, and another expands. A program has ``BLOCK`` arranged rows of
+one expert, or one row, where each slot is a block of its own. It goes through the adapter slots of its rows, from the
+first to the last. Rows without an adapter are neither read nor written, and no two programs write the same row.
 
 Where ranks share the inner numbers, ``gate_up`` is adapted split by split in this way. For ``down`` a program has one
 slot, a token and one of its experts: it shrinks the slot's row in all splits of the rank. After the exchange a program
 has a token and some outputs: it expands slot after slot, and adds the results.
 
-Grids follow from the number of tokens alone: programs whose rows the step has not find no adapters and end.
+Grids follow from the number of tokens alone: programs of rows beyond the step find no adapters and end.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def _rows_of(
     experts, starts, counts, tokens, slots, places, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The expert of this program, its arranged rows [ROWS], the token of each, undefined for padding, and the place of
-    its adapter, -1 for none. Rows are arranged in blocks of ``BLOCKED``.
+    """Return the expert of this program, its arranged rows [ROWS], their tokens and their adapter slots.
+
+    Tokens are undefined for padding; adapter slots are -1 for rows without an adapter. Rows are arranged in blocks of
+    ``BLOCKED``.
     """
     tile, lane = tl.program_id(0), tl.arange(0, ROWS)
     if BLOCKED == 1:
@@ -99,8 +101,9 @@ def _shrink_experts(
     CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, gathered: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places.
-    ``gathered``: rows of x are tokens, else they are arranged.
+    """Write ``shrunk`` [part, tile of ranks, row, rank], scaled, for one part and tile.
+
+    There are ``most`` adapter slots. ``gathered``: rows of x are tokens, else they are arranged.
     """
     begin(overlap)
     part, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
@@ -127,8 +130,9 @@ def _expand_experts(
     TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to. A part has
-    ``height`` rows of b, of which these are the first ones.
+    """Expand ``shrunk`` and add it to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns].
+
+    A part has ``height`` rows of b; the outputs are the first of them.
     """
     begin(overlap)
     part = tl.program_id(2)
@@ -155,17 +159,20 @@ def _expand_experts(
 def add_experts(
     y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool
 ) -> Tensor:
-    """``y`` [arranged rows, outputs] of all experts' layer, to which is added, in place, what the adapters of its rows
-    have in ``factors``: parts of expert 0 first. Its plain inputs are ``x``, [tokens, inputs] if ``gathered``, else
-    [arranged rows, inputs]. Both are contiguous.
+    """Add the terms of adapters to ``y`` [arranged rows, outputs], in place, and return it.
+
+    ``y`` are the outputs of one layer of all experts, ``factors`` its adapter matrices, parts of expert 0 first. The
+    plain inputs of the layer are ``x``, [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. Both are
+    contiguous.
     """
     shrunk = shrink_experts(x, factors, blocks, arrangement, gathered=gathered)
     return expand_experts(y, shrunk, factors, blocks, arrangement)
 
 
 def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool) -> Tensor:
-    """What ``x``, [tokens, inputs] if ``gathered``, else [arranged rows, inputs], shrinks to, scaled: fp32 [parts,
-    tiles, arranged rows, TILE].
+    """Return the product of ``x`` and the first matrices, scaled: fp32 [parts, tiles, arranged rows, TILE].
+
+    ``x`` is [tokens, inputs] if ``gathered``, else [arranged rows, inputs].
     """
     a, _, tiles, scales = factors.matrices
     (count, tiles_each, modules, _, inputs), rows = a.shape, arrangement.rows
@@ -182,8 +189,9 @@ def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arr
 def expand_experts(
     y: Tensor, shrunk: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, first: int = 0
 ) -> Tensor:
-    """``y`` [arranged rows, parts * columns], to which is added, in place, what ``shrunk`` expands to: as many outputs
-    of each part, from the ``first`` one on.
+    """Expand ``shrunk``, add it to ``y`` [arranged rows, parts * columns], in place, and return ``y``.
+
+    The outputs are ``columns`` of each part, from the ``first`` one on.
     """
     _, b, tiles, _ = factors.matrices
     programs, step, sizes = _launched(factors, blocks, arrangement)
@@ -199,7 +207,7 @@ def expand_experts(
 def _launched(
     factors: Factors, blocks: Blocks, arrangement: Arrangement
 ) -> tuple[int, tuple[Tensor, ...], dict[str, Any]]:
-    """How many programs there are for the arranged rows, and what both kernels are told of a step and its sizes."""
+    """Return the number of programs for the arranged rows, and arguments of both kernels: tensors and sizes."""
     a, _, tiles, _ = factors.matrices
     experts, blocked = len(arrangement.counts), arrangement.block
     assert blocked == 1 or blocked % BLOCK == 0
@@ -214,14 +222,14 @@ def _launched(
 
 @triton.jit
 def _place_of(token, members, places, ROWS: tl.constexpr):
-    """The place of a token's adapter, -1 for none."""
+    """Return the adapter slot of a token, -1 for none."""
     member = tl.load(members + token)
     return tl.load(places + member // ROWS, mask=member >= 0, other=-1)
 
 
 @triton.jit
 def _row_of(slot, rows_of, experts, BLOCKED: tl.constexpr):
-    """The arranged row of a slot, and its expert."""
+    """Return the arranged row of a slot, and its expert."""
     row = slot
     if BLOCKED > 1:
         row = tl.load(rows_of + slot)
@@ -235,8 +243,9 @@ def _shrink_slots(
     LEAVES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` [tile of ranks, slot, rank] of one slot and tile: the tree of this rank's leaves, not scaled. x is
-    [leaf, row, number].
+    """Write ``shrunk`` [tile of ranks, slot, rank] for one slot and tile.
+
+    It is the tree of the sums of this rank's K splits, not scaled. x is [K split, row, number].
     """
     begin(overlap)
     slot, tile = tl.program_id(0), tl.program_id(1)
@@ -267,8 +276,9 @@ def _expand_tokens(
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
     WORLD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``COLUMNS`` outputs of a token's y what its slots have, weighted. ``parts`` [ranks, tile, slot, rank] are
-    what ranks shrank to.
+    """Add the weighted terms of a token's slots to ``COLUMNS`` outputs of its y.
+
+    ``parts`` [ranks, tile, slot, rank] are the shrunk rows of each rank.
     """
     begin(overlap)
     token = tl.program_id(0)
@@ -302,8 +312,10 @@ def _expand_tokens(
 
 @dataclass(frozen=True)
 class Kept:
-    """Kept of the experts' product for a term that is added to a token's sum: the ``arrangement`` of rows, and the
-    activations ``rows`` [splits, arranged rows, inner numbers of a split].
+    """Tensors kept from the experts' product for a term that is added to a token's sum.
+
+    ``arrangement`` is the arrangement of rows; ``rows`` are the activations [splits, arranged rows, inner numbers of a
+    split].
     """
 
     arrangement: Arrangement
@@ -316,9 +328,9 @@ class Kept:
 
 
 def shrink_slots(kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
-    """Return what this rank's splits shrink to: fp32 [tiles, slots, TILE], undefined for slots of no adapter.
+    """Return the shrunk rows of this rank's splits: fp32 [tiles, slots, TILE], undefined for slots without adapter.
 
-    Slots lie in their order, which is the same on all ranks; arranged rows do not.
+    Slots lie in their order, equal on all ranks; arranged rows do not.
     """
     a, _, tiles, _ = factors.matrices
     count, rows, size = kept.rows.shape
@@ -332,7 +344,7 @@ def shrink_slots(kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
 
 
 def expand_tokens(y: Tensor, parts: Tensor, kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
-    """Return ``y`` [tokens, hidden], to which is added, in place, what ``parts`` [ranks, ...] expand to.
+    """Expand ``parts`` [ranks, ...], add them to ``y`` [tokens, hidden], in place, and return ``y``.
 
     The parts of each rank are contiguous.
     """

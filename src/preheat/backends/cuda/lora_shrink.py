@@ -1,9 +1,10 @@
 """The first product of adapters on CUDA, see :mod:`preheat.backends.cuda.lora`.
 
-A program has a block of rows of one adapter, a part of the inputs and one of the layer's matrices, or all of them, and
-writes its sums, which no other adds to. They are added up in order: where few rows shrink behind the layer itself, by
-each program that expands them, which takes less than to wait for each other; else by the one that is the last of its
-block. How many of a block have written, is counted in ``arrived`` then, which is zero again at the end.
+A program has a block of rows of one adapter, a part of the inputs and one of the layer's matrices, or all of them. It
+writes its own sums; no other program adds to them. The sums are added up in order. Where few rows shrink behind the
+layer itself, each program that expands them adds them up: this takes less time than waiting for each other. Else the
+last program of a block does it. ``arrived`` then counts the programs of a block that have written; it is zero again at
+the end.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ PLACE_IN_TABLE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
 
 
 class Shrinking(NamedTuple):
-    """What rows of a step shrink by. ``x`` [rows, inputs]; ``a`` [places, tiles of this rank, parts, TILE, inputs];
-    ``sums`` fp32 [parts, tiles, parts of the inputs, slots, TILE] is room; ``tiles`` int32 and ``scales`` fp32 [places,
-    TABLE_PARTS] as in :class:`preheat.backends.cuda.lora_expand.Expansion`; ``arrived`` int32 [blocks * parts].
+    """The operands of the first product for the rows of a step.
+
+    ``x`` is [rows, inputs], ``a`` [places, tiles of this rank, parts, TILE, inputs]. ``sums`` fp32 [parts, tiles, parts
+    of the inputs, slots, TILE] is room. ``tiles`` int32 and ``scales`` fp32 [places, TABLE_PARTS] are as in
+    :class:`preheat.backends.cuda.lora_expand.Expansion`. ``arrived`` is int32 [blocks * parts].
     """
 
     x: Tensor
@@ -43,7 +46,10 @@ class Shrinking(NamedTuple):
 
 @dataclass(frozen=True)
 class ShrinkSizes:
-    """Of a layer whose ``parts`` have matrices of ``inputs``, of ``leaves`` equal ranges, and so many ``tiles``."""
+    """Sizes of the first product of a layer.
+
+    The layer's ``parts`` have matrices of ``inputs``, in ``leaves`` equal K splits, and ``tiles`` tiles of ranks.
+    """
 
     inputs: int
     parts: int
@@ -52,22 +58,22 @@ class ShrinkSizes:
 
     @property
     def leaf(self) -> int:
-        """Inputs of a leaf."""
+        """Inputs of a K split."""
         return self.inputs // self.leaves
 
     @property
     def width(self) -> int:
-        """Inputs of a split."""
+        """Inputs of a split of a K split."""
         return min(PART, max(int(triton.next_power_of_2(self.leaf)), TILE))
 
     @property
     def splits(self) -> int:
-        """Of a leaf."""
+        """Splits of a K split."""
         return -(-self.leaf // self.width)
 
     @cached_property
     def constants(self) -> dict[str, int | bool]:
-        """Of the kernels."""
+        """Constants of the kernels."""
         return {
             "PARTS": self.parts, "TILES": self.tiles, "LEAVES": self.leaves, "SPLITS": self.splits,
             "WIDTH": self.width, "CHUNK": min(CHUNK, self.width), "RANKS": TILE, "EVEN": self.leaf % self.width == 0,
@@ -76,7 +82,10 @@ class ShrinkSizes:
 
 @triton.jit
 def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
-    """Of a leaf's ``SPLITS`` sums, from the first to the last. ``step`` numbers lie between two of them."""
+    """Add the ``SPLITS`` sums of a K split, from the first to the last.
+
+    ``step`` numbers lie between two sums.
+    """
     total = tl.load(sums + leaf * SPLITS * step, cache_modifier=".cg")
     for each in tl.static_range(1, SPLITS):
         total += tl.load(sums + (leaf * SPLITS + each) * step, cache_modifier=".cg")
@@ -85,8 +94,9 @@ def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
 
 @triton.jit
 def added_up(sums, step, LEAVES: tl.constexpr, SPLITS: tl.constexpr):
-    """All that rows shrank to: the leaves, in their tree, of which each is the sum of ``SPLITS``. ``step`` numbers lie
-    between two of those.
+    """Return shrunk rows: the K splits added in their tree, each the sum of its ``SPLITS``.
+
+    ``step`` numbers lie between two sums.
     """
     total = _leaf_sum(sums, 0, step, SPLITS)
     if LEAVES >= 2:
@@ -105,13 +115,14 @@ def _shrink(
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     ACROSS: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; if
-    it ``adds``, by the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that
-    is the root. A slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a
-    power of two, RANKS for each part or more.
+    """Write sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` parts.
 
-    ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
-    waits for its.
+    If the kernel ``adds``, the last of a block's splits also writes their total, in the tree of K splits, ``scaled`` if
+    it is the root. A slot is the index of a row among all blocks. A K split has ``size`` inputs, and SPLITS splits.
+    ``ACROSS``: a power of two, RANKS for each part or more.
+
+    ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only the end of this
+    one waits for its end.
     """
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     across, k = tl.arange(0, ACROSS)[None, :], tl.arange(0, CHUNK)
@@ -173,9 +184,9 @@ def shrink(
     adds: bool = True,
     scaled: bool = True,
 ) -> None:
-    """Write what rows shrink to into ``shrunk`` fp32 [1, parts, tiles, slots, TILE], or, unless it ``adds``, into the
-    sums of ``given`` alone; ``beside`` the kernel that was launched last. Not ``scaled``: it is what a rank has, and no
-    root yet.
+    """Shrink rows into ``shrunk`` fp32 [1, parts, tiles, slots, TILE], ``beside`` the kernel launched last.
+
+    Unless it ``adds``, write the sums of ``given`` alone. Not ``scaled``: the result is this rank's share, no root yet.
     """
     slots, many = shrunk.shape[3], blocks.size > BLOCK
     together = sizes.parts if many else 1  # few rows gain more from more programs

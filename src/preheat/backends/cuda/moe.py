@@ -1,10 +1,11 @@
 """Routed experts on CUDA, see :mod:`preheat.ops.moe`: route, arrange, two linear layers of all experts, combine.
-In steps with adapters these add to what each layer gives, and the activation is a launch of its own between them: every
-row goes through the same kernels, whether it has an adapter or not.
 
-Every expert's rows go through the contract of linear layers (:mod:`preheat.backends.cuda.linear`), so that a token has
-the same bits alone, where each slot is a block of its own and nothing is arranged, and among thousands. The host never
-waits for the choice of experts.
+In steps with adapters, their terms are added to the outputs of each layer, and the activation is a launch of its own
+between the layers. Every row goes through the same kernels, whether it has an adapter or not.
+
+Every expert's rows go through the contract of linear layers (:mod:`preheat.backends.cuda.linear`). So a token has the
+same bits alone and among thousands; alone, each of its slots is a block and nothing is arranged. The host never waits
+for the choice of experts.
 """
 
 from __future__ import annotations
@@ -50,23 +51,26 @@ from preheat.ops.quantization import QuantizedRows, plain_rows
 from preheat.ops.values import ONE_SUM, Experts, Routing
 
 _TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
-"""In place of the kernel for many rows, which writes no fp32, for experts that ranks share."""
+"""Tiles in place of the kernel for many rows, for experts that ranks share: that kernel writes no fp32."""
 
 Inner = Callable[[Tile, Arrangement], Iterator[Tensor]]
-"""Gives the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
+"""Function that yields the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
 
 Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
 Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
-"""What adds to a layer's outputs, in arranged rows, given its plain inputs; whether it is the first, of tokens."""
+"""Function that adds terms to a layer's outputs, in arranged rows. It gets the outputs, the plain inputs, the
+arrangement, and whether the layer is the first; inputs of the first layer are tokens."""
 
 
 def experts_forward(
     config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor,
     adding: Adding | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`.
-    ``adding``: to what both layers give, before the activation and before rows are weighted.
+    """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
+
+    ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
+    and before rows are weighted.
     """
     arrangement = arrange(logits, routing, config.block, counts)
     if adding is None:
@@ -79,7 +83,7 @@ def experts_forward(
 
 
 def activated(gate_up: Tensor, down: Weights) -> Rows:
-    """silu(gate) * up of ``gate_up`` [rows, 2 * inner], as the layer ``down`` reads it, and plain."""
+    """Return silu(gate) * up of ``gate_up`` [rows, 2 * inner], as the layer ``down`` reads it, and plain."""
     how = quantized_input(down)
     return silu_and_mul(gate_up) if how is None else silu_and_quantize(gate_up, how.kind, how.static)
 
@@ -88,7 +92,10 @@ def experts_layer(
     choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.matmul.gemm.experts_product`."""
+    """Return the outputs of one of both layers by the kernel ``choice``.
+
+    See :func:`preheat.backends.cuda.matmul.gemm.experts_product`.
+    """
     gathered = gated if gathered is None else gathered
     if isinstance(choice, Tile):
         return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered)
@@ -105,7 +112,7 @@ def experts_layer(
 
 
 class ExpertsLayer:
-    """The routed experts of ``value``; ``configs`` say which kernels serve a number of tokens.
+    """The routed experts of ``value``; ``configs`` choose the kernels for a number of tokens.
 
     Ranks may share the inner numbers. Then a token's experts are added in slot order inside of each split, in fp32; the
     splits are added in their tree, then the ranks. Plain weights are cut: each split has a part of every expert's inner
@@ -159,7 +166,10 @@ class ExpertsLayer:
         return found if found is None or self.slots is None else found.beside_plain()
 
     def __call__(self, x: Rows, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> a new tensor [tokens, hidden], equal on all ranks."""
+        """Return the outputs, a new tensor [tokens, hidden], equal on all ranks.
+
+        ``x`` is [tokens, hidden], ``logits`` [tokens, experts].
+        """
         config = self.configs.experts(self.shape, len(x))
         blocks = None if self.slots is None else self._rows.blocks
         if not self._split:
@@ -172,10 +182,10 @@ class ExpertsLayer:
         return self._ranks.sum(partial, None, self.shape.dtype)
 
     def local(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
-        """Return [tokens, hidden] of this rank alone by the kernels of ``config``, of experts that ranks share in fp32.
+        """Return the outputs [tokens, hidden] of this rank alone by the kernels of ``config``.
 
-        ``apart``: in the launches of a step with terms. They are added if a step is described, but for the term that
-        joins a token's sum.
+        Outputs of experts that ranks share are fp32. ``apart``: use the launches of a step with terms. Terms are added
+        if a step is described, except the term that joins a token's sum.
         """
         if not self._split:
             return self.by(config, x, logits, apart=apart)
@@ -184,8 +194,9 @@ class ExpertsLayer:
         return self._partial(config, x, logits, RankSums())
 
     def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
-        """Return the outputs of experts that no ranks share by the kernels of ``config``; ``apart`` as for
-        :meth:`local`.
+        """Return the outputs of experts that no ranks share by the kernels of ``config``.
+
+        ``apart`` as for :meth:`local`.
         """
         weights = self._gate_up[0], self._down[0]
         with self._counting():
@@ -211,7 +222,7 @@ class ExpertsLayer:
         return expand_tokens(y, found[:, :first], kept, down, blocks)
 
     def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
-        """Return what this rank adds: fp32 [tokens, hidden]."""
+        """Return this rank's share of the sum: fp32 [tokens, hidden]."""
         if isinstance(self._down[0], DeviceWeight):
             with self._counting():
                 arrangement = arrange(logits, self.value.routing, config.block, self._counts)
@@ -225,7 +236,10 @@ class ExpertsLayer:
         return self._cut(config, logits, inner_of)
 
     def _apart(self, config: ExpertsConfig, x: Tensor, logits: Tensor, blocks: Blocks | None) -> tuple[Tensor, Kept]:
-        """Return what this rank adds, fp32 [tokens, hidden], with terms before the activation, and what is kept."""
+        """Return this rank's share of the sum with terms before the activation, and tensors for later terms.
+
+        The share is fp32 [tokens, hidden].
+        """
         kept: list[Kept] = []
         gate_up = cast(RoutedFactors, self.slots).gate_up
 
@@ -242,14 +256,14 @@ class ExpertsLayer:
         return self._cut(config, logits, inner_of), kept[0]
 
     def _cut(self, config: ExpertsConfig, logits: Tensor, inner_of: Inner) -> Tensor:
-        """Return the sum of the splits of plain experts, of each the activations that ``inner_of`` gives."""
+        """Return the sum of the splits of plain experts; ``inner_of`` yields the activations of each."""
         tiles = _TILES if isinstance(config.gate_up, Wide) else config
         assert isinstance(tiles.gate_up, Tile) and isinstance(tiles.down, Tile)
         with self._counting():
             arrangement, sums = arrange(logits, self.value.routing, tiles.block, self._counts), list[Tensor]()
             for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
                 given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
-                last = len(sums) == len(self._down) - 1  # whose end makes zeros of the counts, which others need
+                last = len(sums) == len(self._down) - 1  # its end makes zeros of the counts; others need them
                 sums.append(combine(given, arrangement if last else arrangement._replace(counts=self._spare[0])))
         return tree_sum(sums)
 
@@ -271,7 +285,10 @@ class ExpertsLayer:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Make zeros of the counts after an error: memory may have run out between their use and its end."""
+        """Make zeros of the counts after an error.
+
+        Memory may have run out between their use and its end.
+        """
         try:
             yield
         except BaseException:

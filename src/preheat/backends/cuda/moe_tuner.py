@@ -1,8 +1,8 @@
-"""Finds the fastest kernels of routed experts by trying them, on an idle device, as
-:mod:`preheat.backends.cuda.tuner` does for linear layers.
+"""The tuner of routed experts: it finds the fastest kernels by trying all, on an idle device.
 
-Each layer's kernels are timed for every size of block that may pay, then the whole block of experts with the best of
-both layers, because what arranges rows costs time too.
+:mod:`preheat.backends.cuda.tuner` does the same for linear layers. Each layer's kernels are timed for every size of
+block that may pay. Then the whole block of experts is timed with the best kernels of both layers, because arranging
+rows costs time too.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ from preheat.ops.values import Routing
 
 TOKENS = (1, 2, 4, 8, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = 8
-"""Ways to route the same tokens that a time is the mean of: with one, the experts of few tokens would stay in the L2
+"""Ways to route the same tokens; a time is their mean. With one way, the experts of few tokens would stay in the L2
 cache."""
 
 SIZES = [(32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
 """Outputs and inputs of a tile."""
 CODE_SIZES = [(64, 128), (128, 128)]
-"""Of codes in eight bits, whose steps have 128 inputs."""
+"""Outputs and inputs of a tile of codes in eight bits; their steps have 128 inputs."""
 
 Choice = Tile | Wide
 Report = Callable[[ExpertsShape, int, ExpertsConfig, float], None]
 
 
 def block_sizes(shape: ExpertsShape, tokens: int) -> list[int]:
-    """Rows of an expert that may be worth computing together, where each has so many on average; 1 for few slots."""
+    """Return numbers of rows of an expert that may be worth computing together; 1 for few slots.
+
+    They depend on the mean number of rows of an expert.
+    """
     slots = tokens * shape.top_k
     mean = slots / shape.num_experts
     alone = [1] if slots * ALONE <= shape.num_experts else []
@@ -54,7 +57,7 @@ def block_sizes(shape: ExpertsShape, tokens: int) -> list[int]:
 
 
 def candidates(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[Choice]:
-    """Kernels for one of both layers."""
+    """Yield kernels for one of both layers."""
     if block == 128 and shape.scheme is None:
         if fits(shape.gate_up) and fits(shape.down):
             yield from (Wide(256, 128, 4), Wide(128, 128, 6))
@@ -65,7 +68,10 @@ def candidates(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[
 
 
 class Bench:
-    """Times the kernels of experts with random weights. ``x`` [tokens, hidden] and, for each routing, logits."""
+    """Times the kernels of experts with random weights.
+
+    It has ``x`` [tokens, hidden] and, for each routing, logits.
+    """
 
     def __init__(self, shape: ExpertsShape, tokens: int) -> None:
         count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
@@ -79,20 +85,20 @@ class Bench:
         return [arrange(logits[:tokens], self.routing, block, self.counts.clone()) for logits in self.logits]
 
     def layer(self, choice: Choice, rows: Sequence[Tensor], arranged: Sequence[Arrangement], *, gated: bool) -> float:
-        """Microseconds of a layer for its ``rows`` of each arrangement."""
+        """Return the microseconds of a layer for its ``rows`` of each arrangement."""
         weight = self.gate_up if gated else self.down
         pairs = list(zip(rows, arranged, strict=True))
         return _microseconds(lambda: [experts_layer(choice, x, weight, each, gated=gated) for x, each in pairs])
 
     def whole(self, config: ExpertsConfig, tokens: int) -> float:
-        """Microseconds from tokens to tokens."""
+        """Return the microseconds of the block of experts, from tokens to tokens."""
         return _microseconds(lambda: [self._forward(config, self.x[:tokens], each[:tokens]) for each in self.logits])
 
     def _forward(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
         return experts_forward(config, x, logits, self.gate_up, self.down, self.routing, self.counts)
 
     def best(self, tokens: int, block: int) -> tuple[ExpertsConfig, float] | None:
-        """The fastest kernels for ``block``, and their time for the whole block of experts."""
+        """Return the fastest kernels for ``block``, and their time for the whole block of experts."""
         arranged, x = self.arranged(tokens, block), [self.x[:tokens]] * ROUTINGS
         gates, downs = (
             list(candidates(self.shape, layer, block)) for layer in (self.shape.gate_up, self.shape.down)
@@ -114,8 +120,9 @@ class Bench:
 def tune_experts(
     shape: ExpertsShape, max_tokens: int, seconds: float = math.inf, report: Report = lambda *found: None
 ) -> list[ExpertsEntry]:
-    """Entries for ``shape`` at up to ``max_tokens`` tokens; after ``seconds`` it stops with what it has. ``report``
-    hears what was fastest.
+    """Return entries for ``shape`` at up to ``max_tokens`` tokens.
+
+    After ``seconds``, return the entries found so far. ``report`` hears the fastest kernels for each number of tokens.
     """
     end, entries = time.monotonic() + seconds, list[ExpertsEntry]()
     bench = Bench(shape, max_tokens)
@@ -132,7 +139,7 @@ def tune_experts(
 
 
 def _microseconds(work: Callable[[], object]) -> float:
-    """Of one routing; infinite for what cannot run."""
+    """Return the microseconds of ``work`` for one routing; infinite if it cannot run."""
     try:
         work()
     except (TritonError, RuntimeError):
@@ -141,7 +148,7 @@ def _microseconds(work: Callable[[], object]) -> float:
 
 
 def _random(shape: ExpertsShape, outputs: int, inputs: int) -> Weights:
-    """Weights of all experts."""
+    """Return random weights of all experts."""
     size = (shape.num_experts, outputs, inputs)
     if shape.scheme is None:
         return torch.randn(size, device="cuda", dtype=shape.dtype).mul_(0.02)
