@@ -69,7 +69,8 @@ def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.Mon
     other = lambda x: silu_and_mul(x) * (1 + 2**-7 * torch.compiler.is_compiling())  # noqa: E731
     monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", other)  # type: ignore[arg-type]
     eager = open_decoder(tmp_path)
-    assert not all(map(torch.equal, Steps(compiled(eager)).run(WAYS["decode"]), Steps(eager).run(WAYS["decode"])))
+    at_once = WAYS["at once"]  # one shape: a program with arithmetic of its own takes seconds to compile
+    assert not all(map(torch.equal, Steps(compiled(eager)).run(at_once), Steps(eager).run(at_once)))
 
 
 def operations(region: Callable[..., Any], *args: Any) -> list[str]:

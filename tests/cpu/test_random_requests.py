@@ -1,7 +1,8 @@
-"""Two thousand requests with all fields of a request: nothing is cold, nothing is missed.
+"""A thousand requests with all fields of a request: nothing is cold, nothing is missed.
 
-The mode is eager. Compiled programs are chosen by the same plan, so fewer requests reach each of them. The model is
-small with random weights: the test looks at the programs that run, not at their results.
+They reach every item of the plan in eager mode. Compiled programs are chosen by the same plan. Each takes a second to
+compile, so there are fewer of them and fewer requests reach each. The model is small with random weights: the test
+looks at the programs that run, not at their results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
-REQUESTS, VOCAB = {"eager": 2_000, "compile": 400}, 338
+REQUESTS, VOCAB = {"eager": 1_000, "compile": 400}, 338
 SMALL = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 96,
@@ -30,6 +31,7 @@ SMALL = {
     "block_size": 16,
     "load_format": "dummy",
 }
+SIZES = {"eager": SMALL, "compile": SMALL | {"max_num_batched_tokens": 48}}
 
 # Draw of each field of SamplingParams for a request that sets it; every field is here (tested).
 DRAWS = {
@@ -138,7 +140,7 @@ def hits(llm: LLM) -> dict[str, int]:
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_nothing_is_cold_and_nothing_is_missed(model, capsys, mode):
     try:
-        llm = LLM(**model | SMALL, execution_mode=mode, skip_warmup=False, on_cold="raise")
+        llm = LLM(**model | SIZES[mode], execution_mode=mode, skip_warmup=False, on_cold="raise")
     except SettingsError as error:  # compile needs a compiler
         pytest.skip(str(error))
     assert run(llm, REQUESTS[mode], seed=1) == {"done": REQUESTS[mode]}
@@ -156,7 +158,7 @@ def test_nothing_is_cold_and_nothing_is_missed(model, capsys, mode):
 @pytest.mark.parametrize(("mode", "source"), [("eager", "first run"), ("compile", "dynamo")])
 def test_without_warm_up_the_same_requests_find_it_cold(model, mode, source):
     try:
-        llm = LLM(**model | SMALL, execution_mode=mode, skip_warmup=True, on_cold="count")
+        llm = LLM(**model | SIZES[mode], execution_mode=mode, skip_warmup=True, on_cold="count")
     except SettingsError as error:
         pytest.skip(str(error))
     assert run(llm, 50, seed=1) == {"done": 50}

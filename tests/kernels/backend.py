@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from preheat import startup
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.lora import CudaAdapters
@@ -37,3 +41,12 @@ class InterpretedCuda(CudaBackend):
         self.device = torch.device("cpu")
         self.adapters = CudaAdapters(self.device)
         self._configs, self.sharing = KernelConfigs(), CudaSharing(self.device)
+
+
+def boot_on(backend: CudaBackend) -> Callable[..., Any]:
+    """Boot engines on ``backend``, or on the CPU if their settings name the CPU."""
+
+    def boot(settings: Any, transport: Any) -> Any:
+        return startup.boot_engine(settings, transport, backend=None if settings.device == "cpu" else backend)
+
+    return boot

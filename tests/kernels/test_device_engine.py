@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.adapter import write_adapter
-from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, llm, startup
+from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, llm
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
@@ -28,7 +28,7 @@ from preheat.verify.check_runner import CheckRunner
 from preheat.verify.logprob_check import check_logprobs
 from tests.cpu.eagle_reference import Reference, random_tensors, save_head, save_target
 from tests.cpu.test_eagle import agreeing, heard
-from tests.kernels.backend import InterpretedCuda
+from tests.kernels.backend import InterpretedCuda, boot_on
 from tests.tokenizers import byte_level
 
 VOCAB = 96
@@ -59,8 +59,8 @@ LENGTHS = {"greedy": 5, "seeded": 1, "penalised": 18, "prompt": 6}
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines boot on the interpreted backend."""
-    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
+    """Engines boot on the interpreted backend, unless they are told to take the CPU."""
+    monkeypatch.setattr(llm, "boot_engine", boot_on(InterpretedCuda()))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path
     ]  # fmt: skip
     chance = random.Random(1)
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 5, 9, 3, 18, 2)[: len(whose)]]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
     def said(**more: Any) -> list[list[int]]:
         engine = LLM(model, **options | more)
@@ -251,7 +251,7 @@ def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path
 
     found = said()
     assert found == said(device="cpu")
-    plain = LLM(model, **OPTIONS | {"tp_invariant": leaves})
+    plain = LLM(model, device="cpu", **OPTIONS | {"tp_invariant": leaves})
     without = tokens_of(plain.generate(prompts, params, use_tqdm=False))
     assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]
 

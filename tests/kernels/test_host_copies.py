@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from preheat import LLM, SamplingParams, StructuredOutputsParams, llm, startup
+from preheat import LLM, SamplingParams, StructuredOutputsParams, llm
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.pooler import Pooler
 from tests.cpu.eagle_reference import random_tensors, save_head, save_target
+from tests.kernels.backend import boot_on
 from tests.kernels.late_device import LateCuda
 from tests.kernels.test_device_engine import CONFIG, OPTIONS
 from tests.tokenizers import byte_level
@@ -30,7 +30,7 @@ MASKED = SamplingParams(
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
     late = LateCuda()
-    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=late))
+    monkeypatch.setattr(llm, "boot_engine", boot_on(late))
     return late
 
 
@@ -42,14 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def prompts() -> list[dict[str, Any]]:
-    return [{"prompt_token_ids": ids} for ids in PROMPTS]
+def prompts(count: int = len(PROMPTS)) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": ids} for ids in PROMPTS[:count]]
 
 
-def generated(backend: LateCuda, engine: LLM) -> list[list[int]]:
-    params = [GREEDY, SEEDED, GREEDY, SEEDED]
+def generated(backend: LateCuda, engine: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
+    params = [GREEDY, SEEDED, GREEDY, SEEDED][:count]
     with backend.late:
-        found = engine.generate(prompts(), params, use_tqdm=False)
+        found = engine.generate(prompts(count), params, use_tqdm=False)
         backend.late.finish()
     return [output.outputs[0].token_ids for output in found]
 
@@ -86,14 +86,17 @@ def test_masks_and_penalties(model: str, backend: LateCuda) -> None:
 
 
 def test_a_head_that_drafts(tmp_path: Path, backend: LateCuda) -> None:
-    """Its steps follow each other and the target's steps without a wait for each one."""
+    """Its steps follow each other and the target's steps without a wait for each one. Three prompts are enough: one is
+    read in three steps, one beside it, and one takes the place of the first that ends.
+    """
     save_target(tmp_path)
     head = save_head(tmp_path / "head", random_tensors())
-    options = OPTIONS | {"load_format": "auto", "num_gpu_blocks_override": 9}
+    options = OPTIONS | {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 9}
     drafts = {"method": "eagle3", "model": head, "num_speculative_tokens": 2}
-    alone = generated(backend, LLM(str(tmp_path), **options))
-    assert generated(backend, LLM(str(tmp_path), **options, speculative_config=drafts)) == alone
-    assert not backend.late.rewritten
+    alone = generated(backend, LLM(str(tmp_path), device="cpu", **options), 3)
+    assert not backend.late.copies  # the CPU is on time
+    assert generated(backend, LLM(str(tmp_path), **options, speculative_config=drafts), 3) == alone
+    assert backend.late.copies > 20 and not backend.late.rewritten
 
 
 def unguarded(self: StepBuffers, turn: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from itertools import pairwise
 from operator import add
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat.backends.base import LayerContext, LayerWeights
-from preheat.backends.cuda import lora, lora_blocks, lora_expand
+from preheat.backends.cuda import lora, lora_blocks, lora_expand, lora_shrink
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, STRETCH, most_blocks, write_blocks, write_stretches
@@ -21,6 +21,7 @@ from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.lora_shrink import shrink
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.quantize import quantize_rows
+from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
@@ -30,8 +31,16 @@ from tests import layers
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_quantized import random_weight as quantized_weight
 
-INPUTS, OUTPUTS, PLACES = 1100, (48, 24), 3
+INPUTS, OUTPUTS, PLACES = 300, (48, 24), 3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """The inputs have three parts of two steps each, of which the last one is uneven."""
+    monkeypatch.setattr(lora_shrink, "PART", 128)
+    monkeypatch.setattr(lora_shrink, "CHUNK", 64)
+    monkeypatch.setattr(matmul, "PART", 128)
 
 
 def layer(
@@ -154,7 +163,7 @@ def cancelling() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, f
 
 
 COMPANIES = {
-    "alone": [[row] for row in range(8)],
+    "alone": [[row] for row in range(4)],  # one with each adapter, one without
     "together": [list(range(37))],
     "backwards": [list(range(37))[::-1]],
     "in two": [list(range(5)), list(range(5, 37))],
@@ -166,17 +175,27 @@ def behind(monkeypatch) -> None:
     monkeypatch.setattr(Layer, "_choice", lambda self, rows: (self.configs(self._product, rows), False))
 
 
+WHOSE = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
+
+
+@cache
+def all_together() -> torch.Tensor:
+    """All rows with their adapters, which shrink beside the layer."""
+    x, given = cancelling()
+    made, rows = layer()
+    for place, each in enumerate(given):
+        put(made, place, each)
+    found = run(made, rows, x, WHOSE)
+    assert (found[0] != layers.product(made, x)[0]).any()
+    return found
+
+
 @pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks", "with a head's programs"])
 @pytest.mark.parametrize("company", COMPANIES)
 def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
     """Whoever adds up what it shrank to, and however many outputs a program has."""
     x, given = cancelling()
-    whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
-    made, rows = layer()
-    for place, each in enumerate(given):
-        put(made, place, each)
-    expected = run(made, rows, x, whose)
-    assert (expected[0] != layers.product(made, x)[0]).any()
+    expected = all_together()
     if how == "behind it":
         behind(monkeypatch)
     elif how == "in long blocks":
@@ -186,7 +205,7 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, mon
     other, theirs = layer(max_rank=70)
     for place, each in enumerate(given):
         put(other, (place + 1) % PLACES, each)
-    moved = [place if place < 0 else (place + 1) % PLACES for place in whose]
+    moved = [place if place < 0 else (place + 1) % PLACES for place in WHOSE]
     for turn, group in enumerate(COMPANIES[company]):
         found = run(other, theirs, x[group].contiguous(), [moved[row] for row in group], turn % 2)
         assert torch.equal(found, expected[group])

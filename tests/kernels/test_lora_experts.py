@@ -14,11 +14,11 @@ import torch
 from preheat.backends.base import ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
-from preheat.backends.cuda import moe
+from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.matmul import weights as stored
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.model.layers import MoeMlp, normed
-from preheat.ops import quantization
+from preheat.ops import matmul, quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.moe import route, routed
@@ -39,6 +39,14 @@ SCHEMES = [FP8, W8A8[4], Scheme(code="int4", scales="group", group=32, zeros=Tru
 WHOSE = [[0, -1, 1, 2, 0, 1][token % 6] for token in range(TOKENS)]
 
 
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """Few inputs have several parts of several steps, of which the last ones are uneven."""
+    monkeypatch.setattr(lora_routed, "PART", 128)
+    monkeypatch.setattr(lora_routed, "CHUNK", 64)
+    monkeypatch.setattr(matmul, "PART", 128)
+
+
 def named(value: object) -> str:
     return value.name if isinstance(value, Scheme) else str(value)
 
@@ -50,11 +58,11 @@ CASES = pytest.mark.parametrize(
 
 def size(kind: Kind) -> tuple[int, int]:
     """Hidden and inner."""
-    return (300, 144) if isinstance(kind, Scheme) else (600, 40)
+    return (300, 144) if isinstance(kind, Scheme) else (150, 40)
 
 
 def config(kind: Kind, block: int) -> ExpertsConfig:
-    tile = Tile(64, max(block, 16), 128, 4, 3) if isinstance(kind, Scheme) else Tile(128, max(block, 16), 256, 1, 2)
+    tile = Tile(64, max(block, 16), 128, 4, 3) if isinstance(kind, Scheme) else Tile(64, max(block, 16), 64, 1, 2)
     return ExpertsConfig(block, tile, tile)
 
 
@@ -191,22 +199,26 @@ def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, kind):
     (x, logits), (experts, rows) = tokens(kind), made(kind)
     plain = experts.by(config(kind, block), x, logits)
     assert equal_rows(mixed(kind, block), plain) == [place < 0 for place in WHOSE]
-    if kind == torch.float32:
+    if kind == torch.float32 and block == 16:  # the block is the kernels' own here
         rows.use(None)
         assert torch.equal(experts(x, logits), experts.by(experts.configs.experts(experts.shape, len(x)), x, logits))
 
 
 COMPANIES = {
-    "alone": [[row] for row in range(8)], "backwards": [list(range(TOKENS))[::-1]],
+    "alone": [[row] for row in range(4)], "backwards": [list(range(TOKENS))[::-1]],
     "in two": [list(range(5)), list(range(5, TOKENS))], "few": [[0], [3, 1]],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("company", "block", "kind"),
-    [*product(["alone", "backwards", "in two"], BLOCKS, DTYPES), *(("few", 1, scheme) for scheme in SCHEMES)],
-    ids=named,
-)
+ALONG = [
+    (company, block, DTYPES[(one + other) % 2])
+    for one, company in enumerate(["alone", "backwards", "in two"])
+    for other, block in enumerate(BLOCKS)
+]
+"""Every company in every block; each of both with both dtypes, which take turns."""
+
+
+@pytest.mark.parametrize(("company", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
 def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, block, kind):
     (x, logits), expected = tokens(kind), mixed(kind, 16)
     order = (3, 0, 4)

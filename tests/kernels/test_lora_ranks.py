@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import LayerContext
-from preheat.backends.cuda import lora
+from preheat.backends.cuda import lora, lora_shrink
 from preheat.backends.cuda.collective import RankSums
+from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
@@ -24,6 +25,14 @@ from tests.kernels.ranks import Heard, on_ranks
 ROWS, OUTPUTS, PLACES = 21, 40, 2
 WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """A leaf of 256 inputs has two parts of two steps, one of 150 an uneven second one."""
+    monkeypatch.setattr(lora_shrink, "PART", 128)
+    monkeypatch.setattr(lora_shrink, "CHUNK", 64)
+    monkeypatch.setattr(matmul, "PART", 128)
 
 
 def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRankPair]]:
@@ -75,7 +84,7 @@ def by_columns(
 
 
 @DTYPES
-@pytest.mark.parametrize("inputs", [4 * 16, 4 * 600, 4 * 1024])
+@pytest.mark.parametrize("inputs", [4 * 16, 4 * 150, 4 * 256])
 def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs, dtype):
     (one,) = by_columns(1, inputs, dtype)
     for world in (2, 4):
@@ -95,7 +104,7 @@ def test_beside_float8_too():
 
 @DTYPES
 def test_what_is_added_is_the_references(dtype):
-    inputs = 4 * 600
+    inputs = 4 * 150
     x, given = plain_numbers(inputs, dtype)
     one, plain = (by_columns(1, inputs, dtype, whose=each, make=plain_numbers)[0] for each in (WHOSE, [-1] * ROWS))
     for place, each in enumerate(given):
@@ -108,12 +117,12 @@ def test_what_is_added_is_the_references(dtype):
 
 def test_leaves_that_follow_the_number_of_ranks_have_other_bits():
     """What the test of bits would see: a rank adds its inputs in one sum."""
-    found = [by_columns(world, 4 * 600, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
+    found = [by_columns(world, 4 * 150, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
-    (one,) = by_columns(1, 4 * 600, torch.float32)
+    (one,) = by_columns(1, 4 * 150, torch.float32)
     right = lora.add_roots
 
     def in_a_row(parts, to, scales):
@@ -123,14 +132,14 @@ def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
         right(sums, to, scales)
 
     monkeypatch.setattr(lora, "add_roots", in_a_row)
-    assert not torch.equal(by_columns(4, 4 * 600, torch.float32)[0], one)
+    assert not torch.equal(by_columns(4, 4 * 150, torch.float32)[0], one)
 
 
 def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> list[Tensor]:
     """Each half of the outputs of a layer whose rows ``world`` ranks share, and what two adapters have for them. The
     first matrices may be ``divided``, too: five tiles of ranks.
     """
-    inputs, sizes = 1100, (96, 96)
+    inputs, sizes = 300, (96, 96)
     x, weight = noise(ROWS, inputs, seed=5).to(dtype), (noise(sum(sizes), inputs) / 30).to(dtype)
 
     def layer(ranks: RankSums) -> Tensor:

@@ -75,7 +75,7 @@ def test_a_token_alone_and_among_others():
 
 def test_a_combine_in_the_order_of_arrival_is_seen():
     """The same rows and weights, added from the last slot to the first, have other bits somewhere."""
-    made, routing = operands(40, 6, torch.float32), Routing(4, False, False)
+    made, routing = operands(6, 6, torch.float32), Routing(4, False, False)
     x, logits, gate_up, down = made
     chosen, weights = route(logits, routing)
 

@@ -306,10 +306,11 @@ class Embedding(HasWeights, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """Linear ``layers`` to measure at up to ``max_rows`` rows, ``experts``, and the ``head`` at up to
-    ``max_head_rows``, for about ``seconds``.
+    """Layers of a model to measure, with bounds on rows and time.
 
-    The result goes to the file ``output``, or to ``folder``, where boots look for it.
+    ``layers`` and ``experts`` are measured at up to ``max_rows`` rows, the ``head`` at up to ``max_head_rows``. The
+    measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for
+    it.
     """
 
     layers: Sequence[Matmul]

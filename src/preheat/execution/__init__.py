@@ -1,0 +1,1 @@
+"""From a schedule to tokens: packing, the executor, caches and drafting."""

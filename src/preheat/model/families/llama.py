@@ -15,6 +15,6 @@ def llama(config: Config) -> ModelSpec:
 
 
 def mistral(config: Config) -> ModelSpec:
-    """A sliding window, and no biases."""
+    """No biases; a sliding window by the config."""
     config = config.with_defaults(sliding_window=4096, num_key_value_heads=8, max_position_embeddings=131072)
     return llama_like(config, windows=config.windows())

@@ -12,7 +12,7 @@ _FUSED = replace(LLAMA, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
 def phi3(config: Config) -> ModelSpec:
-    """Queries, keys and values are one matrix, gate and up another; a part of each head may turn, by longrope."""
+    """One matrix for queries, keys and values, another for gate and up; a part of each head may turn, by longrope."""
     config = config.with_defaults(
         max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
     )

@@ -10,7 +10,7 @@ _DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embe
 
 
 def qwen2(config: Config) -> ModelSpec:
-    """Queries, keys and values always have a bias."""
+    """Query, key and value biases in every model."""
     config = config.with_defaults(**_DEFAULTS)
     return llama_like(config, windows=_windows(config), qkv_bias=True)
 

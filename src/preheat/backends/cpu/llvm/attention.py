@@ -21,8 +21,10 @@ class LlvmWork(AttentionWork):
 
 
 class LlvmAttention:
-    """Fills ``positions`` and ``tables``, int64 [tokens], which compiled functions read. A token that pads is at
-    position 0 of the pad block.
+    """Writer of each token's position and table row, for compiled functions.
+
+    The functions read ``positions`` and ``tables``, int64 [tokens]. A token that pads is at position 0 of the pad
+    block.
     """
 
     def __init__(self, positions: np.ndarray, tables: np.ndarray, blocks: int) -> None:
@@ -43,7 +45,7 @@ class LlvmAttention:
         return LlvmWork([], ALWAYS if decodes else -1, -1, addresses)
 
     def write(self, turn: int, tables: BlockTables) -> None:
-        """The work holds addresses."""
+        """Do nothing: the work holds addresses."""
 
     def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
         assert isinstance(work, LlvmWork)
@@ -54,7 +56,7 @@ class LlvmAttention:
         self._positions[:count] *= real
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
-        """Attention is part of a layer's function."""
+        """Return a function that nobody calls: a layer's compiled function attends."""
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             raise AssertionError("compiled layers attend themselves")
@@ -62,4 +64,4 @@ class LlvmAttention:
         return attend
 
     def clear(self) -> None:
-        """Nothing of a block table is kept."""
+        """Do nothing: no part of a block table is kept."""

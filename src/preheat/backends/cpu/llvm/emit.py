@@ -56,7 +56,7 @@ class Function:
     # --- integers of 64 bits ---
 
     def i(self, x: Value) -> Value:
-        """``x`` as a value."""
+        """Return ``x`` as a value."""
         return ir.Constant(LONG, x) if isinstance(x, int) else x
 
     def add(self, *terms: Value) -> Value:
@@ -84,7 +84,7 @@ class Function:
         return self.b.select(condition, self.i(a), self.i(b))
 
     def most(self, a: Value, b: Value) -> Value:
-        """The greater of two integers."""
+        """Return the greater of two integers."""
         return self.choose(self.less(a, b), b, a)
 
     def least(self, a: Value, b: Value) -> Value:
@@ -93,27 +93,27 @@ class Function:
     # --- memory ---
 
     def at(self, pointer: Value, index: Value, kind: ir.Type = FLOAT) -> Value:
-        """The address of element ``index``."""
+        """Return the address of element ``index``."""
         return self.b.gep(pointer, [self.i(index)], source_etype=kind)
 
     def load(self, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> Value:
         return self.b.load(self.at(pointer, index, kind), typ=kind, align=align)
 
     def vector(self, pointer: Value, index: Value = 0) -> Value:
-        """16 floats from element ``index`` on."""
+        """Load 16 floats from element ``index`` on."""
         return self.b.load(self.at(pointer, index), typ=FLOATS, align=4)
 
     def store(self, value: Value, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> None:
         self.b.store(value, self.at(pointer, index, kind), align=align)
 
     def field(self, frame: Value, number: int, kind: ir.Type = LONG) -> Value:
-        """Field ``number`` of a frame of words of 64 bits."""
+        """Load field ``number`` of a frame of words of 64 bits."""
         return self.b.load(self.at(frame, number, LONG), typ=kind, align=8)
 
     # --- variables and control ---
 
     def variable(self, value: Value) -> Value:
-        """A variable that begins with ``value``."""
+        """Return a variable that begins with ``value``."""
         place = ir.IRBuilder(self._entry).alloca(value.type)
         self.b.store(value, place)
         return place
@@ -163,36 +163,36 @@ class Function:
         return ir.Constant(FLOATS, [x] * LANES)
 
     def w(self, x: int) -> Value:
-        """``x`` in all lanes of a vector of 32-bit integers."""
+        """Return a vector of 32-bit integers with ``x`` in all lanes."""
         return ir.Constant(WORDS, [x] * LANES)
 
     def lanes(self) -> Value:
-        """The numbers of the lanes."""
+        """Return the numbers of the lanes."""
         return ir.Constant(WORDS, list(range(LANES)))
 
     def splat(self, scalar: Value, kind: ir.Type = FLOATS) -> Value:
-        """``scalar`` in all lanes."""
+        """Return a vector with ``scalar`` in all lanes."""
         empty = ir.Constant(kind, ir.Undefined)
         one = self.b.insert_element(empty, scalar, ir.Constant(INT, 0))
         return self.b.shuffle_vector(one, empty, ir.Constant(WORDS, [0] * LANES))
 
     def intrinsic(self, name: str, *args: Value) -> Value:
-        """One of LLVM's functions of floats, whose result has the type of its arguments."""
+        """Call one of LLVM's functions of floats; the result has the arguments' type."""
         kind = args[0].type
         key = f"llvm.{name}.{'v16f32' if kind == FLOATS else 'f32'}"
         known = self.module.globals.get(key)
         return self.b.call(known or ir.Function(self.module, ir.FunctionType(kind, [kind] * len(args)), key), args)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """``a * b + c``, rounded once."""
+        """Return ``a * b + c``, rounded once."""
         return self.intrinsic("fma", a, b, c)
 
     def greater(self, a: Value, b: Value) -> Value:
-        """The greater of floats; NaN if ``b`` is NaN."""
+        """Return the greater of floats; NaN if ``b`` is NaN."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
     def tree(self, x: Value, join: Callable[[Value, Value], Value]) -> Value:
-        """Join the lanes of ``x`` in a tree over halves; a scalar."""
+        """Join the lanes of ``x`` to a scalar, in a tree over halves."""
         half = LANES // 2
         while half:
             mask = ir.Constant(WORDS, [(lane + half) % LANES for lane in range(LANES)])
@@ -219,11 +219,14 @@ class Function:
         return b.fmul(y, b.bitcast(b.shl(b.add(whole, self.w(127)), self.w(23)), FLOATS))
 
     def widened(self, halves: Value) -> Value:
-        """Floats of 16 bfloat16 numbers, given as integers."""
+        """Return 16 bfloat16 numbers, given as integers, as floats."""
         return self.b.bitcast(self.b.shl(self.b.zext(halves, WORDS), self.w(16)), FLOATS)
 
     def narrowed(self, x: Value) -> Value:
-        """The bfloat16 numbers next to ``x``, ties to even, as integers; NaN stays NaN."""
+        """Return the bfloat16 numbers nearest to ``x``, as integers.
+
+        Ties go to the even number; NaN stays NaN.
+        """
         b = self.b
         bits = b.bitcast(x, WORDS)
         odd = b.and_(b.lshr(bits, self.w(16)), self.w(1))
@@ -260,7 +263,10 @@ class Function:
         return known or ir.Function(self.module, ir.FunctionType(returns, args), name)
 
     def store_atomic(self, value: Value, pointer: Value, ordering: str) -> None:
-        """llvmlite's own method wants a typed pointer."""
+        """Store a word of 64 bits atomically.
+
+        The builder of llvmlite has such a method, but only for typed pointers.
+        """
         self.b._insert(ir.instructions.StoreAtomicInstr(self.b.block, value, pointer, ordering, 8))
 
     @contextmanager

@@ -66,19 +66,19 @@ class Job(Function):
         self._phases = 0
 
     def pointer(self, name: str) -> Value:
-        """An address in the step's frame."""
+        """Load the address ``name`` from the step's frame."""
         return self.field(self.frame, FRAME[name], POINTER)
 
     def part(self, name: str) -> Value:
-        """An address in the layer's frame."""
+        """Load the address ``name`` from the layer's frame."""
         return self.field(self.layer, LAYER_FRAME[name], POINTER)
 
     def own(self, name: str, size: Value) -> Value:
-        """This thread's part of a buffer, of ``size`` floats."""
+        """Return this thread's part of a buffer, of ``size`` floats."""
         return self.at(self.pointer(name), self.mul(self.thread, size))
 
     def phase(self, units: Value) -> tuple[Value, Value, Value]:
-        """The arguments of :meth:`units` and :meth:`finished` for the next counter."""
+        """Return the arguments of :meth:`units` and :meth:`finished` for the next counter."""
         word = self.at(self.pointer("counters"), self._phases * LINE, LONG)
         self._phases += 1
         return word, self.i(units), self.number
@@ -88,7 +88,7 @@ class Job(Function):
 
 
 def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs: int, k: Value) -> list[Value]:
-    """The two vectors of input ``k`` in a panel, as floats."""
+    """Return the two vectors of input ``k`` in a panel, as floats."""
     at = e.mul(e.add(e.mul(panel, inputs), k), PANEL)
     if stored == "float32":
         return [e.vector(weight, e.add(at, LANES * half)) for half in (0, 1)]
@@ -97,7 +97,10 @@ def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs:
 
 
 def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: int, vectors: int) -> list[list[Value]]:
-    """The products of ``rows`` rows at ``x`` with the ``vectors`` of outputs of ``unit``: [row][vector]."""
+    """Return the products of rows with a unit's outputs: [row][vector].
+
+    The ``rows`` rows lie at ``x``; the ``unit`` has ``vectors`` vectors of outputs.
+    """
     totals = [[e.variable(e.v(0.0)) for _ in range(vectors)] for _ in range(rows)]
     for line in totals:
         for total in line:
@@ -113,7 +116,10 @@ def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: 
 
 
 def widest(how: Product, rows: int) -> int:
-    """Vectors of a unit: the outputs must be a multiple of them, and gates lie beside their ups."""
+    """Return the most vectors that a unit may have, for ``rows`` rows at once.
+
+    The outputs must be a multiple of a unit's vectors. Gates lie beside their ups, so a gated unit has at least 4.
+    """
     least = 4 if how.gated else 2
     options = [each for each in (8, 4, 2) if least <= each <= VECTORS[rows] and how.outputs % (each * LANES) == 0]
     return options[0]
@@ -128,8 +134,10 @@ def product(
     finish: Callable[[Value, Value, Value], None],
     make: Callable[[], None] | None = None,
 ) -> list[tuple[Value, Value, Value]]:
-    """Rows at ``x`` times a weight; ``finish(row, column, vector)`` stores 16 results. ``make`` fills ``x`` first, in
-    each thread for itself. The phases to wait for.
+    """Multiply the rows at ``x`` by a weight.
+
+    ``finish(row, column, vector)`` stores 16 results. ``make`` fills ``x`` first, in each thread for itself. Returns
+    the phases to wait for.
     """
     made = None if make is None else e.variable(e.i(0))
     if made is not None:
@@ -221,26 +229,32 @@ class Cache:
         self._kind = HALF if self._narrow else ir.FloatType()
 
     def _base(self, position: Value, values: int) -> Value:
-        """The element where the head's keys, or values, of a position's block begin."""
+        """Return the element where a block's keys or values begin.
+
+        The block holds ``position``; ``values`` is 0 for the head's keys and 1 for its values.
+        """
         e, how = self.e, self.how
         block = e.b.sext(e.load(self._table, e.div(position, how.block_size), WORD), LONG)
         row = e.add(e.mul(e.add(e.mul(block, 2), values), how.kv_heads), self._head)
         return e.mul(row, how.block_size * how.dim)
 
     def keys(self, position: Value) -> Value:
-        """The address of the tile of keys that begins at ``position``, a multiple of 16."""
+        """Return the address of the tile of keys that begins at ``position``.
+
+        ``position`` is a multiple of 16.
+        """
         e, how = self.e, self.how
         inside = e.mul(e.rem(position, how.block_size), how.dim)
         return e.at(self._cache, e.add(self._base(position, 0), inside), self._kind)
 
     def value(self, position: Value) -> Value:
-        """The address of a value."""
+        """Return the address of the value of ``position``."""
         e, how = self.e, self.how
         inside = e.mul(e.rem(position, how.block_size), how.dim)
         return e.at(self._cache, e.add(self._base(position, 1), inside), self._kind)
 
     def read(self, address: Value, at: Value) -> Value:
-        """16 numbers as floats."""
+        """Load 16 numbers as floats, from element ``at`` on."""
         if not self._narrow:
             return self.e.vector(address, at)
         return self.e.widened(self.e.b.load(self.e.at(address, at, HALF), typ=HALVES, align=2))
@@ -402,7 +416,10 @@ class Attend:
 
 
 def front(module: ir.Module, name: str, how: LayerKind) -> None:
-    """Norm, queries, keys and values, cache and attention of a layer: from ``x`` to ``attended``."""
+    """Write the front of a layer: from ``x`` to ``attended``.
+
+    It norms the rows, computes queries, keys and values, stores keys and values in the cache, and attends.
+    """
     e = Job(module, name)
     x, qkv, attended = (e.pointer(each) for each in ("x", "qkv", "attended"))
     positions, tables = e.pointer("positions"), e.pointer("tables")
@@ -443,7 +460,10 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
 
 
 def back(module: ir.Module, name: str, how: LayerKind) -> None:
-    """The rest of a layer: what ``attended`` and the feed-forward block add to ``x``."""
+    """Write the back of a layer: from ``attended`` to ``x``.
+
+    It adds the output projection of ``attended`` to ``x``, then the feed-forward block.
+    """
     e = Job(module, name)
     x, attended, inner = (e.pointer(each) for each in ("x", "attended", "inner"))
     normed = e.own("normed", e.mul(e.rows, how.hidden))
@@ -468,7 +488,10 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
 
 
 def alone(module: ir.Module, name: str, how: Product) -> None:
-    """One product, from ``x`` to ``attended``, with the weight and the bias at ``qkv`` of the layer's frame."""
+    """Write one product, from ``x`` to ``attended``.
+
+    The weight is at ``qkv`` of the layer's frame, and the bias at ``qkv_bias``.
+    """
     e = Job(module, name)
     x, out = e.pointer("x"), e.pointer("attended")
 
@@ -480,7 +503,10 @@ def alone(module: ir.Module, name: str, how: Product) -> None:
 
 
 def norms(module: ir.Module, name: str, size: int, eps: float) -> None:
-    """A norm of each row, from ``x`` to ``attended``."""
+    """Write a norm of each row, from ``x`` to ``attended``.
+
+    The weight is at ``norm`` of the layer's frame.
+    """
     e = Job(module, name)
     x, out, weight = e.pointer("x"), e.pointer("attended"), e.part("norm")
     phase = e.phase(e.rows)
@@ -497,9 +523,11 @@ def _wait(e: Job, phases: Iterable[tuple[Value, Value, Value]]) -> None:
 
 
 def jobs(module: ir.Module, counters: int) -> None:
-    """``start(frame, function, layer)`` publishes a job and takes part in it, as thread 0, until it is done.
-    ``work(frame, thread, spins, seen)`` takes part in jobs after ``seen``, and returns the latest job's number after so
-    many empty turns, or -1 when the function is null.
+    """Write the functions ``start`` and ``work``, by which threads share jobs.
+
+    ``start(frame, function, layer)`` publishes a job and takes part in it, as thread 0, until the job is done.
+    ``work(frame, thread, spins, seen)`` takes part in jobs after the job number ``seen``. It returns the latest job's
+    number after ``spins`` empty turns, or -1 when the function is null.
     """
     kind = ir.FunctionType(ir.VoidType(), _ARGS)
     e = Function(module, "start", [POINTER, POINTER, POINTER])

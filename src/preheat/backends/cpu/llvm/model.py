@@ -120,8 +120,9 @@ class Functions:
         self.team.run(function, layer, len(x))
 
     def front(self, index: int, residual: Tensor) -> Tensor:
-        """Return the output of attention [tokens, heads * dim], valid until the next front; ``residual`` [tokens,
-        hidden] stays.
+        """Return the output of attention [tokens, heads * dim].
+
+        The output is valid until the next front. ``residual`` [tokens, hidden] is not changed.
         """
         attended = self._attended[: len(residual)]
         self._run(self._fronts[index], self._frames[index].ctypes.data, residual, attended)
