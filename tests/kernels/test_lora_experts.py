@@ -57,7 +57,7 @@ CASES = pytest.mark.parametrize(
 
 
 def size(kind: Kind) -> tuple[int, int]:
-    """Return the hidden and the inner size."""
+    """Hidden and inner."""
     return (300, 144) if isinstance(kind, Scheme) else (150, 40)
 
 

@@ -44,8 +44,9 @@ def _rows_of(
     experts, starts, counts, tokens, slots, places, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The expert of this program, its arranged rows [ROWS], the token of each, undefined for padding, and the place of
-    its adapter, -1 for none. Rows are arranged in blocks of ``BLOCKED``.
+    """Return the expert of this program, its arranged rows [ROWS], their tokens and their adapter slots.
+
+    Tokens are undefined for padding; -1 stands for no adapter. Rows are arranged in blocks of ``BLOCKED``.
     """
     tile, lane = tl.program_id(0), tl.arange(0, ROWS)
     if BLOCKED == 1:
@@ -99,8 +100,9 @@ def _shrink_experts(
     CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, gathered: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places.
-    ``gathered``: rows of x are tokens, else they are arranged.
+    """Write ``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile.
+
+    There are ``most`` adapter slots. ``gathered``: rows of x are tokens, else they are arranged.
     """
     begin(overlap)
     part, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
@@ -127,8 +129,9 @@ def _expand_experts(
     TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to. A part has
-    ``height`` rows of b, of which these are the first ones.
+    """Expand ``shrunk`` and add it to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns].
+
+    A part has ``height`` rows of b; the first ``columns`` of them are used.
     """
     begin(overlap)
     part = tl.program_id(2)
@@ -155,8 +158,9 @@ def _expand_experts(
 def add_experts(
     y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool
 ) -> Tensor:
-    """``y`` [arranged rows, outputs] of all experts' layer, to which is added, in place, what the adapters of its rows
-    have in ``factors``: parts of expert 0 first. Its plain inputs are ``x``, [tokens, inputs] if ``gathered``, else
+    """Add the terms of the rows' adapters to ``y`` [arranged rows, outputs] of all experts, in place.
+
+    ``factors`` have the parts of expert 0 first. The plain inputs are ``x``: [tokens, inputs] if ``gathered``, else
     [arranged rows, inputs]. Both are contiguous.
     """
     shrunk = shrink_experts(x, factors, blocks, arrangement, gathered=gathered)
@@ -164,8 +168,9 @@ def add_experts(
 
 
 def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool) -> Tensor:
-    """What ``x``, [tokens, inputs] if ``gathered``, else [arranged rows, inputs], shrinks to, scaled: fp32 [parts,
-    tiles, arranged rows, TILE].
+    """Shrink ``x`` and scale it: fp32 [parts, tiles, arranged rows, TILE].
+
+    ``x`` is [tokens, inputs] if ``gathered``, else [arranged rows, inputs].
     """
     a, _, tiles, scales = factors.matrices
     (count, tiles_each, modules, _, inputs), rows = a.shape, arrangement.rows
@@ -182,8 +187,9 @@ def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arr
 def expand_experts(
     y: Tensor, shrunk: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, first: int = 0
 ) -> Tensor:
-    """``y`` [arranged rows, parts * columns], to which is added, in place, what ``shrunk`` expands to: as many outputs
-    of each part, from the ``first`` one on.
+    """Expand ``shrunk`` and add it to ``y`` [arranged rows, parts * columns], in place.
+
+    ``columns`` outputs of each part are added, from the ``first`` output on.
     """
     _, b, tiles, _ = factors.matrices
     programs, step, sizes = _launched(factors, blocks, arrangement)
@@ -214,14 +220,14 @@ def _launched(
 
 @triton.jit
 def _place_of(token, members, places, ROWS: tl.constexpr):
-    """The place of a token's adapter, -1 for none."""
+    """Return the slot of a token's adapter, -1 for none."""
     member = tl.load(members + token)
     return tl.load(places + member // ROWS, mask=member >= 0, other=-1)
 
 
 @triton.jit
 def _row_of(slot, rows_of, experts, BLOCKED: tl.constexpr):
-    """The arranged row of a slot, and its expert."""
+    """Return the arranged row of a slot, and its expert."""
     row = slot
     if BLOCKED > 1:
         row = tl.load(rows_of + slot)
@@ -235,8 +241,9 @@ def _shrink_slots(
     LEAVES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` [tile of ranks, slot, rank] of one slot and tile: the tree of this rank's leaves, not scaled. x is
-    [leaf, row, number].
+    """Write ``shrunk`` [tile of ranks, slot, rank] of one slot and tile, not scaled.
+
+    It is the tree of this rank's splits. x is [split, row, number].
     """
     begin(overlap)
     slot, tile = tl.program_id(0), tl.program_id(1)
@@ -267,8 +274,9 @@ def _expand_tokens(
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
     WORLD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``COLUMNS`` outputs of a token's y what its slots have, weighted. ``parts`` [ranks, tile, slot, rank] are
-    what ranks shrank to.
+    """Expand the slots of a token, weight them, and add them to ``COLUMNS`` outputs of its y.
+
+    ``parts`` [ranks, tile, slot, rank] are the shrunk rows of all ranks.
     """
     begin(overlap)
     token = tl.program_id(0)
@@ -302,8 +310,9 @@ def _expand_tokens(
 
 @dataclass(frozen=True)
 class Kept:
-    """Kept of the experts' product for a term that is added to a token's sum: the ``arrangement`` of rows, and the
-    activations ``rows`` [splits, arranged rows, inner numbers of a split].
+    """Data of the experts' product for a term that joins a token's sum.
+
+    ``arrangement`` is that of the rows; ``rows`` [splits, arranged rows, inner numbers of a split] are activations.
     """
 
     arrangement: Arrangement

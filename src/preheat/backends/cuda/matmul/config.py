@@ -79,10 +79,10 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Wide(msgspec.Struct, frozen=True):
-    """The kernel for many rows on Hopper, :mod:`preheat.backends.cuda.linear_hopper`, with tiles of ``outputs`` x
-    ``rows``.
+    """The kernel for many rows on Hopper, with tiles of ``outputs`` x ``rows``.
 
-    ``outputs`` are rows of W: gates and ups both count. At most 128 for 256 rows, 256 for 128.
+    See :mod:`preheat.backends.cuda.linear_hopper`. ``outputs`` are rows of W: gates and ups both count. At most 128 for
+    256 rows, 256 for 128.
     """
 
     outputs: int
@@ -106,8 +106,9 @@ KernelConfig = Tile | Wide | Library | Expanded
 
 
 class ExpertsConfig(NamedTuple):
-    """The kernels of both layers of experts. ``block`` rows of an expert are computed together, as many as the rows of
-    both tiles; 1: every slot is computed by itself.
+    """The kernels of both layers of experts.
+
+    ``block`` rows of an expert are computed together, as many as the rows of both tiles; 1: every slot by itself.
     """
 
     block: int

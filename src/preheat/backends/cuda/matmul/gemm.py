@@ -55,8 +55,9 @@ class Cut(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Where the rows of experts lie, see :class:`preheat.backends.cuda.moe_route.Arrangement`. A split of y has
-    ``numbers``.
+    """Places of the rows of experts, see :class:`preheat.backends.cuda.moe_route.Arrangement`.
+
+    A split of y has ``numbers``.
     """
 
     experts: Any
@@ -67,8 +68,10 @@ class Routed(NamedTuple):
 
 
 class RoutedForm(NamedTuple):
-    """Constants of experts. ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are
-    arranged in blocks, else each slot is a block of one row.
+    """Constants of experts.
+
+    ``gathered``: rows of x are tokens, else they lie like the rows of y. ``arranged``: rows are arranged in blocks,
+    else each slot is a block of one row.
     """
 
     experts: int
@@ -267,8 +270,9 @@ def multiply(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor,
     splits: int = 1,
 ) -> None:  # fmt: skip
-    """Write to ``y`` [rows, columns] the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] for ``x`` [rows,
-    inputs]. The inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
+    """Write the layer of ``weight`` [outputs, inputs] and ``bias`` [outputs] to ``y`` [rows, columns].
+
+    ``x`` is [rows, inputs]. The inputs are cut into ``splits``; a quantized weight has its own. All are contiguous.
     """
     splits = weight.splits if isinstance(weight, DeviceWeight) else splits
     (rows, columns), inputs = y.shape, weight.shape[1]
@@ -290,8 +294,9 @@ def multiply_experts(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, y: Tensor, *,
     gated: bool, gathered: bool, splits: int = 1,
 ) -> None:  # fmt: skip
-    """Write to ``y`` [arranged rows, columns] the layer of ``weight`` [experts, outputs, inputs], or to ``y`` [splits,
-    arranged rows, columns] each of its ``splits``.
+    """Write the layer of ``weight`` [experts, outputs, inputs] to ``y`` [arranged rows, columns].
+
+    With ``splits``, ``y`` is [splits, arranged rows, columns].
 
     ``x`` are [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. All are contiguous. ``tile.rows`` are the
     rows of the arrangement's blocks, unless these have one row.
@@ -314,8 +319,9 @@ def experts_product(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return rows [arranged rows, columns] of the layer ``weight``, see :func:`multiply_experts`, in ``dtype``, by
-    default the model's. Rows are ``gathered`` if not said otherwise where they are ``gated``.
+    """Return rows [arranged rows, columns] of the layer ``weight``, see :func:`multiply_experts`.
+
+    They are of ``dtype``, by default the model's. By default rows are ``gathered`` if they are ``gated``.
     """
     gathered = gated if gathered is None else gathered
     size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]

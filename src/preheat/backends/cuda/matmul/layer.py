@@ -186,8 +186,9 @@ class Layer:
 
 
 class Embedding:
-    """The term of a table of embeddings, see :class:`preheat.backends.base.Embedding`. A token shrinks to a column of
-    the first matrix.
+    """The term of a table of embeddings, see :class:`preheat.backends.base.Embedding`.
+
+    A token shrinks to a column of the first matrix.
     """
 
     def __init__(self, value: Matmul, device: torch.device, context: LayerContext) -> None:

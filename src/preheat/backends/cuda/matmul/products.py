@@ -50,8 +50,10 @@ class Codes(NamedTuple):
 
 
 class CodesForm(NamedTuple):
-    """Constants of weights as codes of ``four`` bits or eight, with a scale for ``group`` inputs, 0 for all inputs.
-    ``even``: weights that are decoded at a time are of one group.
+    """Constants of weights as codes of ``four`` bits or eight.
+
+    There is a scale for ``group`` inputs, 0: for all inputs. ``even``: weights that are decoded
+    at a time are of one group.
     """
 
     four: bool
@@ -98,7 +100,7 @@ def plain(
     x, w, tiles, group, at, split, size, inputs, outputs, FORM: tl.constexpr, INPUTS: tl.constexpr,
     gated: tl.constexpr,
 ):  # fmt: skip
-    """Sums of plain weights; see the module."""
+    """Multiply plain weights; see the module."""
     first, row, out, token, _ = at
     x_tiles, w_tiles = tiles
     top, start = group * outputs * (2 if gated else 1), split * size
@@ -160,7 +162,7 @@ def codes(
     x, w, tiles, group, at, split, size, inputs, outputs, FORM: tl.constexpr, INPUTS: tl.constexpr,
     gated: tl.constexpr,
 ):  # fmt: skip
-    """Sums of weights as codes, of rows as they are; see the module. A gated layer is one split."""
+    """Multiply weights as codes and plain rows; see the module. A gated layer is one split."""
     _, _, out, token, there = at
     height = outputs * 2 if gated else outputs
     x += split * size
@@ -226,7 +228,7 @@ def float8(
     x, w, tiles, group, at, split, size, inputs, outputs, FORM: tl.constexpr, INPUTS: tl.constexpr,
     gated: tl.constexpr,
 ):  # fmt: skip
-    """Sums of float8 rows and weights, with all scales; see the module. A gated layer is one split."""
+    """Multiply float8 rows and weights, with all scales; see the module. A gated layer is one split."""
     _, _, out, token, _ = at
     height = outputs * 2 if gated else outputs
     x += split * size

@@ -63,14 +63,15 @@ def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
 
 
 def rounds(shape: LinearShape, rows: int, choice: Wide) -> float:
-    """What the rounds of a Hopper GPU over all tiles take, in those of the largest; half a tile is guessed
-    to take a little more than half.
+    """Return the time of the rounds of a Hopper GPU over all tiles, in rounds of the largest tile.
+
+    Half a tile is guessed to take a little more than half.
     """
     return -(-wide_tiles(shape, rows, choice) // PROCESSORS) * (1.0 if choice.outputs == 256 else 0.55)
 
 
 def tile_rule(shape: LinearShape, rows: int) -> Tile:
-    """The kernel with tiles as low as the rows allow, and so narrow that there is one for every processor."""
+    """Guess a tile of the plain kernel: as low as the rows allow, and narrow, so that each processor has one."""
     if shape.dtype == torch.float32:
         return REFERENCE[torch.float32]
     if rows > 64:
@@ -86,8 +87,9 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def codes_rule(shape: LinearShape, rows: int) -> Tile:
-    """The kernel that reads codes, with tiles as low as the rows allow. Two accumulators of a gated layer, and what is
-    to be added to them, have to fit into registers.
+    """Guess a tile of codes, as low as the rows allow.
+
+    Two accumulators of a gated layer, and the numbers to be added to them, have to fit into registers.
 
     For few rows the time is that of the weights' bytes, of which each processor has to have tens of kilobytes on their
     way: as many stages as fit, twice where a processor has more than one program; and tiles as deep as the inputs
@@ -182,6 +184,6 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
 
 
 def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
-    """A tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    """Guess a tile of codes with four stages, or as many as fit into shared memory: at least two."""
     room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
     return Tile(64, rows, deep, 4, max(2, min(4, room)))

@@ -97,8 +97,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExpertsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fastest kernels of both layers of routed experts, gates and ups first, up to ``tokens`` tokens: either
-    ``tiles`` or ``wides``; ``block`` rows of an expert are computed together.
+    """The fastest kernels of both layers of routed experts up to ``tokens`` tokens.
+
+    They are ``tiles`` or ``wides``, gates and ups first; ``block`` rows of an expert are computed together.
     """
 
     num_experts: int
@@ -164,7 +165,7 @@ def tables_for(device: str, capability: tuple[int, int], folder: Path | None) ->
 
 
 def shipped() -> list[Table]:
-    """The tables that come with preheat."""
+    """Return the tables that come with preheat."""
     folder = resources.files("preheat.backends.cuda") / "tables"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     return [msgspec.json.decode(file.read_bytes(), type=Table) for file in files]
@@ -187,7 +188,7 @@ def read(path: Path) -> list[Table]:
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
-    """``new``, with the entries of the tables ``before`` for shapes that are not in it."""
+    """Return ``new`` with the entries of the tables ``before`` for shapes that are not in it."""
     known = {entry.shape for entry in new.entries}
     kept = [entry for table in before for entry in table.entries if entry.shape not in known]
     routed = {entry.shape for entry in new.experts}
@@ -196,7 +197,7 @@ def merged(before: Sequence[Table], new: Table) -> Table:
 
 
 def encode(table: Table) -> bytes:
-    """The text of a table, one entry a line."""
+    """Return the text of a table, one entry a line."""
     head = msgspec.json.encode({"device": table.device, "capability": table.capability}).removesuffix(b"}")
     for name, entries in (("entries", table.entries), ("experts", table.experts)):
         if entries:
