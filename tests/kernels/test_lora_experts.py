@@ -14,7 +14,7 @@ import torch
 from preheat.backends.base import ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
-from preheat.backends.cuda import moe
+from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.matmul import weights as stored
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.model.layers import MoeMlp, normed
@@ -42,8 +42,8 @@ WHOSE = [[0, -1, 1, 2, 0, 1][token % 6] for token in range(TOKENS)]
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
     """Few inputs have several parts of several steps, of which the last ones are uneven."""
-    monkeypatch.setattr(lora_experts, "PART", 128)
-    monkeypatch.setattr(lora_experts, "CHUNK", 64)
+    monkeypatch.setattr(lora_routed, "PART", 128)
+    monkeypatch.setattr(lora_routed, "CHUNK", 64)
     monkeypatch.setattr(matmul, "PART", 128)
 
 
@@ -57,7 +57,7 @@ CASES = pytest.mark.parametrize(
 
 
 def size(kind: Kind) -> tuple[int, int]:
-    """Return the hidden and the inner size."""
+    """Hidden and inner."""
     return (300, 144) if isinstance(kind, Scheme) else (150, 40)
 
 

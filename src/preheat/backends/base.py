@@ -308,9 +308,9 @@ class Embedding(HasWeights, Protocol):
 class TuneRequest:
     """Layers of a model to measure, with bounds on rows and time.
 
-    Linear ``layers`` are measured at up to ``max_rows`` rows, the ``head`` at up to ``max_head_rows``, and ``experts``.
-    The measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look
-    for it.
+    ``layers`` and ``experts`` are measured at up to ``max_rows`` rows, the ``head`` at up to ``max_head_rows``. The
+    measurement takes about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for
+    it.
     """
 
     layers: Sequence[Matmul]
