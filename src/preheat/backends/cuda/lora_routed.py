@@ -132,7 +132,7 @@ def _expand_experts(
 ):  # fmt: skip
     """Expand ``shrunk`` and add it to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns].
 
-    A part has ``height`` rows of b; the outputs are the first of them.
+    A part has ``height`` rows of b; the first ``columns`` of them are used.
     """
     begin(overlap)
     part = tl.program_id(2)
