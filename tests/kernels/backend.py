@@ -1,4 +1,4 @@
-"""The CUDA backend without a GPU: on the host, its kernels in Triton's interpreter."""
+"""The CUDA backend without a GPU: its kernels run on the host, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from preheat.backends.cuda.sharing import CudaSharing
 
 
 class InterpretedCuda(CudaBackend):
-    """CUDA's operations, packer layout and graph driver; memory, copies and settings of the host, which is the device.
+    """The CUDA backend on the host.
 
-    Nothing is proven: there is one implementation of a linear layer in the interpreter. A graph that is captured needs
-    a stand-in for `torch.cuda.CUDAGraph`.
+    Operations, packer layout and graph driver are CUDA's; memory, copies and settings are the host's. Nothing is
+    proven: there is one implementation of a linear layer in the interpreter. To capture a graph, a test needs a
+    stand-in for `torch.cuda.CUDAGraph`.
     """
 
     fingerprint = "Triton's interpreter"

@@ -1,6 +1,6 @@
 """Triton's interpreter, mended in five places, and made faster.
 
-Scalars are arrays of one element, which numpy 2.4 no longer takes for integers; bfloat16 is cut off where a device
+Scalars are arrays of one element: numpy 2.4 no longer takes these for integers; bfloat16 is cut off where a device
 rounds, and multiplied as if its bits were integers; eight bits are rounded up, or without a carry, where a device
 rounds to even; and a product adds in an order that follows the shapes, where a device goes through the inputs in order.
 

@@ -31,23 +31,26 @@ class Bucket:
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     alibi: bool = False
-    stored: torch.dtype | None = None  # of the cache, if not the same; then with scales for keys and values
+    stored: torch.dtype | None = None  # dtype of the cache, if another one; keys and values then have scales
     scales: tuple[float, float] = (1.0, 1.0)
 
     def slopes(self, device="cpu"):
-        """ALiBi's, fp32 [heads], if it is asked for."""
+        """Return the slopes of ALiBi, fp32 [heads], or None without ALiBi."""
         return torch.tensor(alibi_slopes(self.heads, 8.0), device=device) if self.alibi else None
 
 
 class Pages:
-    """Sequence i has ``lengths[i]`` tokens; its slot is i. ``by_block``: a block's layers lie one after another."""
+    """Sequences in a paged cache.
+
+    Sequence i has ``lengths[i]`` tokens; its slot is i. ``by_block``: a block's layers lie one after another.
+    """
 
     def __init__(self, shape: Bucket, lengths, block_size=64, seed=0, device="cpu", by_block=False):
         self.shape, self.lengths, self.device = shape, lengths, device
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-n // block_size) for n in lengths]
         size = (sum(counts) + 1, 2, shape.kv_heads, block_size, shape.dim)
-        # Blocks begin as NaN: what a kernel reads beyond a sequence must not reach its output.
+        # Blocks begin as NaN: numbers beyond a sequence must not reach a kernel's output.
         layers = torch.full((size[0], 3, *size[1:]) if by_block else (3, *size), torch.nan)
         layers = layers.to(shape.stored or shape.dtype)
         self.cache = (layers.transpose(0, 1) if by_block else layers)[1]
@@ -68,7 +71,7 @@ class Pages:
         self.workspace = None
 
     def stored(self, qkv):
-        """The keys and values of ``qkv`` as the cache holds them, [tokens, 2, kv heads, dim]."""
+        """Return the keys and values of ``qkv`` as the cache holds them, [tokens, 2, kv heads, dim]."""
         kv, scales = qkv[:, self.shape.heads :].unflatten(1, (2, -1)), torch.tensor(self.shape.scales)
         return round_to(kv, scales.view(2, 1, 1).to(kv.device), self.shape.stored) if self.shape.stored else kv
 
@@ -86,7 +89,10 @@ class Pages:
             self.put(self.table[i], qkv)
 
     def overflow(self, i, position, *, stored=True):
-        """Make a value of a token of sequence i NaN: ``stored`` as an engine stores it, or else put as it is."""
+        """Make a value of a token of sequence i NaN.
+
+        ``stored``: write it as an engine does, else put it as it is.
+        """
         shape = self.shape
         self.qkv[i][position, -1, 3] = torch.nan
         if not stored:
@@ -99,13 +105,13 @@ class Pages:
         )  # fmt: skip
 
     def widened(self):
-        """The same with a cache of the queries' dtype that holds the numbers for which the codes stand."""
+        """Return the same sequences with a cache of decoded numbers, in the queries' dtype."""
         other = copy.copy(self)
         other.cache = self.cache.to(self.shape.dtype)
         return other
 
     def _step(self, work):
-        """Inputs of a step of (sequence, first position, number of tokens)."""
+        """Return the inputs of a step of (sequence, first position, number of tokens)."""
         qkv = torch.cat([self.qkv[i][p : p + n] for i, p, n in work])
         slots = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, _, n in work]).to(self.device)
         positions = torch.cat([torch.arange(p, p + n, dtype=torch.int32) for _, p, n in work]).to(self.device)
@@ -114,20 +120,20 @@ class Pages:
         return q, slots, positions, out
 
     def _pieces(self, pieces, spare):
-        """On the device, with ``spare`` rows of nonsense behind those that count."""
+        """Return ``pieces`` on the device, before ``spare`` rows of nonsense, and their count."""
         padded = np.concatenate([pieces, np.full((spare, 2), 1 << 20, np.int32)])
         count = torch.tensor([len(pieces)], dtype=torch.int32)
         return torch.from_numpy(padded).to(self.device), count.to(self.device)
 
     @property
     def _scales(self):
-        """The scores' scale, and keywords."""
+        """The scale of scores, and keywords."""
         key, value = self.shape.scales
         more = {"value_scale": value} if self.shape.stored else {}
         return self.shape.dim**-0.5 * key, more | {"alibi": self.shape.slopes(self.device)}
 
     def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
-        """Attention of single tokens: ``work`` is a list of (sequence, position)."""
+        """Return the attention of single tokens: ``work`` is a list of (sequence, position)."""
         q, slots, positions, out = self._step([(i, p, 1) for i, p in work])
         pieces = decode_work(np.arange(len(work)), np.array([p for _, p in work]), split, self.shape.window)
         on_device, count = self._pieces(pieces, spare)
@@ -141,8 +147,10 @@ class Pages:
         return out
 
     def verify(self, work, width, split=SPLIT, room=None, spare=3):
-        """Attention of rows of up to ``width`` tokens in a program for such: ``work`` is a list of (sequence, first
-        position, number of tokens). Pieces beyond ``room`` make each tile one piece.
+        """Return the attention of rows of up to ``width`` tokens, in a program for drafts.
+
+        ``work`` is a list of (sequence, first position, number of tokens). Pieces beyond ``room`` make each tile one
+        piece.
         """
         shape = self.shape
         q, slots, positions, out = self._step(work)
@@ -161,7 +169,7 @@ class Pages:
         return out
 
     def prefill(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
-        """Attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
+        """Return the attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
         q, slots, positions, out = self._step(work)
         extends = np.array([n for _, _, n in work])
         tile = query_tile(
@@ -177,7 +185,10 @@ class Pages:
         return out
 
     def exact(self, i):
-        """float64 attention of a whole sequence to what the cache stands for, [tokens, heads * dim]."""
+        """Return the float64 attention of a whole sequence, [tokens, heads * dim].
+
+        Keys and values are the decoded numbers of the cache.
+        """
         shape, n = self.shape, self.lengths[i]
         group = shape.heads // shape.kv_heads
         scales = torch.tensor(shape.scales, dtype=torch.float64, device=self.device).view(2, 1, 1)
@@ -195,8 +206,9 @@ class Pages:
 
 
 def check_unused_slots(made, expected, split=SPLIT):
-    """Assert that whole sequences have the ``expected`` attention, by every kernel, whatever unused slots hold; and
-    that a query behind the end of a sequence sees what they hold, so that this could fail.
+    """Assert that every kernel gives whole sequences the ``expected`` attention, for any value of unused slots.
+
+    Assert also that a query behind the end of a sequence sees such a value, so that the check could fail.
     """
     last, n = len(made.lengths) - 1, made.lengths[-1]
     for value in (0.0, torch.inf, 3e38):  # they began as NaN
@@ -211,8 +223,9 @@ def check_unused_slots(made, expected, split=SPLIT):
 
 
 def check_overflow(made, expected, at, split=SPLIT):
-    """Assert that a value of the last sequence that is not finite, of its token ``at``, reaches the queries that see it
-    and no others.
+    """Assert that a value that is not finite reaches the queries that see it, and no others.
+
+    It is a value of token ``at`` of the last sequence.
     """
     last, n, window = len(made.lengths) - 1, made.lengths[-1], made.shape.window or made.lengths[-1]
     group = made.shape.heads // made.shape.kv_heads
@@ -229,7 +242,7 @@ def check_overflow(made, expected, at, split=SPLIT):
 
 
 def check_overflow_is_found(made, at):
-    """Assert that the check above could fail: stored as it is, the value reaches queries before it."""
+    """Assert that the check above could fail: put as it is, the value reaches queries before it."""
     last, n = len(made.lengths) - 1, made.lengths[-1]
     made.overflow(last, at, stored=False)
     assert made.prefill([(last, 0, n)])[:at].isnan().any()

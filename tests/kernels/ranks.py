@@ -1,4 +1,4 @@
-"""Ranks that are slices of one layer, called one after the other: again after each exchange, with what that gave."""
+"""Ranks that are slices of one layer, called one after the other, again after each exchange with its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from preheat.backends.cuda.collective import RankSums
 
 
 class Heard(RankSums):
-    """A rank that hears what all of them said in the first exchanges, ``theirs``, and itself in the one after these."""
+    """A rank that hears the tensors of all ranks in the first exchanges, and itself in the next one.
+
+    ``theirs`` are the tensors of the first exchanges.
+    """
 
     def __init__(self, rank: int, world: int, theirs: Sequence[list[Tensor]]) -> None:
         self.rank, self.world, self.said, self._theirs = rank, world, list[Tensor](), theirs
@@ -25,7 +28,7 @@ class Heard(RankSums):
 def on_ranks(
     world: int, layer: Callable[[RankSums], Tensor], exchanges: int = 1, kind: type[Heard] = Heard
 ) -> list[Tensor]:
-    """What ``layer``, which has at most so many ``exchanges``, gives on each rank."""
+    """Return the result of ``layer`` on each rank; it has at most ``exchanges`` exchanges."""
     if world == 1:
         return [layer(RankSums())]
     theirs = list[list[Tensor]]()

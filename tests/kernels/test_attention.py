@@ -104,7 +104,7 @@ def test_slopes_are_not_ignored():
 
 
 def test_another_split_gives_other_bits():
-    """What shows that the tests above could fail."""
+    """Negative control of the tests above."""
     made = pages(Bucket())
     assert not torch.equal(made.decode([(2, 199)], 64), made.decode([(2, 199)], SPLIT))
     assert not torch.equal(made.verify([(2, 196, 4)], 4, 64), made.verify([(2, 196, 4)], 4, SPLIT))
@@ -112,5 +112,5 @@ def test_another_split_gives_other_bits():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_both_kernels_for_prompts_take_the_same_tiles(dim):
-    """The packer cuts prompts for the one; where it fits, the other gets them."""
+    """The packer cuts prompts for one kernel; where the other fits, it gets the same tiles."""
     assert prefill_config(dim, torch.bfloat16).rows == 2 * attention_hopper.ROWS.value

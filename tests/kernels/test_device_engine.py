@@ -1,6 +1,6 @@
 """The engine on the CUDA backend without a GPU: a step ahead, with kernels in the interpreter.
 
-What it says is compared with the engine on a CPU, in float32, where both find the same tokens.
+Its answers are compared with the engine on a CPU, in float32: there both find the same tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LENGTHS = {"greedy": 5, "seeded": 1, "penalised": 18, "prompt": 6}
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines boot on the interpreted backend, unless they are told to take the CPU."""
+    """Boot engines on the interpreted backend, unless they are told to take the CPU."""
     monkeypatch.setattr(llm, "boot_engine", boot_on(InterpretedCuda()))
 
 
@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(engine: LLM, names: Sequence[str] = tuple(REQUESTS)) -> list[RequestOutput]:
-    """To the first requests, which ``names`` name."""
+    """Return the answers to the requests of these ``names``, the first ones of all."""
     chance = random.Random(0)
     prompts = [[chance.randrange(VOCAB) for _ in range(LENGTHS[name])] for name in names]
     found = engine.generate(prompts, [REQUESTS[name] for name in names], use_tqdm=False)
@@ -89,7 +89,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def assert_close(found: list[dict[int, Logprob] | None] | None, expected: list[dict[int, Logprob] | None] | None):
-    """The same tokens with the same ranks, and nearly the same log-probabilities."""
+    """Assert the same tokens with the same ranks, and nearly the same log-probabilities."""
     assert found is not None and expected is not None
     assert [entry and list(entry) for entry in found] == [entry and list(entry) for entry in expected]
     for ours, theirs in zip(found, expected, strict=True):
@@ -120,7 +120,7 @@ def test_sums_of_leaves_have_the_answers_of_the_cpu(model, expected):
 
 @pytest.mark.usefixtures("interpreted")
 def test_quantized_leaves_too(model):
-    """Codes of activations may round apart from a CPU's, whose sums are exact; greedy tokens are the same here."""
+    """Codes of activations may round apart from a CPU's exact sums; greedy tokens are the same here."""
     options = {**OPTIONS, "tp_invariant": True, "quantization": "fp8"}
     engine = LLM(model, **options)
     schemes = [linear.shape.scheme for _, linear in engine.loop.executor.decoder.weights.linears() if linear.shape]
@@ -147,7 +147,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("config", [{"method": "ngram"}, {"model": "itself"}], ids=["right or wrong", "draft model"])
 def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
-    """Drafts that are right but for every third, or those of the model itself."""
+    """Two of three drafts of the stand-in are right; a draft model drafts its own tokens."""
     config = {key: value if key == "method" else model for key, value in config.items()}
     names = list(REQUESTS)[: 4 if "method" in config else 3]
     engine = LLM(model, **OPTIONS, speculative_config=config | {"num_speculative_tokens": 3})
@@ -163,7 +163,10 @@ def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_head_says_what_plain_torch_says(tmp_path):
-    """Of EAGLE-3, over the features that steps on the device keep; the answers are those without it."""
+    """A head of EAGLE-3 reads the features that steps on the device keep.
+
+    The answers are the same as without it.
+    """
     target, tensors = save_target(tmp_path), random_tensors()
     config = {"method": "eagle3", "model": save_head(tmp_path / "head", tensors), "num_speculative_tokens": 2}
     options = {**OPTIONS, "load_format": "auto", "dtype": "float32"}
@@ -171,7 +174,7 @@ def test_a_head_says_what_plain_torch_says(tmp_path):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     right = LLM(str(tmp_path), device="cpu", **options).generate(prompts, params, use_tqdm=False)
     engine = LLM(str(tmp_path), **options, speculative_config=config)
-    engine.loop.scheduler.drafting.proposer.waits = True  # what is heard is compared by the tokens before it
+    engine.loop.scheduler.drafting.proposer.waits = True  # the comparison is by the tokens before a feature
     found = heard(engine)
     assert tokens_of(engine.generate(prompts, params, use_tqdm=False)) == tokens_of(right)
     assert len(found) > 6
@@ -198,7 +201,10 @@ MIXED = (
 
 @pytest.mark.usefixtures("interpreted")
 def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
-    """Their masks are asked for while the model runs, behind the tokens of the step before; texts are the CPU's."""
+    """Masks are asked for while the model runs, after the tokens of the step before.
+
+    Texts are the CPU's.
+    """
     backend = byte_level()
     size = backend.get_vocab_size()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": size, "eos_token_id": 1}))
@@ -225,8 +231,9 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("leaves", [False, True])
 def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path):
-    """Two places for three adapters: one is put into its place while others decode. Answers are those of the CPU. Also
-    with the sums of ranks, and experts that are adapted.
+    """Two adapter slots serve three adapters: one is put into its slot while others decode.
+
+    Answers are the CPU's. A variant has the sums of ranks and adapted experts.
     """
     config = CONFIG | EXPERTS if leaves else CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -258,7 +265,7 @@ def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path
 
 @pytest.mark.usefixtures("interpreted")
 def test_prompts_of_embeddings_are_those_of_their_tokens(model):
-    """And the check at boot of told tokens' log-probabilities passes."""
+    """The check of log-probabilities at boot passes, too."""
     engine = LLM(model, **OPTIONS, enable_prompt_embeds=True)
     table, chance = engine.loop.executor.decoder.weights.embedding, random.Random(1)
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 18, 5)]

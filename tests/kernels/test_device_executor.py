@@ -84,8 +84,9 @@ def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
 
 
 def told(made, monkeypatch, params) -> list[int]:
-    """Two rows decode: the sampler must know of every step what it would know of that step alone. The words that were
-    packed, step by step.
+    """Return the words packed for the sampler, step by step, while two rows decode.
+
+    Assert that the sampler knows of every step as much as it would know of that step alone.
     """
     plan, model = made
     scheduler, packed = Scheduler(LIMITS, padded=plan.padded), []
@@ -113,8 +114,9 @@ def told(made, monkeypatch, params) -> list[int]:
     ids=["greedy", "random", "edited"],
 )
 def test_the_sampler_is_told_what_changed(made, monkeypatch, params, count):
-    """Each host copy is filled once for the step of the prompts, or the steps that follow it, and while logits are
-    edited.
+    """Each host copy is filled once for the step of the prompts or the steps that follow it.
+
+    While logits are edited, it is filled for each step.
     """
     assert len(told(made, monkeypatch, params)) == count
 

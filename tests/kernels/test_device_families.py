@@ -1,5 +1,6 @@
-"""Families that differ from Llama in more than sizes: the engine on the CUDA backend, with kernels in the interpreter,
-says what the engine on a CPU says.
+"""Families that differ from Llama in more than sizes, on the CUDA backend, with kernels in the interpreter.
+
+Answers are compared with the engine on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The digest of a row: the kernel gives what the definition gives, whatever the row's length and place."""
+"""The digest of a row: the kernel gives the digest of the definition, for any length and place of the row."""
 
 import numpy as np
 import pytest

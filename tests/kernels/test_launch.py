@@ -1,4 +1,4 @@
-"""What every kernel shares works in the interpreter."""
+"""Helpers that every kernel shares work in the interpreter."""
 
 import torch
 import triton

@@ -1,6 +1,6 @@
-"""Leaves of row-parallel layers: what 1, 2, 4 and 8 ranks add has the same bits as long as the leaves are the same.
+"""K splits of row-parallel layers: 1, 2, 4 and 8 ranks give the same bits as long as the K splits are the same.
 
-Ranks are slices of one matrix; what they would send each other is stacked.
+Ranks are slices of one matrix; their messages to each other are stacked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def made(weight: Tensor, splits: int, bias: Tensor | None = None) -> Layer:
-    """A layer whose inputs are cut into so many splits."""
+    """Return a layer with its inputs cut into ``splits``."""
     order, context = layers.splits(splits), LayerContext(RankSums())
     layer = layers.linear(InterpretedCuda(), weight, bias, order=order, context=context)
     assert isinstance(layer, Layer)
@@ -31,7 +31,7 @@ def made(weight: Tensor, splits: int, bias: Tensor | None = None) -> Layer:
 
 
 def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 4) -> Tensor:
-    """The layer's outputs, of ``world`` ranks."""
+    """Return the layer's outputs on ``world`` ranks."""
     if world == 1:
         return made(weight, leaves, bias)(x)
     parts = []
@@ -55,7 +55,7 @@ def test_the_number_of_ranks_changes_no_bit(dtype, rows, outputs, inputs, biased
 
 
 def test_leaves_are_added_in_a_tree():
-    """Numbers that tell the tree from a sum in order, within one rank and among four and eight."""
+    """The numbers tell the tree from a sum in order, within one rank and among four and eight."""
     x = torch.tensor([[1e8, 1.0, -1e8, 1.0]]).repeat_interleave(16, 1)
     x[:, torch.arange(64) % 16 != 0] = 0
     weight = torch.ones(16, 64)

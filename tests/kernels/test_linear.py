@@ -46,7 +46,7 @@ def test_every_tile_gives_the_bits_of_a_sum_in_order(tile, dtype):
 
 
 def test_another_order_has_other_bits():
-    """What the test above would see: the same numbers, added from the last to the first."""
+    """Negative control of the test above: the same numbers are added from the last to the first."""
     x, weight = signed_pairs(noise(5, 64, seed=1), 1.0), signed_pairs(noise(40, 64), -1.0)
     backwards = apply(PLAIN, x.flip(1).contiguous(), weight.flip(1).contiguous(), None, False)
     assert not torch.equal(apply(PLAIN, x, weight, None, False), backwards)

@@ -1,4 +1,4 @@
-"""Adapters on CUDA: what the kernels add, whose rows they leave alone, and that a row's bits are its own."""
+"""Adapters on CUDA: kernels add the right terms, leave other rows alone, and keep a row's bits its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """The inputs have three parts of two steps each, of which the last one is uneven."""
+    """Give the inputs three parts of two steps each; the last part is uneven."""
     monkeypatch.setattr(lora_shrink, "PART", 128)
     monkeypatch.setattr(lora_shrink, "CHUNK", 64)
     monkeypatch.setattr(matmul, "PART", 128)
@@ -55,7 +55,7 @@ def layer(
 
 
 def made_of(weight: Any, parts: tuple[int, ...], rank: int, dtype: torch.dtype, **more: Any):
-    """A layer with room for adapters, and its rows."""
+    """Return a layer with room for adapters, and its rows."""
     backend = InterpretedCuda()
     rows = backend.adapters.rows(64, PLACES)
     term = LowRank(parts, PLACES, rank, layers.name_of(dtype))
@@ -68,13 +68,13 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
 
 
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
-    """Put an adapter into ``place``: what it has for each part, or None."""
+    """Put an adapter into adapter slot ``place``: its matrices for each part, or None."""
     parts = {part: LowRankPair(*each) for part, each in enumerate(given) if each is not None}
     made.slots.write(place, made.slots.pack(parts))
 
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
-    """``y`` and what the adapters of its rows add to it."""
+    """Return ``y`` plus the terms of its rows' adapters."""
     given, to = factors.room(x, blocks)
     factors.shrink(given, to, blocks, beside=False)
     return expand(y, to, factors.bounds, **more)
@@ -121,7 +121,7 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
-    """The layer reads codes, adapters read what these were made of."""
+    """The layer reads codes, adapters read the numbers before quantization."""
     scheme = Scheme(code="fp8", scales="channel", activations="token")
     weight = quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16)
     made, rows = layer(weight=weight, activation=activation)
@@ -153,7 +153,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
 
 
 def cancelling() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Rows and adapters whose sums are zero, but for the order in which they are added."""
+    """Return rows and adapters with sums of zero, but for the order of the additions."""
     x = signed_pairs(noise(37, INPUTS, seed=1) * noise(37, INPUTS, seed=2).exp(), 1.0).bfloat16()
     given = [
         (signed_pairs(noise(20, INPUTS, seed=9 + place), -1.0).bfloat16(), noise(OUTPUTS[0], 20, seed=place).bfloat16(),
@@ -180,7 +180,7 @@ WHOSE = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
 
 @cache
 def all_together() -> torch.Tensor:
-    """All rows with their adapters, which shrink beside the layer."""
+    """Return all rows with their adapters; they shrink beside the layer."""
     x, given = cancelling()
     made, rows = layer()
     for place, each in enumerate(given):
@@ -193,7 +193,7 @@ def all_together() -> torch.Tensor:
 @pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks", "with a head's programs"])
 @pytest.mark.parametrize("company", COMPANIES)
 def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
-    """Whoever adds up what it shrank to, and however many outputs a program has."""
+    """Neither the program that adds up a shrunk row nor the outputs of a program matter."""
     x, given = cancelling()
     expected = all_together()
     if how == "behind it":
@@ -213,7 +213,10 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, mon
 
 @pytest.mark.parametrize("how", ["beside the layer", "behind it"])
 def test_sums_in_another_order_have_other_bits(how, monkeypatch):
-    """What the test above would see, as atomic additions do it: the parts of the inputs from the last to the first."""
+    """Negative control of the test above: parts of the inputs are added from the last to the first.
+
+    Atomic additions can do so.
+    """
     x, given = cancelling()
     if how == "behind it":
         behind(monkeypatch)
@@ -233,8 +236,9 @@ def test_sums_in_another_order_have_other_bits(how, monkeypatch):
 @DTYPES
 @pytest.mark.parametrize("count", [1, 16, 37])
 def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
-    """In one launch as in two, for ranks of one tile and of three, a part without matrices, rows without an adapter and
-    rows that pad; in long blocks as in short ones.
+    """One launch gives the same bits as two, in long blocks as in short ones.
+
+    There are ranks of one tile and of three, a part without matrices, rows without an adapter, and padding.
     """
     monkeypatch.setattr(lora_blocks, "MANY_ROWS", 24)
     weight = (noise(128, INPUTS) / 30).to(dtype)
@@ -254,7 +258,10 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
 
 @DTYPES
 def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
-    """Of the place's dtype and layout already, so that nothing else runs, and nothing is waited for."""
+    """Packed matrices have the dtype and layout of the slot.
+
+    So nothing else runs, and nothing is waited for.
+    """
     made, _ = layer(dtype)
     factor, (a, b, scale) = made.slots, factors(23, 1, dtype=torch.float32)
     packed = made.slots.pack({1: LowRankPair(a, b, scale)})
@@ -282,7 +289,10 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
 
 @DTYPES
 def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
-    """Ids of the step's own, one that the device drew last, and rows that are no tokens, such as an image's."""
+    """Tokens are ids of the step's own, one drawn last by the device, and rows that are no tokens.
+
+    An image has such rows.
+    """
     backend, vocab, hidden = InterpretedCuda(), 50, 40
     rows = backend.adapters.rows(64, PLACES)
     table = noise(vocab, hidden, seed=3).to(dtype)

@@ -1,4 +1,4 @@
-"""Adapters of experts whose inner numbers ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits.
+"""Adapters of experts on CUDA, with inner numbers shared by ranks: 1, 2 and 4 ranks give the same bits.
 
 Ranks are slices of the experts, called one after the other, see :mod:`tests.kernels.test_lora_ranks`.
 """
@@ -37,14 +37,14 @@ WHOSE = [[0, -1, 1][token % 3] for token in range(TOKENS)]
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """A leaf of few numbers has several parts, and few outputs several programs."""
+    """Give a K split of few numbers several parts, and few outputs several programs."""
     monkeypatch.setattr(lora_routed, "PART", 16)
     monkeypatch.setattr(lora_routed, "WIDTH", 32)
     monkeypatch.setattr(matmul, "PART", 16)
 
 
 class Configs(KernelConfigs):
-    """The kernels whose experts have rows in blocks of ``block``."""
+    """Kernels of experts with rows in blocks of ``block``."""
 
     def __init__(self, block: int) -> None:
         super().__init__()
@@ -62,7 +62,10 @@ def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @cache
 def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRankPair]:
-    """By part. Of expert 1 the first one leaves up and down alone, of expert 2 gate."""
+    """Return the matrices of an adapter by part.
+
+    Adapter 0 leaves up and down of expert 1 alone, and gate of expert 2.
+    """
     found = {}
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 5, 6):
@@ -81,8 +84,9 @@ def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None = None,
         whose: list[int] | None = None, order: tuple[int, int] = (0, 1), places: int = 2) -> list[Tensor]:  # fmt: skip
-    """What each of ``world`` ranks gives for the tokens ``rows``, whose adapters are those of ``WHOSE`` by default, in
-    the places of ``order``.
+    """Return the outputs of each of ``world`` ranks for the tokens ``rows``.
+
+    Their adapters are given by ``whose``, by default ``WHOSE``, and lie in the adapter slots of ``order``.
     """
     rows = list(range(TOKENS)) if rows is None else rows
     given = [WHOSE[row] for row in rows] if whose is None else whose
@@ -114,7 +118,7 @@ def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None 
 
 
 def right(dtype: torch.dtype) -> Tensor:
-    """By :func:`preheat.ops.matmul.delta`, token by token, as :mod:`preheat.ops.matmul` says."""
+    """Return the reference: :func:`preheat.ops.matmul.delta`, token by token, in the order of the contract."""
     (x, logits), (gate_up, down) = tokens(dtype), weights(dtype)
     chosen, shares = route(logits, ROUTING)
     given = torch.zeros(4, TOKENS, 2, HIDDEN)
@@ -155,7 +159,7 @@ def test_a_row_has_the_same_bits_alone_in_any_place_room_and_block():
 
 
 def test_parts_that_are_cut_from_a_ranks_first_input_on_have_other_bits(monkeypatch):
-    """What the test of bits would see."""
+    """Negative control of the test of bits."""
     shrunk = moe.shrink_slots
 
     def wrong(kept: lora_routed.Kept, *more: Any) -> Tensor:

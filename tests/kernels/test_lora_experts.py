@@ -1,5 +1,6 @@
-"""Adapters of experts on CUDA, plain and quantized: what is added, whose rows are left alone, and that a row's bits are
-its own.
+"""Adapters of experts on CUDA, plain and quantized.
+
+Kernels add the right terms, leave other rows alone, and keep a row's bits its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.cpu.test_quantized_layers import FP8, W8A8, random_weight
 from tests.kernels.backend import InterpretedCuda
 
 Kind = torch.dtype | Scheme
-"""Of experts: their numbers' dtype, or how they are quantized, in a model of bfloat16."""
+"""Kind of experts: the dtype of their numbers, or the scheme of quantized experts, in a model of bfloat16."""
 
 EXPERTS, PLACES, TOKENS = 5, 3, 13
 ROUTING = Routing(2, True, False)
@@ -41,7 +42,7 @@ WHOSE = [[0, -1, 1, 2, 0, 1][token % 6] for token in range(TOKENS)]
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """Few inputs have several parts of several steps, of which the last ones are uneven."""
+    """Give few inputs several parts of several steps; the last ones are uneven."""
     monkeypatch.setattr(lora_routed, "PART", 128)
     monkeypatch.setattr(lora_routed, "CHUNK", 64)
     monkeypatch.setattr(matmul, "PART", 128)
@@ -72,13 +73,13 @@ def dtype_of(kind: Kind) -> torch.dtype:
 
 @functools.cache
 def weights(kind: Kind):
-    """gate_up and down."""
+    """Return gate_up and down."""
     hidden, inner = size(kind)
     shapes = (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
     if isinstance(kind, Scheme):
         found = [random_weight(kind, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
         for weight in found:
-            weight.scales.mul_(20 if kind.code == "int4" else 1)  # to numbers as large as others
+            weight.scales.mul_(20 if kind.code == "int4" else 1)  # to numbers as large as in other kinds
         return found
     return [(noise(EXPERTS, m * k, seed=m).view(-1, m, k) / k**0.5).to(kind) for _, m, k in shapes]
 
@@ -89,7 +90,10 @@ def tokens(kind: Kind):
 
 
 def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
-    """By part. Of expert 1 the first leaves up alone, of expert 2 all."""
+    """Return the matrices of an adapter by part.
+
+    Adapter 0 leaves up of expert 1 alone, and all of expert 2.
+    """
     found, (hidden, inner), dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 6, 7, 8):
@@ -104,7 +108,7 @@ def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
 
 
 def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), backend=None):
-    """Experts with the adapters in places, in this order."""
+    """Return experts with adapters in the adapter slots of ``order``, and their rows."""
     backend = backend or InterpretedCuda()
     rows = backend.adapters.rows(64, places)
     given = ExpertsWeights(*weights(kind))
@@ -126,12 +130,12 @@ def run(given, how: ExpertsConfig, x, logits, whose: list[int]) -> torch.Tensor:
 
 @functools.cache
 def mixed(kind: Kind, block: int) -> torch.Tensor:
-    """All tokens with their adapters."""
+    """Return the outputs of all tokens with their adapters."""
     return run(made(kind), config(kind, block), *tokens(kind), WHOSE)
 
 
 def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    """A layer's outputs, rounded."""
+    """Return a layer's outputs, rounded."""
     if isinstance(weight, torch.Tensor):
         return (x.float() @ weight.float().T).to(x.dtype)
     if weight.scheme.activations is None:
@@ -142,7 +146,7 @@ def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tens
 
 @functools.cache
 def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
-    """By :func:`preheat.ops.matmul.delta`, layer by layer, each sum rounded once."""
+    """Return the reference: :func:`preheat.ops.matmul.delta`, layer by layer, each sum rounded once."""
     (x, logits), (gate_up, down) = tokens(kind), weights(kind)
     adapters = [adapter(place, kind) for place in range(PLACES)]
     chosen, shares = route(logits, ROUTING)
@@ -169,7 +173,7 @@ def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
 
 
 def errors(found: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Of each row, as a share of its greatest number."""
+    """Return the error of each row, as a share of its greatest number."""
     right = reference(kind).double()
     return (found.double() - right).abs().amax(1) / right.abs().amax(1)
 
@@ -215,7 +219,7 @@ ALONG = [
     for one, company in enumerate(["alone", "backwards", "in two"])
     for other, block in enumerate(BLOCKS)
 ]
-"""Every company in every block; each of both with both dtypes, which take turns."""
+"""Every company in every block; each company and each block has both dtypes, in turns."""
 
 
 @pytest.mark.parametrize(("company", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
@@ -230,7 +234,7 @@ def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, bl
 
 
 def as_a_norm_gives(x: torch.Tensor, kind: Kind) -> torch.Tensor | QuantizedRows:
-    """With codes beside them, if experts read those."""
+    """Return ``x``, with codes beside it if experts read codes."""
     if not isinstance(kind, Scheme) or kind.activations is None:
         return x
     return QuantizedRows(*quantization.quantize_rows(x, kind.activations), x)
@@ -249,7 +253,10 @@ def test_a_model_gives_them_plain_rows_beside_codes():
 
 
 def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
-    """What the tests above would see: rows take the adapter of the first row of their block that has one."""
+    """Negative control of the tests above.
+
+    Rows take the adapter of the first adapted row of their block.
+    """
     expected, right = mixed(torch.float32, 16), moe.add_experts
 
     def wrong(y, x, factors, blocks, arrangement, *, gathered):
@@ -262,7 +269,7 @@ def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
 
 
 def test_adapters_that_read_what_was_quantized_are_seen(monkeypatch):
-    """By the comparison with the reference."""
+    """The comparison with the reference shows it."""
     (x, logits), few, found = tokens(FP8), slice(0, 2), mixed(FP8, 16).clone()
     monkeypatch.setattr(moe, "plain_rows", lambda rows: (rows.codes.float() * rows.scales).bfloat16())
     found[few] = run(made(FP8), config(FP8, 1), as_a_norm_gives(x[few], FP8), logits[few], WHOSE[few])
@@ -270,7 +277,10 @@ def test_adapters_that_read_what_was_quantized_are_seen(monkeypatch):
 
 
 def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
-    """Rows without an adapter have other bits beside adapted ones, then. Where there are none, nothing is amiss."""
+    """Rows without an adapter then have other bits beside adapted rows.
+
+    If no row is adapted, nothing is amiss.
+    """
     few, how = slice(0, 3), config(FP8, 1)
     x, logits = (each[few] for each in tokens(FP8))
 

@@ -1,4 +1,4 @@
-"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits."""
+"""Adapters of layers that ranks share on CUDA: 1, 2 and 4 ranks give the same bits."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """A leaf of 256 inputs has two parts of two steps, one of 150 an uneven second one."""
+    """Give a K split of 256 inputs two parts of two steps, and a K split of 150 an uneven second part."""
     monkeypatch.setattr(lora_shrink, "PART", 128)
     monkeypatch.setattr(lora_shrink, "CHUNK", 64)
     monkeypatch.setattr(matmul, "PART", 128)
 
 
 def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRankPair]]:
-    """Rows and two adapters, whose products with the rows nearly cancel: each order of addition has bits of its own."""
+    """Return rows and two adapters.
+
+    Their products nearly cancel: each order of addition has bits of its own.
+    """
     x = signed_pairs(noise(ROWS, inputs, seed=8) * noise(ROWS, inputs, seed=9).exp(), 1.0).to(dtype)
     found = []
     for seed, rank in ((10, 5), (20, 21)):
@@ -56,7 +59,10 @@ def by_columns(
     world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
     scheme: Scheme | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``; quantized, if there is a ``scheme``."""
+    """Return the outputs of a layer on each of ``world`` ranks; they share its inputs.
+
+    It has ``leaves`` K splits, and is quantized if there is a ``scheme``.
+    """
     x, given = make(inputs, dtype)
     weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
     codes = scheme and random_weight(scheme, OUTPUTS, inputs, dtype=dtype)
@@ -116,7 +122,7 @@ def test_what_is_added_is_the_references(dtype):
 
 
 def test_leaves_that_follow_the_number_of_ranks_have_other_bits():
-    """What the test of bits would see: a rank adds its inputs in one sum."""
+    """Negative control of the test of bits: a rank adds its inputs in one sum."""
     found = [by_columns(world, 4 * 150, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
@@ -136,8 +142,9 @@ def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
 
 
 def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> list[Tensor]:
-    """Each half of the outputs of a layer whose rows ``world`` ranks share, and what two adapters have for them. The
-    first matrices may be ``divided``, too: five tiles of ranks.
+    """Return each half of the outputs of a layer with two adapters; ``world`` ranks share its rows.
+
+    The first matrices may be ``divided``, too: five tiles of ranks.
     """
     inputs, sizes = 300, (96, 96)
     x, weight = noise(ROWS, inputs, seed=5).to(dtype), (noise(sum(sizes), inputs) / 30).to(dtype)

@@ -23,7 +23,7 @@ ROUTINGS = [Routing(2, True, False), Routing(3, False, True), Routing(1, True, T
 
 
 def operands(tokens: int, experts: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, logits, gate_up, down."""
+    """Return x, logits, gate_up and down."""
     x, logits = noise(tokens, HIDDEN, seed=1), noise(tokens, experts, seed=2)
     gate_up, down = noise(experts * 2 * INNER, HIDDEN, seed=3), noise(experts * HIDDEN, INNER, seed=4)
     made = x, logits, gate_up.view(experts, -1, HIDDEN), down.view(experts, HIDDEN, INNER)
@@ -38,7 +38,10 @@ def forward(config: ExpertsConfig, operands: tuple[Tensor, ...], routing: Routin
 
 
 def expected(operands: tuple[Tensor, ...], routing: Routing) -> Tensor:
-    """Dense kernels for each expert, and plain torch around them; the device's own weights, whose exp differs."""
+    """Return the result of dense kernels for each expert, and plain torch around them.
+
+    The weights of a token's experts are the device's own: its exp differs.
+    """
     x, logits, gate_up, down = operands
     chosen, close = route(logits, routing)
     weights = arranged(logits, routing, 1).weights
@@ -115,7 +118,7 @@ def test_an_arrangement_puts_every_slot_into_a_block_of_its_expert(tokens, exper
 
 
 def test_the_bound_of_blocks_is_reached():
-    """One row in each expert but one, which has the rest."""
+    """Each expert but one has one row; the last has the rest."""
     assert most_blocks(3, 8, 16) == 3
     assert most_blocks(8 + 16, 8, 16) == 9
     counts = [17, *[1] * 7]
@@ -131,7 +134,10 @@ def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
 
 
 def test_counters_whose_memory_was_lost_are_as_new():
-    """Which is so after a sleep that keeps nothing; without it other rows are taken."""
+    """A sleep may lose the memory of counters.
+
+    Without the reset other rows are taken.
+    """
     x, logits, *weights = operands(40, 4)
     experts = layers.experts(InterpretedCuda(), *weights, Routing(2, True, False))
     right = experts(x, logits)

@@ -29,7 +29,7 @@ from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order
 
-# rows that fill up an expert's block are whatever memory held, and are divided too
+# rows that fill up an expert's block are leftovers in memory, and are divided too
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TILES = [Tile(64, 16, 128, 4, 3), Tile(16, 32, 128, 4, 3)]
@@ -43,7 +43,7 @@ def named(scheme):
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_of_rows(kind, dtype):
-    """Of several pieces a row, and of a last group that is not whole."""
+    """A row has several pieces; its last group is not whole."""
     x = (noise(4, 2500) * noise(4, 2500, seed=1).exp()).to(dtype)
     x[1] = 0
     static = torch.tensor(0.3) if kind == "static" else None
@@ -57,7 +57,7 @@ def test_codes_and_scales_of_rows(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("norm", "size"), [("rms", 300), ("rms_plus_one", 128), ("layer", 96)])
 def test_a_norm_gives_the_codes_of_its_result(norm, size, kind, dtype):
-    """With the residual or without, and beside the result itself where somebody reads that."""
+    """A norm gives codes with the residual or without, alone or beside the result itself."""
     x, residual = noise(3, size).to(dtype), noise(3, size, seed=1).to(dtype)
     static = torch.tensor(0.02) if kind == "static" else None
     bias = noise(size, seed=3).to(dtype) if norm == "layer" else None
@@ -76,8 +76,9 @@ def test_a_norm_gives_the_codes_of_its_result(norm, size, kind, dtype):
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4]], ids=named)
 def test_a_model_quantizes_in_its_norms(scheme):
-    """A dense block gets codes and nothing else; experts get them beside the rows that the router reads. What the layer
-    gives is the same as if it had quantized the rows itself.
+    """A dense block gets codes and nothing else; experts get codes beside the router's rows.
+
+    The layer's result is the same as if it had quantized the rows itself.
     """
     cuda, x, residual = InterpretedCuda(), noise(3, 160), noise(3, 160, seed=1)
     norm = cuda.norm(noise(160, seed=2), 1e-5)
@@ -204,7 +205,7 @@ def test_experts_in_float8_are_layers_of_their_own(scheme, block):
         one, other = (DeviceWeight.of(weight.part(number)) for weight in (gate_up, down))
         return apply(tile, apply(tile, rows.contiguous(), one, None, True), other, None, False)
 
-    weights = arrange(logits, routing, 1, counts).weights  # the device's own, whose exp differs
+    weights = arrange(logits, routing, 1, counts).weights  # the device's own: its exp differs
     assert torch.equal(found, routed(x, route(logits, routing)[0], weights, 2, expert))
     alone = experts_forward(ExpertsConfig(1, tile, tile), x[-2:], logits[-2:], *device, routing, counts)
     assert torch.equal(alone, found[-2:])
@@ -213,7 +214,7 @@ def test_experts_in_float8_are_layers_of_their_own(scheme, block):
 @pytest.mark.parametrize("depth", [128, 256])
 @pytest.mark.parametrize("scheme", [SCHEMES[0], W8A8[0], W8A8[4]], ids=named)
 def test_deeper_tiles_change_no_bits(scheme, depth):
-    """Nor do they where they do not divide the inputs."""
+    """Depths need not divide the inputs."""
     for inputs in (512, 384):
         weight, x = (
             DeviceWeight.of(random_weight(scheme, 40, inputs, dtype=torch.bfloat16)),
@@ -245,7 +246,7 @@ def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)
 def test_what_the_proof_at_boot_computes_is_zero(scheme):
-    """All that is left of sums that cancel is the order in which they were added."""
+    """Sums that cancel leave nothing but the order of the additions."""
     shape = LinearShape(16, 256, dtype=torch.float32, scheme=scheme)
     x, weight = torch.empty(3, 256), random_codes(shape, torch.device("cpu"), 1)
     fill(x, weight, 1)

@@ -1,4 +1,4 @@
-"""Quantized layers that ranks share on CUDA: 1, 2 and 4 of them give the same bits, those of the contract."""
+"""Quantized layers that ranks share on CUDA: 1, 2 and 4 ranks give the bits of the contract."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import Heard, on_ranks
 from tests.kernels.test_quantized import named, products
 
-# rows that fill up an expert's block are whatever memory held, and are divided too
+# rows that fill up an expert's block are leftovers in memory, and are divided too
 
 CODES = [*WHOLE[:3], replace(WHOLE[0], group=128, zeros=True), Scheme(code="int4", scales="channel")]
 SIZES = {"token": 144, "static": 144, "block": 128, 32: 96, 128: 128, 0: 72}
-"""Inputs of a leaf by where scales end; steps of 128 fit where they have to."""
+"""Inputs of a K split by the extent of a scale; steps of 128 fit where they have to."""
 OUTPUTS = 40
 
 
@@ -50,7 +50,7 @@ def numbers(scheme: Scheme, rows: int, dtype: torch.dtype) -> tuple[Tensor, Quan
 def by_columns(
     world: int, x: Tensor, weight: QuantizedWeight, bias: Tensor, leaves: int = 4, kind: type[Heard] = Heard
 ) -> list[Tensor]:
-    """The layer's outputs on each of ``world`` ranks."""
+    """Return the layer's outputs on each of ``world`` ranks."""
 
     def layer(ranks: RankSums) -> Tensor:
         part = x.shape[1] // ranks.world
@@ -64,7 +64,10 @@ def by_columns(
 
 
 def test_layers_in_float8_have_the_bits_of_the_contract():
-    """Static scales and those of a row, of 128 numbers or of all, the weight's of an output or of a block."""
+    """Scales of rows are static, or for 128 numbers of a row, or for a whole row.
+
+    Scales of the weight are for an output or a block.
+    """
     for at, scheme in enumerate(W8A8):
         x, weight, bias = numbers(scheme, 5, (torch.bfloat16, torch.float32)[at % 2])
         codes, scales = quantization.quantize_rows(x, scheme.activations, weight.static)
@@ -84,7 +87,7 @@ def test_layers_in_float8_have_the_bits_of_the_contract():
 
 @pytest.mark.parametrize("scheme", CODES, ids=named)
 def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
-    """Leaves need not be whole steps."""
+    """K splits need not be whole steps."""
     x, weight, bias = numbers(scheme, 5, torch.bfloat16)
     plain = quantization.dequantize(weight)
     order, context = layers.splits(4), LayerContext(RankSums())
@@ -108,7 +111,7 @@ def test_leaves_that_follow_the_number_of_ranks_have_other_bits(scheme):
 
 
 class OwnMaxima(Heard):
-    """A rank's scales are those of the inputs that it has."""
+    """A rank that takes the scales of its own inputs alone."""
 
     def gather(self, x: Tensor) -> Tensor:
         found = super().gather(x)
@@ -124,7 +127,7 @@ def test_scales_of_a_ranks_own_inputs_have_other_bits():
 
 @pytest.mark.parametrize("scheme", [W8A8[0], CODES[3]], ids=named)
 def test_outputs_have_the_same_bits_beside_any_others(scheme):
-    """Layers whose rows ranks share."""
+    """Ranks share the rows of the layer's weight."""
     x, weight, bias = numbers(scheme, 3, torch.bfloat16)
     cuda, inputs = InterpretedCuda(), x.shape[1]
     whole = layers.linear(cuda, weight, bias, order=SumOrder(tiles=(OUTPUTS,)))(x)
@@ -137,7 +140,7 @@ def test_outputs_have_the_same_bits_beside_any_others(scheme):
 def experts(
     world: int, scheme: Scheme, tokens: int, leaves: int = 4, kind: type[Heard] = Heard, backend: Any = None
 ) -> list[Tensor]:
-    """Of eight experts, what ``world`` ranks give that share each one's inner numbers."""
+    """Return the results of eight experts on each of ``world`` ranks; ranks share the inner numbers."""
     inner, hidden, count = 512 if scheme.scales == "block" else 128, 48, 8
     gate_up, down = random_weight(scheme, count, 2 * inner, hidden), random_weight(scheme, count, hidden, inner, seed=1)
     x, logits = noise(tokens, hidden), noise(tokens, count, seed=1)
@@ -155,13 +158,13 @@ def experts(
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], CODES[0]], ids=named)
 def test_experts_on_ranks(scheme):
-    """A token alone, each of whose slots is a block of its own, and several, whose rows are arranged."""
+    """A lone token has a block for each slot; rows of several tokens are arranged."""
     for tokens, world in ((1, 4), (4, 2)):
         one = experts(1, scheme, tokens)[0]
         assert all(torch.equal(found, one) for found in experts(world, scheme, tokens))
         right = experts(1, scheme, tokens, backend=CpuBackend())[0]
         error = (one - right).abs().max() / right.abs().max()
-        assert error <= (2e-2 if scheme.activations else 1e-5)  # what is rounded to float8 may differ by a code
+        assert error <= (2e-2 if scheme.activations else 1e-5)  # numbers rounded to float8 may differ by a code
     assert not torch.equal(experts(2, scheme, 4, leaves=2)[0], one)
     if scheme.activations == "token":
         assert not torch.equal(experts(2, scheme, 4, kind=OwnMaxima)[0], one)

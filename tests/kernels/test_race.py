@@ -65,20 +65,20 @@ def test_no_score_exceeds_its_bound(seed: int, peak: float, temperature: float, 
 
 @triton.jit
 def few_words(settings, row, group):
-    """Noise of few values, so that scores are equal in plenty."""
+    """Return noise of few values, so that scores are equal in plenty."""
     w0, w1, w2, w3 = random_words(settings, row, group)
     return w0 & 0xE0000000, w1 & 0xE0000000, w2 & 0xE0000000, w3 & 0xE0000000
 
 
 @triton.jit
 def loose(bits, behind, temperature, furthest):
-    """Bounds that hold and say nothing."""
+    """Return bounds that hold and say nothing."""
     return tl.min(tl.zeros_like(behind), axis=1)
 
 
 @triton.jit
 def wrong(lag):
-    """Bounds that do not hold."""
+    """Return bounds that do not hold."""
     return tl.zeros_like(lag) - 1000.0
 
 
@@ -91,7 +91,10 @@ def noise(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def rows_of(seed: int, vocab: int, temperature: float, min_p: float, count: int = 3) -> list[Row]:
-    """Rows of logits with few values, some of them impossible; they draw from all tokens or from what min_p leaves."""
+    """Return rows of logits with few values, some of them impossible.
+
+    They draw from all tokens, or from the tokens that min_p keeps.
+    """
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=temperature, min_p=min_p)
     logits = rng.integers(-6, 7, (count, vocab)) / np.float32(4)
@@ -110,7 +113,7 @@ def rows_of(seed: int, vocab: int, temperature: float, min_p: float, count: int 
 )
 @settings(max_examples=8, deadline=None, phases=WITHOUT_SHRINKING)
 def test_scores_what_it_must(seed: int, vocab: int, temperature: float, min_p: float, cut: Cut) -> None:
-    """The tokens of a race in which every token is scored."""
+    """The tokens are the same as in a race that scores every token."""
     rows = rows_of(seed, vocab, temperature, min_p)
     assert sample_on(rows, cut=cut) == race_plainly(rows)
 
@@ -119,9 +122,12 @@ def test_scores_what_it_must(seed: int, vocab: int, temperature: float, min_p: f
 def test_bounds_matter_where_they_do_not_hold(
     monkeypatch: pytest.MonkeyPatch, name: str, other: object, same: bool
 ) -> None:
-    """A bound may be as loose as it likes: then more is scored. Negative control: one that does not hold is seen."""
+    """A loose bound only lets more be scored.
+
+    Negative control: a bound that does not hold is seen.
+    """
     rows = rows_of(5, 140, 1.0, 0.0, count=10)
     if not same:
-        monkeypatch.setattr(sample_race, "lags", loose)  # so that the first group is the one that is scored
+        monkeypatch.setattr(sample_race, "lags", loose)  # so that only the first group is scored
     monkeypatch.setattr(sample_race, name, other)
     assert (sample_on(rows, cut=Cut(32, 4)) == race_plainly(rows)) is same

@@ -172,7 +172,7 @@ def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_levels_agree() -> None:
-    """Greedy rows at the level that they need and one that they may run at."""
+    """Greedy rows run at their own level and at a higher one."""
     rows = rows_of_all_kinds(2)[:1] * 2
     rows[1] = replace(rows[1], logits=rows[1].logits[::-1].copy())
     assert sample_on(rows, level=Level.GREEDY, cut=SMALL) == sample_on(rows, level=Level.FILTERED, cut=SMALL)
@@ -202,7 +202,10 @@ def test_a_step_with_too_many_edits_is_refused() -> None:
 
 
 def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps count what they draw; another owner, or a length that is not the expected one, is counted anew."""
+    """Steps count the tokens that they draw.
+
+    Counting begins anew for another owner, and for an unexpected length.
+    """
     row = Row(np.array([1, 9, 2], np.float32), SamplingParams(temperature=0, presence_penalty=0.5), [0, 2, 2], [2])
     sampler, batch = prepared([row], cut=SMALL)
     history = sampler.counts.history
@@ -231,8 +234,9 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [None, "drafts", "final"])
 def test_penalties_count_drafts_and_what_is_kept_of_them(plant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with drafts, right or wrong, and without draw what the host draws token by token; and they do not, if the
-    drafts before a row are not counted, or what is drawn for such rows is.
+    """Steps with drafts, right or wrong, and without draw the host's tokens.
+
+    They do not if the drafts before a row are not counted, or if tokens drawn for draft rows are.
     """
     params = SamplingParams(temperature=0.9, presence_penalty=1.0, frequency_penalty=1.9, repetition_penalty=1.4)
     row = Row(np.random.default_rng(0).standard_normal(11).astype(np.float32), params, [1, 2, 2], [], seed=11)
@@ -321,7 +325,10 @@ def test_the_settings_words_are_all_read() -> None:
 
 
 def masked_rows() -> tuple[list[Row], np.ndarray]:
-    """Of every kind twice, once with a grammar; masks that allow few tokens, one alone among them, or nearly all."""
+    """Return rows of every kind twice, once with a grammar, and masks.
+
+    A mask allows few tokens, a single one, or nearly all.
+    """
     rows, chance = rows_of_all_kinds()[::2], np.random.default_rng(5)
     grammar = StructuredOutputsParams(regex="a")
     held = [replace(row, params=changed(row.params, structured_outputs=grammar)) for row in rows]
@@ -333,7 +340,10 @@ def masked_rows() -> tuple[list[Row], np.ndarray]:
 
 
 def test_masks() -> None:
-    """The tokens are the host's, and those that the mask allows; rows without grammar draw what they draw without."""
+    """The tokens are the host's, and the mask allows them.
+
+    Rows without a grammar draw the same tokens as without masks.
+    """
     rows, masks = masked_rows()
     found = sample_on(rows, cut=SMALL, masks=masks)
     sampler = HostSampler(len(rows), VOCAB)
@@ -346,7 +356,10 @@ def test_masks() -> None:
 
 
 def test_a_mask_and_a_bias_and_nothing_possible() -> None:
-    """A bias brings no masked token back, and where no logit is finite the lowest token that is allowed comes out."""
+    """A bias brings no masked token back.
+
+    If no logit is finite, the lowest allowed token is drawn.
+    """
     grammar, logits = StructuredOutputsParams(regex="a"), np.full(VOCAB, -np.inf, np.float32)
     mask = np.zeros((1, words_of(VOCAB)), np.int32)
     mask[0, 1] = 0b1100
