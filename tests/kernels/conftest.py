@@ -18,7 +18,7 @@ def pytest_configure(config):
     if not all(path.is_relative_to(FOLDER) for path in asked):
         return
     os.environ["TRITON_INTERPRET"] = "1"
-    # numpy's, of sums that overflow or have no value: as on a device, rows that pad compute with whatever is there
+    # numpy warns of sums that overflow or have no value: as on a device, padding rows compute with leftovers
     config.addinivalue_line(
         "filterwarnings", r"ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
     )

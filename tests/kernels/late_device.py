@@ -1,4 +1,4 @@
-"""A device as late as can be: it copies to and from the host at the moment the host waits for it."""
+"""A device as late as can be: a copy happens at the moment the host waits for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LateDevice(TorchDispatchMode):
         return self._asked
 
     def look(self) -> None:
-        """Count the host copies that have changed since they were to be read, once each."""
+        """Count host copies that changed before the device had read them, once each."""
         changed = [read for read in self._reads if not torch.equal(read[1], read[2])]
         self.rewritten += len(changed)
         self._reads = deque(read for read in self._reads if all(read is not each for each in changed))
@@ -54,7 +54,7 @@ class LateDevice(TorchDispatchMode):
         return LateEvent(self)
 
     def done(self, asked: int) -> None:
-        """The device has made the first ``asked`` copies."""
+        """Make the first ``asked`` copies of the device."""
         self.look()
         while self._reads and self._reads[0][0] <= asked:
             self._reads.popleft()

@@ -56,7 +56,7 @@ def test_a_token_has_the_same_bits_as_a_single_query_whatever_is_beside_it(whole
 
 @pytest.mark.parametrize("width", [2, 5, 20])
 def test_rows_with_drafts_have_the_same_bits(whole, width):
-    """Rows of one token to the most there are, on both sides of an edge of splits, and of a window."""
+    """Rows have one token or more, on both sides of an edge of splits, and of a window."""
     _, made, outputs = whole
     work = [(2, 200 - width, width), (1, 64, 1), (2, 126, min(3, width)), (0, 0, 1), (1, 0, width)]
     expected = torch.cat([outputs[i][p : p + n] for i, p, n in work])
@@ -88,7 +88,7 @@ def test_what_unused_slots_hold_reaches_nothing(whole):
 
 @pytest.mark.parametrize("at", [100, 140])
 def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, at):
-    """On both sides of an edge of splits."""
+    """The value is on either side of an edge of splits."""
     shape, _, outputs = whole
     check_overflow(pages(shape), outputs, at, SPLIT)
 

@@ -49,7 +49,7 @@ def engine(made, **options):
 
 
 def attended(made, shape, **options):
-    """Attention's output and the residual stream, side by side."""
+    """Return attention's output and the residual stream, side by side."""
     packer, executor, feed = engine(made, **options)
     with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         return torch.cat(executor.forward(packer.pack(schedule)), dim=1)
@@ -69,7 +69,7 @@ def test_layers_are_divided(made, layers, parts):
 
 
 def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
-    """The control: with a stream of its own for each part, the bits are others."""
+    """Negative control: with a stream of its own for each part, the bits are others."""
     shape = Bucket.decode(2)
     whole = attended(made, shape)
     forward = Executor._forward
@@ -122,14 +122,17 @@ def test_the_sampler_is_told_what_changed(made, monkeypatch, params, count):
 
 
 def test_positions_that_do_not_advance_are_noticed(made, monkeypatch):
-    """The control."""
+    """Negative control."""
     monkeypatch.setattr(SamplerLayout, "advance", lambda *_: None)
     with pytest.raises(AssertionError):
         told(made, monkeypatch, {"temperature": 0.5})
 
 
 class Graph:
-    """Stands in for CUDA's: it counts. The body runs while it is captured, and not when it is replayed."""
+    """Stands in for a CUDA graph, and counts.
+
+    The body runs while it is captured, and not when it is replayed.
+    """
 
     begun = replayed = 0
 

@@ -54,7 +54,7 @@ def test_a_family_says_what_it_says_on_the_cpu(family: str, tmp_path: Path, monk
 
 
 def test_images_are_encoded_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them in one step, then one from the encoder's cache."""
+    """Two images are encoded in one step, then one comes from the encoder's cache."""
     vision = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
         "architectures": ["LlavaForConditionalGeneration"], "dtype": "float32", "image_token_index": VOCAB - 1,

@@ -93,7 +93,7 @@ def test_the_shared_expert_is_added_by_its_gate(dtype):
 @DTYPES
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_cache_of_eight_bits_holds_what_the_reference_rounds(dtype, stored):
-    """With numbers beyond the range, a value that is NaN, and ties among them."""
+    """Numbers beyond the range, a NaN and ties are among the values."""
     heads, kv_heads, dim, scales = 2, 1, 64, (0.37, 1e-4)
     qkv = random(2, heads + 2 * kv_heads, dim, dtype=dtype)
     qkv[0, -1, :3], qkv[1, 2, :3] = torch.tensor([1e9, -1e9, torch.nan]), torch.tensor([17 * 0.37, 19 * 0.37, 1e9])

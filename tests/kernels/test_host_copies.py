@@ -1,4 +1,4 @@
-"""No host copy is written while the device may still read it, in any engine, however late the device is."""
+"""No host copy is written while a device, however late, may still read it, in any engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels.test_device_engine import CONFIG, OPTIONS
 from tests.tokenizers import byte_level
 
 PROMPTS = [[5, 6, 7] * 13, [9, 8], [1], [2, 3] * 15]
-"""The first and the last are read in three steps and in two."""
+"""The first is read in three steps, the last in two."""
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=1, logprobs=2, max_tokens=5, ignore_eos=True)
 MASKED = SamplingParams(
@@ -86,8 +86,9 @@ def test_masks_and_penalties(model: str, backend: LateCuda) -> None:
 
 
 def test_a_head_that_drafts(tmp_path: Path, backend: LateCuda) -> None:
-    """Its steps follow each other and the target's steps without a wait for each one. Three prompts are enough: one is
-    read in three steps, one beside it, and one takes the place of the first that ends.
+    """Steps of the head follow each other and the target's steps without waiting for each one.
+
+    Three prompts are enough: one is read in three steps, one beside it, and one takes the slot of the first to end.
     """
     save_target(tmp_path)
     head = save_head(tmp_path / "head", random_tensors())
@@ -100,13 +101,13 @@ def test_a_head_that_drafts(tmp_path: Path, backend: LateCuda) -> None:
 
 
 def unguarded(self: StepBuffers, turn: int) -> Any:
-    """The host copies in turns, as if the device were never late."""
+    """Return the host copies in turns, as if the device were never late."""
     self._turn = turn
     return self._arrays[turn]
 
 
 def test_copies_without_a_guard_are_noticed(model: str, backend: LateCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: pooling reports nothing of a chunk, so nothing waits."""
+    """Negative control: pooling reports nothing of a chunk, so nothing waits."""
 
     def read(self: Pooler, turn: int, rows: int, reporting: Any, alternatives: Any) -> Any:
         found = waits(self, turn, rows, reporting, alternatives) if len(reporting) else None

@@ -1,5 +1,7 @@
-"""Quantized layers on CUDA: activations' codes to the bit, weights with the bits of the dequantized layer, float8 by
-the contract with sums in order, whatever the tiles.
+"""Quantized layers on CUDA.
+
+Codes of activations are right to the bit, and weights have the bits of the dequantized layer. Float8 follows the
+contract with sums in order, whatever the tiles.
 """
 
 from dataclasses import replace
@@ -141,7 +143,7 @@ def test_gated_layers_too(scheme, dtype):
 
 
 def products(codes, x_scales, weight):
-    """Sums of 128 products in order, promoted one after the other, with all scales: fp32."""
+    """Return sums of 128 products in order, promoted one after the other, with all scales: fp32."""
     a, w, scales = codes.float(), weight.codes.float(), weight.scales
     grouped = x_scales.shape[1] > 1 or scales.shape[1] > 1
     total = torch.zeros(len(a), len(w))

@@ -1,4 +1,4 @@
-"""The race in two laps in Triton's interpreter: bounds that hold, and the tokens of a race that scores every token."""
+"""The race in two laps in Triton's interpreter: its bounds hold, and its tokens are right."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def bound_kernel(bits, value, scores, bounds, peak, temperature, furthest, N: tl
 )
 @settings(max_examples=20, deadline=None, phases=WITHOUT_SHRINKING)
 def test_no_score_exceeds_its_bound(seed: int, peak: float, temperature: float, rare: int) -> None:
-    """Nor are the bounds far off. ``rare``: how many of the highest bits are set, as a winner's are."""
+    """Nor are the bounds far off.
+
+    ``rare``: how many of the highest bits are set, as a winner's are.
+    """
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2**32, (GROUPS, 4), dtype=np.uint64)
     bits[::2] |= np.uint64((2**rare - 1) << (32 - rare))

@@ -85,7 +85,10 @@ def noise_kernel(settings, words, of_groups, of_tokens, N: tl.constexpr):
 
 @pytest.mark.parametrize("key", [(0, 0, 0), (2**64 - 1, 2**31 - 1, 127), (0x0123456789ABCDEF, 17, 2)])
 def test_random_integers_are_those_of_the_host(key: tuple[int, int, int]) -> None:
-    """Of the second row of a step; noise of whole groups and of single tokens has the same bits."""
+    """The integers are of the second row of a step.
+
+    Noise of whole groups and of single tokens has the same bits.
+    """
     seed, position, choice = key
     row = np.zeros(2, sample.ROW)
     row["seed"][1], row["position"][1], row["choice"][1] = seed, position, choice
@@ -112,7 +115,10 @@ def ln_kernel(x, y, N: tl.constexpr):
 
 
 def test_logarithm() -> None:
-    """Relative error of two units in the last place, also next to 1, where the noise of winners comes from."""
+    """The relative error is at most two units in the last place, also next to 1.
+
+    The noise of winners comes from there.
+    """
     steps = np.concatenate((np.arange(30_000), 2**23 - 1 - np.arange(30_000), np.arange(2**22 - 5000, 2**22)))
     x = ((steps + 0.5) * 2.0**-23).astype(np.float32)[: 2**16]
     x = np.concatenate((x, np.linspace(1, 17, 2**16 - len(x), dtype=np.float32)))
@@ -145,7 +151,10 @@ def test_equals_the_host(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_a_list_that_overflows(duplicates: bool) -> None:
-    """Where more tokens than a chunk holds may be among the k best, all are looked at; so are their ids where equal."""
+    """All tokens are looked at if the k best may include more tokens than a chunk holds.
+
+    So are their ids if logits are equal.
+    """
     logits = np.where(np.arange(VOCAB) % 7 == 0, 0.5, 1.5).astype(np.float32)
     rows = [
         Row(logits, SamplingParams(top_k=k, top_p=p), seed=k) for k, p in ((2, 1.0), (50, 0.3), (50, 1.0), (89, 1.0))
@@ -281,7 +290,10 @@ def test_long_sequences_are_counted_in_parts() -> None:
 
 
 def test_many_sequences_are_counted_together() -> None:
-    """Each in its own slot, whatever was there before; other slots are left alone."""
+    """Each sequence is counted in its own slot, whatever was there before.
+
+    Other slots are left alone.
+    """
     slots, lengths, prompts = np.array([5, 0, 4]), [4097, 1, 20], np.array([4096, 1, 3])
     tokens = [np.random.default_rng(n).integers(0, 7, n).astype(np.int32) for n in lengths]
     counts, one = DeviceCounts(6, 7, CpuBackend()), np.ones(3, np.float32)

@@ -36,7 +36,7 @@ def absorb(
 ):  # fmt: skip
     """Add one tile of keys to the online softmax.
 
-    Keys and values of another dtype are widened to the queries' dtype, which is exact. ``FULL``: every query sees the
+    Keys and values of another dtype are widened to the queries' dtype without loss. ``FULL``: every query sees the
     whole tile; this changes no bits. ``slopes`` holds the ALiBi slope of each query row, times log2(e), or is None.
     """
     WIDTH: tl.constexpr = acc.shape[1]

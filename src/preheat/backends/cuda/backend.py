@@ -1,6 +1,6 @@
 """The CUDA backend: one NVIDIA GPU of the Hopper generation or later.
 
-A rank takes the visible GPU with its own number. Importing this module imports Triton, which takes a second:
+A rank takes the visible GPU with its own number. To import this module is to import Triton, and takes a second:
 :mod:`preheat.backends.cuda.device` tells first whether the backend can run.
 """
 
@@ -105,7 +105,7 @@ class CudaBackend:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def used_memory(self) -> int:
-        """Return the bytes by which the GPU's used memory has grown since this process started.
+        """Return the growth of the GPU's used memory since this process started, in bytes.
 
         Unlike in torch's own figures, graphs and libraries count, and so does memory that other processes take
         meanwhile.

@@ -20,7 +20,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 def wake_gpu() -> None:
     """Begin to build the first GPU's context.
 
-    A failure is left to torch, which will meet the same failure and name its cause. The environment also gets torch's
+    A failure is left to torch: it will meet the same failure and name its cause. The environment also gets torch's
     BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
     """
     os.environ.update(NO_MULTICAST)

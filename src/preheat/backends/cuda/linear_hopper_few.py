@@ -5,10 +5,11 @@ their codes, and x, into a ring in shared memory (TMA); four warps multiply. Wei
 ahead has ended, since no kernel writes them; x is waited for. Of a gated layer the 64 rows are 32 gates and their ups,
 in turns of eight: one thread then has both of a pair.
 
-Codes of four bits become bfloat16, two at a time, in the registers that the matrix unit reads. A code behind the
-exponent of 128 is 128 plus the code; 128 plus the zero point is subtracted, and the difference is exact. If a scale is
-a number of bfloat16, the product with it is rounded once, as in fp32. A scale of float16 is the sum of two numbers of
-bfloat16, the smaller of three bits: its product is exact and is added in the same rounding.
+Codes of four bits become bfloat16, two at a time, in the registers that the matrix unit reads. A code with its sign bit
+turned over, behind the exponent of 128, is the number 136 plus the code. The number 136 plus the zero point is
+subtracted, and the difference is exact. If a scale is a number of bfloat16, the product with it is rounded once, as in
+fp32. A scale of float16 is the sum of two numbers of bfloat16, the smaller of three bits: its product is exact and is
+added in the same rounding.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _rounded(acc, bias, first, last, dtype: gl.constexpr):
 
 @gluon.jit
 def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the scales [64] of the ``part``-th step of a stage."""
+    """Return the scales or zero points, [64], of the ``part``-th step of a stage."""
     PART: gl.constexpr = part if memory.shape[0] > 1 else 0
     scales = memory.reshape([memory.shape[0] * OUTPUTS]).slice(PART * OUTPUTS, OUTPUTS)
     return scales.load(LAYOUT)

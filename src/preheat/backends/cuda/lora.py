@@ -243,7 +243,7 @@ class Factors:
         add_roots(parts, to, self._scales)
 
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
-        """Return the expansion of ``tokens`` int32 [tokens], whose numbers are inputs.
+        """Return the expansion of ``tokens`` int32 [tokens]; the number of a token is an input.
 
         -1 stands for ``last_token[slot]``.
         """

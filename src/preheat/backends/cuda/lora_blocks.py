@@ -18,10 +18,10 @@ BLOCK = 16
 
 LONG_BLOCK, MANY_ROWS = 32, 512
 """Rows of a long block, and the least rows of a launch with long blocks: a program then reads an adapter for more rows.
-Changes no bits, as each number is a sum of its own, independent of the other rows of the product."""
+Changes no bits: each number is a sum of its own, independent of the other rows of the product."""
 
 STRETCH = 128
-"""Rows for which adapters are listed together: as many as a tile of a layer's kernel may have."""
+"""Rows with one list of their adapters: as many as a tile of a layer's kernel may have."""
 
 MOST_PARTS = 3
 """Most parts of a layer: queries, keys and values."""
@@ -94,8 +94,8 @@ class Blocks:
 def write_blocks(words: np.ndarray, count: int, places: np.ndarray, size: int) -> None:
     """Write ``words`` int32 [count * (1 + size) + rows], -1 for none.
 
-    They are the adapter slot of each block, the rows of each block, in the order of adapter slots, then the index of
-    each row in the rows of blocks.
+    First comes the adapter slot of each block, in order. The rows of each block follow, then the index of each row in
+    the rows of blocks.
     """
     words.fill(-1)
     rows = np.flatnonzero(places >= 0)

@@ -84,9 +84,9 @@ def adapters_of(
 ):  # fmt: skip
     """Load operands of :func:`add_adapters` early: the tensors that no kernel writes.
 
-    For ``ROWS`` rows from ``row`` on, of ``rows`` in all, return the adapter slot of each row, its index among shrunk
-    rows, and the start and end of the list of adapters that the rows may have. Return also the parts of the outputs
-    ``first`` and ``other``.
+    The rows are ``ROWS`` rows from ``row`` on, of ``rows`` in all. Return the adapter slot of each row, its index among
+    shrunk rows, and the start and end of the list of adapters that the rows may have. Return also the parts of the
+    outputs ``first`` and ``other``.
     """
     token = row + gl.arange(0, ROWS, ROWS_OF)
     whose = gl.load(adapters.whose + token, mask=token < rows, other=-1)

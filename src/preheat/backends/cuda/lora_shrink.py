@@ -117,9 +117,9 @@ def _shrink(
 ):  # fmt: skip
     """Write sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` parts.
 
-    If the kernel ``adds``, the last of a block's splits also writes their total, in the tree of K splits, ``scaled`` if
-    it is the root. A slot is the index of a row among all blocks. A K split has ``size`` inputs, and SPLITS splits.
-    ``ACROSS``: a power of two, RANKS for each part or more.
+    If the kernel ``adds``, the last program of a block also writes their total, in the tree of K splits. It is
+    ``scaled`` if it is the root. A slot is the index of a row among all blocks. A K split has ``size`` inputs, and
+    SPLITS splits. ``ACROSS``: a power of two, RANKS for each part or more.
 
     ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only the end of this
     one waits for its end.

@@ -1,7 +1,7 @@
 """Proof that implementations of linear maps give the contract's bits, on this device.
 
-All rows and columns of an implementation's result, eager and captured in a graph, are compared with the result of the
-plain kernel, for three sets of data. With quantized weights the plain kernel gets dequantized weights. With float8
+An implementation's result, eager and captured in a graph, is compared with the result of the plain kernel in all rows
+and columns, for three sets of data. With quantized weights the plain kernel gets dequantized weights. With float8
 activations the reference is one tile of their own kernel. Normal numbers show an error. Numbers of all magnitudes with
 exact sums of zero leave nothing but the order of the additions.
 """
@@ -45,7 +45,7 @@ def settle(
     layers: Iterable[tuple[LinearShape, Sequence[int]]],
     adapted: Collection[LinearShape] = (),
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Settle which kernels serve the linear layers of a model at their numbers of rows.
+    """Settle the kernels of a model's linear layers at their numbers of rows.
 
     Layers in ``adapted`` have adapters. Kernels are compiled side by side, then each kernel without the contract's bits
     is rejected; without invariance none is. The answer says of each layer and number of rows whether all kernels that
@@ -130,7 +130,7 @@ def differing(
 
 
 def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
-    """Compile the kernels of experts at numbers of tokens, and replace kernels with other bits than the plain one.
+    """Compile the kernels of experts at numbers of tokens; replace kernels with other bits than the plain one.
 
     Experts are proven with their own weights, of one kind the last ones; without ``invariant`` nothing is proven. The
     launches of a step with terms are compared, too; terms add nothing where no step is described.

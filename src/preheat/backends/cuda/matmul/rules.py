@@ -24,8 +24,8 @@ from preheat.backends.cuda.matmul.config import (
 )
 
 FEW_ROWS = 24
-"""Few rows for cuBLAS. Below this bound, and below ``FEW_OUTPUTS`` outputs of all rows together, cuBLAS can take ten
-times as long as tiles, if it may not cut the inputs into parts."""
+"""Few rows for cuBLAS that may not cut the inputs into parts. Below this bound, and below ``FEW_OUTPUTS`` outputs of
+all rows together, it can take ten times as long as tiles."""
 
 
 FEW_OUTPUTS = 1 << 17
