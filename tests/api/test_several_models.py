@@ -204,7 +204,7 @@ def test_each_has_its_options_and_its_share() -> None:
         ({"models": ["a=x", "a=y"]}, "same name"),
         ({"models": ["a=x", "b=y"], "served_model_name": ["c"]}, "served_model_name"),
         ({"models": ["a=x", "b=y"], "model_options": {"c": {}}}, "'c' is not one of a, b"),
-        ({"models": ["a=x", "b=y"], "model_options": {"a": {"port": 1}}}, "port is for the server"),
+        ({"models": ["a=x", "b=y"], "model_options": {"a": {"port": 1}}}, "port is an option of the whole server"),
         ({"models": ["a=x", "b=y"], "model_options": {"a": {"prot": 1}}}, "unknown option in model_options of a"),
         ({"models": ["a=x", "b=y"], "enable_lora": True, "lora_modules": ["z=p"]}, "'z' is the name of two"),
         ({"models": ["a=x", "b=y"], "data_parallel_size": 2}, "several models"),
