@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
+from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_fp8, linear_hopper_small_m
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.lora import _add_roots, _gather
@@ -414,13 +414,13 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated)
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32], ids=str)
 def test_few_rows_multiply_codes_in_registers(rows, gated, scales):
     """Products go one after the other into one sum, and nothing is spilled to shared memory between them."""
-    kernel = linear_hopper_few._few_codes
+    kernel = linear_hopper_small_m._small_m_codes
     x, groups = torch.empty(1, 1024, dtype=torch.bfloat16), torch.empty(8, 512)
     given = {
-        "x": linear_hopper_few._chunks(x, 4, rows),
-        "codes": linear_hopper_few._rows(torch.empty(512, 512, dtype=torch.uint8), gated, 128),
-        "scales": linear_hopper_few._pairs(groups.to(scales), gated, (2, 4, 2, 8)),
-        "zeros": linear_hopper_few._pairs(groups, gated, (2, 4, 2, 8)),
+        "x": linear_hopper_small_m._chunks(x, 4, rows),
+        "codes": linear_hopper_small_m._rows(torch.empty(512, 512, dtype=torch.uint8), gated, 128),
+        "scales": linear_hopper_small_m._pairs(groups.to(scales), gated, (2, 4, 2, 8)),
+        "zeros": linear_hopper_small_m._pairs(groups, gated, (2, 4, 2, 8)),
     }  # fmt: skip
     constants = {"gated": gated, "GROUP": 128, "STAGES": 3, "overlap": True}
     found = of_gluon(kernel, given, constants, maxnreg=80)
@@ -438,10 +438,10 @@ def test_few_rows_of_float8_sum_128_products_from_zero(gated):
     x, weight = (torch.empty(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (1, 512))
     given = {
         "x": descriptor(x.view(1, -1, 128).transpose(0, 1), 1, 8, 128),
-        "codes": linear_hopper_few._rows(weight, gated, 128),
+        "codes": linear_hopper_small_m._rows(weight, gated, 128),
     }
     found = of_gluon(
-        linear_hopper_few._few_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
+        linear_hopper_small_m._small_m_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
         enable_fp_fusion=False,
     )  # fmt: skip
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"}

@@ -20,9 +20,9 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     LinearShape,
     experts_reference,
-    few_rows,
-    few_tile,
+    fits_small_m,
     reference,
+    small_m_tile,
     wide_float8,
 )
 from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
@@ -111,8 +111,8 @@ def test_few_rows_on_hopper_have_the_bits_of_the_reference(scheme, more, size, b
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     shape = shape_of(scheme, *size)._replace(bias=bias, **more)
-    assert few_rows(shape)
-    tried = [(rows, few_tile(shape, height, 3)) for rows in (1, 8, 17, 33, 64, 70) for height in (8, 16, 32, 64)]
+    assert fits_small_m(shape)
+    tried = [(rows, small_m_tile(shape, height, 3)) for rows in (1, 8, 17, 33, 64, 70) for height in (8, 16, 32, 64)]
     compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()
 

@@ -67,7 +67,7 @@ class ExpertsShape(NamedTuple):
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
 
-    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_few`.
+    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_small_m`.
     """
 
     outputs: int
@@ -78,6 +78,7 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     bulk: bool = False
 
 
+# Stored tables and oracles name this kernel "wide", hence neither large_m nor LargeM.
 class Wide(msgspec.Struct, frozen=True):
     """The kernel for many rows on Hopper, with tiles of ``outputs`` x ``rows``.
 
@@ -212,17 +213,17 @@ def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) 
     )
 
 
-def few_rows(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
+def fits_small_m(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_small_m` does for a layer, on Hopper."""
     return shape.dealt or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
 
 
-def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
+def small_m_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
     """Return a tile of the kernel for few rows with ``rows`` rows, a power of two between 8 and 64."""
     return Tile(64, rows, 128 if wide_float8(shape) else 256, 4, stages, bulk=True)
 
 
-def few_bytes(shape: LinearShape, tile: Tile) -> int:
+def small_m_bytes(shape: LinearShape, tile: Tile) -> int:
     """In shared memory: stages with codes, scales and zero points of two groups, and x."""
     weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 8)
     return tile.stages * (weights + tile.rows * tile.inputs * (1 if wide_float8(shape) else 2) + 16)

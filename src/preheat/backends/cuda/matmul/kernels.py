@@ -25,11 +25,11 @@ from preheat.backends.cuda.matmul.config import (
     Wide,
     codes_bytes,
     experts_reference,
-    few_bytes,
-    few_rows,
-    few_tile,
+    fits_small_m,
     fits_wide,
     reference,
+    small_m_bytes,
+    small_m_tile,
     whole_groups,
     wide_float8,
 )
@@ -39,8 +39,8 @@ from preheat.backends.cuda.matmul.rules import (
     MANY_ROWS,
     codes_rule,
     experts_rule,
-    few_rule,
     rounds,
+    small_m_rule,
     split_rule,
     tile_rule,
     wide_guesses,
@@ -148,12 +148,12 @@ def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
     if rows > 256:
         return
     if shape.dealt:
-        yield few_rule(shape, rows)
+        yield small_m_rule(shape, rows)
         return
     for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
         for stages in (2, 3, 4, 6, 8, 12, 16):
-            tile = few_tile(shape, height, stages)
-            if few_bytes(shape, tile) < SHARED_BYTES:
+            tile = small_m_tile(shape, height, stages)
+            if small_m_bytes(shape, tile) < SHARED_BYTES:
                 yield tile
 
 
@@ -196,7 +196,7 @@ KERNELS = (
         "dequantized", lambda shape: shape.scheme is not None and shape.scheme.activations is None, _expanded,
         lambda shape, rows: [Expanded(Library())] if rows >= 128 else [],
     ),
-    Kernel("codes, few rows", few_rows, few_rule, _streamed, hopper=True),
+    Kernel("codes, few rows", fits_small_m, small_m_rule, _streamed, hopper=True),
     Kernel("codes", lambda shape: shape.scheme is not None, codes_rule, _on_codes),
     Kernel(
         "cuBLAS", lambda shape: shape.scheme is None, _library, lambda shape, rows: (Library(), Library(split=True))

@@ -35,8 +35,8 @@ class DeviceWeight:
     compiler would load zero points of two bytes where they are needed, and not ahead.
 
     ``dealt``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or of
-    bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_few` reads such a weight; other kernels get it
-    dequantized.
+    bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_small_m` reads such a weight; other kernels get
+    it dequantized.
 
     ``splits``: how many splits the inputs have. The codes of each split fill whole steps.
     """

@@ -305,7 +305,7 @@ def _room(tensor, STAGES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
-def _few_float8(
+def _small_m_float8(
     x, codes, x_scales, scales, bias, y, rows, columns, steps, gated: gl.constexpr, STAGES: gl.constexpr,
     overlap: gl.constexpr,
 ):  # fmt: skip
@@ -326,7 +326,7 @@ def _few_float8(
 
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
-def _few_codes(
+def _small_m_codes(
     x, codes, scales, zeros, bias, y, rows, columns, steps, gated: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -345,13 +345,13 @@ def _few_codes(
     )
 
 
-def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+def small_m_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
     """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a dealt ``weight``; all are contiguous."""
     inputs, group = x.shape[1], weight.scheme.group
     parts = DEPTH.value // group if group and group < DEPTH.value else 1
     chunks = DEPTH.value // CHUNK.value
     zeros = None if weight.zeros is None else _pairs(weight.zeros, gated, (parts, 4, 2, 8))
-    _few_codes[_grid(tile, y, gated)](
+    _small_m_codes[_grid(tile, y, gated)](
         _chunks(x, chunks, tile.rows),
         _rows(weight.codes, gated, DEPTH.value // 2),
         _pairs(weight.scales, gated, (parts, 4, 2, 8)),
@@ -368,9 +368,11 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
     )
 
 
-def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+def small_m_float8(
+    tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor
+) -> None:
     """Write ``y`` [rows, columns] for float8 rows ``x`` [rows, inputs]; all are contiguous."""
-    _few_float8[_grid(tile, y, gated)](
+    _small_m_float8[_grid(tile, y, gated)](
         descriptor(x.codes.view(len(x), -1, STEP.value).transpose(0, 1), 1, tile.rows, STEP.value),
         _rows(weight.codes, gated, STEP.value),
         x.scales,
