@@ -11,7 +11,7 @@ import torch
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
-from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, dequantized
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
@@ -109,13 +109,13 @@ def test_weights_are_those_of_the_reference(scheme, dtype):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_dealt_weights_too(kind):
+def test_shuffled_weights_too(kind):
     scheme = replace(SCHEMES[0], group=128)
     weight = random_weight(scheme, 48, 320, dtype=torch.bfloat16)
-    assert not can_be_dealt(weight)
+    assert not can_be_shuffled(weight)
     weight.scales.copy_(weight.scales.to(kind))
-    assert can_be_dealt(weight)
-    codes = DeviceWeight.of(weight, dealt=True)
+    assert can_be_shuffled(weight)
+    codes = DeviceWeight.of(weight, shuffled=True)
     assert codes.narrow == (kind == torch.bfloat16)
     assert torch.equal(dequantized(codes), quantization.dequantize(weight))
     assert not torch.equal(codes.codes, DeviceWeight.of(weight).codes)

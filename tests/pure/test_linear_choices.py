@@ -206,8 +206,8 @@ def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
 
 
 def test_few_rows_of_codes_have_a_bulk_kernel():
-    dealt = INT4._replace(dealt=True)
-    for shape, rows in product((FP8, dealt, dealt._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
+    shuffled = INT4._replace(shuffled=True)
+    for shape, rows in product((FP8, shuffled, shuffled._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
         choice = rule(shape, rows, hopper=True)
         assert isinstance(choice, Tile) and choice.bulk and min(rows, 64) <= choice.rows <= max(8, 2 * rows)
         assert small_m_bytes(shape, choice) <= SHARED_BYTES

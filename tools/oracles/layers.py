@@ -270,7 +270,8 @@ def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _of(shape: LinearShape) -> str:
     dtype = str(shape.dtype).removeprefix("torch.")
-    more = [name for name in ("gated", "bias", "dealt", "narrow") if getattr(shape, name)]
+    named = {"gated": "gated", "bias": "bias", "shuffled": "dealt", "narrow": "narrow"}  # as stored cells have it
+    more = [name for field, name in named.items() if getattr(shape, field)]
     return ", ".join(
         [f"{shape.outputs} x {shape.inputs}", dtype, shape.scheme.name if shape.scheme else "plain", *more]
     )
@@ -279,7 +280,7 @@ def _of(shape: LinearShape) -> str:
 def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
     """Run a layer of ``shape`` by the kernel ``choice``."""
     given = weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype)
-    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, dealt=shape.dealt)
+    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, shuffled=shape.shuffled)
     x = torch.empty(rows, shape.inputs, dtype=shape.dtype, device=META)
     return apply(choice, x, held, None, shape.gated)
 

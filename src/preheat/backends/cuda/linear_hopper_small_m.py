@@ -346,7 +346,7 @@ def _small_m_codes(
 
 
 def small_m_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a dealt ``weight``; all are contiguous."""
+    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a shuffled ``weight``; all are contiguous."""
     inputs, group = x.shape[1], weight.scheme.group
     parts = DEPTH.value // group if group and group < DEPTH.value else 1
     chunks = DEPTH.value // CHUNK.value

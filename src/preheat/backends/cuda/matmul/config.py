@@ -17,7 +17,7 @@ SHARED_BYTES = 225_000
 class LinearShape(NamedTuple):
     """Everything about a layer that the choice of its kernel depends on, besides the number of rows.
 
-    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``dealt``: codes of four bits
+    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``shuffled``: codes of four bits
     lie in the order of Hopper's matrix unit; ``narrow``: and their scales are of bfloat16. ``splits``: into how many
     splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
     """
@@ -28,7 +28,7 @@ class LinearShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     scheme: Scheme | None = None
-    dealt: bool = False
+    shuffled: bool = False
     narrow: bool = False
     splits: int = 0
 
@@ -155,12 +155,12 @@ def experts_reference(shape: ExpertsShape) -> ExpertsConfig:
 
 
 def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
-    """Return the shape of a layer; on ``hopper`` codes are dealt where they may be."""
+    """Return the shape of a layer; on ``hopper`` codes are shuffled where they may be."""
     dtype, scheme = getattr(torch, value.weight.dtype), value.weight.scheme
-    dealt = hopper and scheme is not None and may_be_dealt(scheme, value.outputs, value.inputs, dtype)
+    shuffled = hopper and scheme is not None and may_be_shuffled(scheme, value.outputs, value.inputs, dtype)
     gated, splits = value.finish.activation == "silu_and_mul", value.order.own_k_splits if value.order.is_split else 0
     return LinearShape(
-        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, dealt and not splits, splits=splits
+        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, shuffled and not splits, splits=splits
     )
 
 
@@ -199,7 +199,7 @@ def wide_float8(shape: LinearShape) -> bool:
     )
 
 
-def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+def may_be_shuffled(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Whether codes of four bits may lie in the order of Hopper's matrix unit.
 
     Their groups have to be whole steps.
@@ -215,7 +215,7 @@ def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) 
 
 def fits_small_m(shape: LinearShape) -> bool:
     """Whether :mod:`preheat.backends.cuda.linear_hopper_small_m` does for a layer, on Hopper."""
-    return shape.dealt or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
+    return shape.shuffled or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
 
 
 def small_m_tile(shape: LinearShape, rows: int, stages: int) -> Tile:

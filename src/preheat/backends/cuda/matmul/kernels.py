@@ -91,7 +91,7 @@ def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
     """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
     if rows < MANY_ROWS:
         return None
-    plain = rule(shape._replace(scheme=None, dealt=False, narrow=False), rows)
+    plain = rule(shape._replace(scheme=None, shuffled=False, narrow=False), rows)
     assert not isinstance(plain, Expanded)
     return Expanded(plain)
 
@@ -121,7 +121,7 @@ def fitting_tiles(
 
 def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
     """Yield tiles of codes. Tiles that multiply in float8 have at least 64 outputs and four warps."""
-    if shape.scheme is None or shape.dealt:
+    if shape.scheme is None or shape.shuffled:
         return
     height = min(max(16, _power(rows)), 256)
     widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
@@ -147,7 +147,7 @@ def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
     """
     if rows > 256:
         return
-    if shape.dealt:
+    if shape.shuffled:
         yield small_m_rule(shape, rows)
         return
     for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
