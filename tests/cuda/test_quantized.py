@@ -97,9 +97,10 @@ def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, b
     assert differing(shape, tried) == set()
 
 
-SHUFFLED, NARROW = {"shuffled": True}, {"shuffled": True, "narrow": True}
+SHUFFLED, BF16_SCALES = {"shuffled": True}, {"shuffled": True, "bf16_scales": True}
 FEW = [
-    (FP8, {}), (STATIC, {}), (WHOLE[0], SHUFFLED), (WHOLE[0], NARROW), (replace(WHOLE[0], zeros=False), NARROW),
+    (FP8, {}), (STATIC, {}), (WHOLE[0], SHUFFLED), (WHOLE[0], BF16_SCALES),
+    (replace(WHOLE[0], zeros=False), BF16_SCALES),
     (replace(WHOLE[0], group=512), SHUFFLED), (replace(WHOLE[0], group=0, scales="channel", zeros=False), SHUFFLED),
 ]  # fmt: skip
 

@@ -116,7 +116,7 @@ def test_shuffled_weights_too(kind):
     weight.scales.copy_(weight.scales.to(kind))
     assert can_be_shuffled(weight)
     codes = DeviceWeight.of(weight, shuffled=True)
-    assert codes.narrow == (kind == torch.bfloat16)
+    assert codes.bf16_scales == (kind == torch.bfloat16)
     assert torch.equal(dequantized(codes), quantization.dequantize(weight))
     assert not torch.equal(codes.codes, DeviceWeight.of(weight).codes)
 

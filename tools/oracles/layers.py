@@ -270,7 +270,7 @@ def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _of(shape: LinearShape) -> str:
     dtype = str(shape.dtype).removeprefix("torch.")
-    named = {"gated": "gated", "bias": "bias", "shuffled": "dealt", "narrow": "narrow"}  # as stored cells have it
+    named = {"gated": "gated", "bias": "bias", "shuffled": "dealt", "bf16_scales": "narrow"}  # as stored cells have it
     more = [name for field, name in named.items() if getattr(shape, field)]
     return ", ".join(
         [f"{shape.outputs} x {shape.inputs}", dtype, shape.scheme.name if shape.scheme else "plain", *more]

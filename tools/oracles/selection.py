@@ -102,7 +102,7 @@ def found(only: str) -> dict[str, str]:
 def _named(kind: str, *sizes: Any) -> str:
     *numbers, shape = sizes
     dtype = str(shape.dtype).removeprefix("torch.")
-    named = {"gated": "gated", "shuffled": "dealt", "narrow": "narrow"}  # as stored cells have it
+    named = {"gated": "gated", "shuffled": "dealt", "bf16_scales": "narrow"}  # as stored cells have it
     more = [name for field, name in named.items() if getattr(shape, field, False)]
     scheme = shape.scheme.name if shape.scheme else "plain"
     return ", ".join([f"{kind} {' x '.join(map(str, numbers))}", dtype, scheme, *more])

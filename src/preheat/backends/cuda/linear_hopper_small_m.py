@@ -47,7 +47,7 @@ ZERO = gl.constexpr(136.0)
 """The number for a code of zero behind the exponent of 128, with its sign bit turned over."""
 
 
-def _conversion(narrow: bool) -> str:
+def _conversion(bf16_scales: bool) -> str:
     """Return the assembly that converts eight codes in a word, less a zero point, times a scale.
 
     The bytes of a word have the codes of inputs 0, 8, 1, 9 (and 64 more) of a lane's chunk. Pairs of neighbors are
@@ -58,7 +58,7 @@ def _conversion(narrow: bool) -> str:
         lines.append(f"shr.b32 word, $4, {shift};" if shift else "mov.b32 word, $4;")
         lines.append("lop3.b32 word, word, 0x000f000f, 0x43084308, 0x6a;")
         lines.append("sub.rn.bf16x2 word, word, $5;")
-        if narrow:
+        if bf16_scales:
             lines.append(f"mul.rn.bf16x2 ${pair}, word, $7;")
         else:
             lines.append("mul.rn.bf16x2 low, word, $9;")
@@ -69,7 +69,7 @@ def _conversion(narrow: bool) -> str:
 WARP_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Layout of sums for the fewest rows: each warp has its own instruction, with shorter chains of products."""
 
-CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
+CONVERSION, BF16_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
 
 
 @gluon.jit
@@ -184,7 +184,7 @@ def _weights(codes, zeros, ss, zs, place, part: gl.constexpr, SUMS: gl.constexpr
     high = scale.to(gl.bfloat16)
     if ss.dtype == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
-            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
+            BF16_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
             dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
         )  # fmt: skip
     else:

@@ -202,7 +202,12 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
     if isinstance(weight, DeviceWeight):
         outputs, inputs = weight.shape
         shape = LinearShape(
-            outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, shuffled=weight.shuffled, narrow=weight.narrow
+            outputs,
+            inputs,
+            dtype=weight.dtype,
+            scheme=weight.scheme,
+            shuffled=weight.shuffled,
+            bf16_scales=weight.bf16_scales,
         )
         new = random_weight(shape, x.device, seed)
         for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
@@ -245,7 +250,7 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
         if weight.zeros is not None:
             weight.zeros.zero_()
     if shape.shuffled:
-        weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
+        weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.bf16_scales else torch.float16))
     return DeviceWeight.of(weight, shuffled=shape.shuffled, splits=max(shape.splits, 1))
 
 

@@ -18,8 +18,8 @@ class LinearShape(NamedTuple):
     """Everything about a layer that the choice of its kernel depends on, besides the number of rows.
 
     ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``shuffled``: codes of four bits
-    lie in the order of Hopper's matrix unit; ``narrow``: and their scales are of bfloat16. ``splits``: into how many
-    splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
+    lie in the order of Hopper's matrix unit. ``bf16_scales``: the scales of shuffled codes are of bfloat16. ``splits``:
+    into how many splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
     """
 
     outputs: int
@@ -29,7 +29,7 @@ class LinearShape(NamedTuple):
     bias: bool = False
     scheme: Scheme | None = None
     shuffled: bool = False
-    narrow: bool = False
+    bf16_scales: bool = False
     splits: int = 0
 
     @property

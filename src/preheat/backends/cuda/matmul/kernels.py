@@ -91,7 +91,7 @@ def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
     """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
     if rows < MANY_ROWS:
         return None
-    plain = rule(shape._replace(scheme=None, shuffled=False, narrow=False), rows)
+    plain = rule(shape._replace(scheme=None, shuffled=False, bf16_scales=False), rows)
     assert not isinstance(plain, Expanded)
     return Expanded(plain)
 
@@ -254,7 +254,7 @@ class KernelConfigs:
         return made
 
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
-        known = shape._replace(bias=False, narrow=False)
+        known = shape._replace(bias=False, bf16_scales=False)
         return _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
 
     def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
@@ -270,7 +270,7 @@ class KernelConfigs:
         found = self(shape, rows)
         if rows > OWN_ROWS or not isinstance(found, Library):
             return found
-        return _up_to(self._own, shape._replace(bias=False, narrow=False), rows) or tile_rule(shape, rows)
+        return _up_to(self._own, shape._replace(bias=False, bf16_scales=False), rows) or tile_rule(shape, rows)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
         """Return the kernel for many rows on Hopper, if it pays that it adds low-rank terms itself.

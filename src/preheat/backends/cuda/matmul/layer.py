@@ -66,7 +66,7 @@ class Layer:
         self._splits = value.order.own_k_splits if self._split else 1
         self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
         if isinstance(self._weight, DeviceWeight):
-            self.shape = self.shape._replace(shuffled=self._weight.shuffled, narrow=self._weight.narrow)
+            self.shape = self.shape._replace(shuffled=self._weight.shuffled, bf16_scales=self._weight.bf16_scales)
         self._rows: CudaAdapterRows = context.rows
         self.slots = Factors.of(value, device, context.ranks) if value.terms else None
 

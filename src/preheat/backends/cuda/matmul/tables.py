@@ -61,7 +61,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> LinearShape:
-        """Shape of the layer, without a bias and narrow scales: they make no difference to the choice."""
+        """Shape of the layer, without a bias and scales of bfloat16: they make no difference to the choice."""
         dtype = getattr(torch, self.dtype)
         return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, shuffled=self.shuffled)
 

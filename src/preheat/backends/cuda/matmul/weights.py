@@ -78,7 +78,7 @@ class DeviceWeight:
         )
 
     @property
-    def narrow(self) -> bool:
+    def bf16_scales(self) -> bool:
         """Whether scales are stored in bfloat16."""
         return self.scales.dtype == torch.bfloat16
 
