@@ -166,7 +166,7 @@ def test_parts_of_rows_are_quantized_by_maxima_of_all_ranks():
 ADAPTERS = {
     "given": Shrinking("*bf16", "*bf16", "*fp32", "*i32", "*fp32", "*i32"),
     "adapters": Expansion("*fp32", "*bf16", *["*i32"] * 4, "*fp32", *["*i32"] * 4), "z": "*bf16", "shrunk": "*fp32",
-    **dict.fromkeys(("places", "members"), "*i32"), "slots": "i32", "size": "i32",
+    **dict.fromkeys(("adapter_slots", "members"), "*i32"), "slots": "i32", "size": "i32",
 }  # fmt: skip
 
 
@@ -235,14 +235,14 @@ def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
 
 
 def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles():
-    types = {"places": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
+    types = {"adapter_slots": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
     types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
     found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)
     assert ".target sm_90a" in found.asm["ptx"] and "atom" not in found.asm["ptx"]
 
 
 def test_adapters_of_embeddings_compile():
-    integers = dict.fromkeys(("sequences", "last_token", "own", "places", "members", "tiles"), "*i32")
+    integers = dict.fromkeys(("sequences", "last_token", "own", "adapter_slots", "members", "tiles"), "*i32")
     types = {"a": "*bf16", "shrunk": "*fp32", "scales": "*fp32", "slots": "i32", "vocab": "i32", **integers}
     found = compiled(_gather, 1, 1, types, TILES=2, ROWS=16, RANKS=16)
     assert ".target sm_90a" in found.asm["ptx"] and "st.global" in found.asm["ptx"]
@@ -252,7 +252,7 @@ def test_adapters_of_embeddings_compile():
 @pytest.mark.parametrize("blocked", [1, 32])
 def test_adapters_of_experts_compile(blocked, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype, "shrunk": "*fp32", "scales": "*fp32", "most": "i32"}
-    types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32") | {"height": "i32"}
+    types = floats | dict.fromkeys(("tiles", "slots", "adapter_slots"), "*i32") | {"height": "i32"}
     sizes = {**EXPERTS, "BLOCKED": blocked, "PARTS": 2, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
     more = {"WIDTH": 512, "CHUNK": 128, "EVEN": True, "gathered": dtype == "*bf16"}
     shrink = compiled(_shrink_experts, 4, 3, types, **sizes, **more)
@@ -266,7 +266,11 @@ def test_adapters_of_experts_compile(blocked, dtype):
 @pytest.mark.parametrize(("blocked", "leaves", "world"), [(1, 4, 1), (32, 2, 2), (32, 1, 4)])
 def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype} | dict.fromkeys(("shrunk", "parts", "weights"), "*fp32")
-    types = floats | dict.fromkeys(("tiles", "rows_of", "members", "places"), "*i32") | {"size": "i32", "stride": "i32"}
+    types = (
+        floats
+        | dict.fromkeys(("tiles", "rows_of", "members", "adapter_slots"), "*i32")
+        | {"size": "i32", "stride": "i32"}
+    )
     types["scales"] = "*fp32"
     sizes = {**EXPERTS, "BLOCKED": blocked, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
     shrink = compiled(_shrink_slots, 4, 3, types, **sizes, LEAVES=leaves, WIDTH=256, CHUNK=128)

@@ -24,16 +24,16 @@ from preheat.ops.values import PART, TILE
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
 
-PLACE_IN_TABLE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
-"""Numbers in a table for each place."""
+SLOT_STRIDE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
+"""Numbers in a table for each adapter slot."""
 
 
 class Shrinking(NamedTuple):
     """The operands of the first product for the rows of a step.
 
-    ``x`` is [rows, inputs], ``a`` [places, tiles of this rank, parts, TILE, inputs]. ``sums`` fp32 [parts, tiles, parts
-    of the inputs, slots, TILE] is room. ``tiles`` int32 and ``scales`` fp32 [places, TABLE_PARTS] are as in
-    :class:`preheat.backends.cuda.lora_expand.Expansion`. ``arrived`` is int32 [blocks * parts].
+    ``x`` is [rows, inputs], ``a`` [adapter slots, tiles of this rank, parts, TILE, inputs]. ``sums`` fp32 [parts,
+    tiles, parts of the inputs, slots, TILE] is room. ``tiles`` int32 and ``scales`` fp32 [adapter slots, TABLE_PARTS]
+    are as in :class:`preheat.backends.cuda.lora_expand.Expansion`. ``arrived`` is int32 [blocks * parts].
     """
 
     x: Tensor
@@ -110,7 +110,7 @@ def added_up(sums, step, LEAVES: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
-    given, shrunk, places, members, rows, inputs, size, slots,
+    given, shrunk, adapter_slots, members, rows, inputs, size, slots,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     ACROSS: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
@@ -132,19 +132,19 @@ def _shrink(
     rank = across % RANKS
     start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
     slot = block * ROWS + tl.arange(0, ROWS)[:, None]
-    place = tl.load(places + block)
+    adapter_slot = tl.load(adapter_slots + block)
     row = tl.load(members + slot)
     if beside:
         begin_early(overlap)
     else:
         begin(overlap)
-    if place >= 0:
+    if adapter_slot >= 0:
         there = (row >= 0) & (row < rows)
         at = given.x + row.to(tl.int64) * inputs
-        counts = tl.load(given.tiles + place * PLACE_IN_TABLE + part)
+        counts = tl.load(given.tiles + adapter_slot * SLOT_STRIDE + part)
         count = tl.max(counts) if TOGETHER > 1 else counts
         for tile in range(tl.maximum(count, 1)):  # the first without waiting for how many there are
-            of = given.a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
+            of = given.a + (((adapter_slot * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
             acc = tl.zeros([ROWS, ACROSS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
                 here = start + first + k
@@ -161,7 +161,7 @@ def _shrink(
             tl.debug_barrier()  # all warps have written before one of them says so
             if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
                 tl.debug_barrier()
-                scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
+                scale = tl.load(given.scales + adapter_slot * SLOT_STRIDE + part)
                 for tile in range(count):
                     own = part * TILES + tile
                     of = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
@@ -191,7 +191,7 @@ def shrink(
     slots, many = shrunk.shape[3], blocks.size > BLOCK
     together = sizes.parts if many else 1  # few rows gain more from more programs
     _shrink[slots // blocks.size, sizes.leaves * sizes.splits, sizes.parts // together](
-        given, shrunk, blocks.places, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
+        given, shrunk, blocks.adapter_slots, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
         **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
         adds=adds, scaled=scaled, beside=beside, **options(num_warps=4 if many else 2, num_stages=3 if many else 4),
     )  # fmt: skip
