@@ -133,10 +133,10 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
 
 def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
     """On one GPU; tests/cuda/test_tensor_parallel.py covers two."""
-    leaves = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
-    found, base = answers(leaves, adapters), answers(leaves, [None])
+    split = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
+    found, base = answers(split, adapters), answers(split, [None])
     for at in (0, 1, 5, 14, 47):
-        assert answers(leaves, adapters, [at]) == [found[at]]
+        assert answers(split, adapters, [at]) == [found[at]]
     assert base == answers(made(model, tp_invariant=True), [None])
     assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
 

@@ -212,18 +212,18 @@ def parts(weight, rows, columns):
     return replace(cut, **{name: getattr(cut, name).cuda() for name in names})
 
 
-LEAVES = [FP8, STATIC, BLOCKS, *WHOLE]
+K_SPLITS = [FP8, STATIC, BLOCKS, *WHOLE]
 
 
-@pytest.mark.parametrize("scheme", LEAVES, ids=named)
-def test_leaves_have_the_bits_of_their_reference(scheme):
+@pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
+def test_k_splits_have_the_bits_of_their_reference(scheme):
     """Nothing is rejected, so what was chosen first serves."""
     shape, configs = LinearShape(1152, 4 * 512, scheme=scheme, splits=4), KernelConfigs()
     assert all(settle(configs, [(shape, ROWS)]).values())
     assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows) for rows in ROWS]
 
 
-@pytest.mark.parametrize("scheme", LEAVES, ids=named)
+@pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
 def test_what_ranks_add_has_the_bits_of_one(scheme):
     """Also for K splits of no whole number of K steps, where scales allow them."""
     outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
@@ -265,7 +265,7 @@ def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
             assert all(torch.equal(each, one) for each in on_ranks(world, layer, exchanges=2))
 
 
-def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
+def test_k_splits_have_the_same_bits_in_graphs_eager_and_in_any_batch():
     options = {"quantization": "fp8", "tp_invariant": True, "max_num_seqs": 4, "max_model_len": 128}
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
     prompts, found = ["def add(a, b):", "class Stack:", "import os"], []

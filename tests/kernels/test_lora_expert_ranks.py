@@ -135,11 +135,11 @@ def right(dtype: torch.dtype) -> Tensor:
                 if (factors := own.get(3 * expert + part)) is not None:
                     halves[part] = add_delta(half, delta(row, factors))
             inner = (F.silu(halves[0].float()).to(dtype).float() * halves[1].float()).to(dtype)
-            for leaf, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
-                given[leaf, token, slot] = mine.float() @ columns.float().T
+            for k_split, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
+                given[k_split, token, slot] = mine.float() @ columns.float().T
             if (factors := own.get(3 * expert + 2)) is not None:
                 more[token, slot] = delta(inner, factors, 4)
-    return add_delta(tree_sum([combine(leaf, shares) for leaf in given]).to(dtype), combine(more, shares))
+    return add_delta(tree_sum([combine(k_split, shares) for k_split in given]).to(dtype), combine(more, shares))
 
 
 @pytest.mark.parametrize(("block", "dtype", "worlds"), [(1, torch.bfloat16, [2]), (16, torch.float32, [2, 4])], ids=str)

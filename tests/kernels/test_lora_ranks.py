@@ -56,12 +56,12 @@ def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank
 
 
 def by_columns(
-    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
+    world: int, inputs: int, dtype: torch.dtype, k_splits: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
     scheme: Scheme | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the outputs of a layer on each of ``world`` ranks; they share its inputs.
 
-    It has ``leaves`` K splits, and is quantized if there is a ``scheme``.
+    It has ``k_splits`` K splits, and is quantized if there is a ``scheme``.
     """
     x, given = make(inputs, dtype)
     weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
@@ -77,7 +77,7 @@ def by_columns(
             own = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
         term = LowRank((OUTPUTS,), SLOTS, 40, layers.name_of(dtype), shared="inputs")
         made: Any = layers.linear(
-            backend, own, bias, order=layers.splits(leaves // ranks.world, ranks.rank, leaves), terms=(term,),
+            backend, own, bias, order=layers.splits(k_splits // ranks.world, ranks.rank, k_splits), terms=(term,),
             context=LayerContext(ranks, rows),
         )  # fmt: skip
         for slot, each in enumerate(given):
@@ -121,9 +121,9 @@ def test_what_is_added_is_the_references(dtype):
         torch.testing.assert_close(one[mine], right, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
 
 
-def test_leaves_that_follow_the_number_of_ranks_have_other_bits():
+def test_k_splits_that_follow_the_number_of_ranks_have_other_bits():
     """Negative control of the test of bits: a rank adds its inputs in one sum."""
-    found = [by_columns(world, 4 * 150, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
+    found = [by_columns(world, 4 * 150, torch.float32, k_splits=world)[0] for world in (1, 2, 4)]
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 

@@ -148,11 +148,11 @@ def split(
 
     ``among``: its adapters' first matrices are split too.
     """
-    ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
+    ranks, inputs, k_splits = Other(world, seen), 8192 // world, 4 // world
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
     rows = backend.adapters.rows(max(ROWS), SLOTS) if adapted else None
     own = terms(adapted, [4096], dtype, shared="ranks" if among else "inputs")
-    value = value_of(scheme, 4096, inputs, dtype, order=SumOrder(4, (0, leaves)), terms=own)
+    value = value_of(scheme, 4096, inputs, dtype, order=SumOrder(4, (0, k_splits)), terms=own)
     layer = backend.layer(value, LayerWeights(weight(scheme, 4096, inputs, dtype=dtype)), LayerContext(ranks, rows))
     return Made(lambda count: layer(x[:count]), rows)
 

@@ -83,10 +83,10 @@ def found(only: str) -> dict[str, str]:
         cells[f"{name}, elsewhere"] = lambda s=shape: ranges(lambda rows: KernelConfigs()(s, rows))
         cells[f"{name}, reference"] = lambda s=shape: _short(reference(s))
         if not shape.gated and shape.inputs % 4 == 0:
-            for leaves in (1, 2, 4):
-                of = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype, scheme=shape.scheme, splits=leaves)
-                cells[f"{name}, {leaves} splits"] = lambda c=configs, s=of: ranges(lambda rows: c(s, rows))
-                cells[f"{name}, {leaves} splits, reference"] = lambda s=of: _short(reference(s))
+            for k_splits in (1, 2, 4):
+                of = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype, scheme=shape.scheme, splits=k_splits)
+                cells[f"{name}, {k_splits} splits"] = lambda c=configs, s=of: ranges(lambda rows: c(s, rows))
+                cells[f"{name}, {k_splits} splits, reference"] = lambda s=of: _short(reference(s))
     for scheme in SCHEMES.values():
         for dtype in DTYPES:
             for sizes in EXPERTS:

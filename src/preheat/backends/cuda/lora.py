@@ -123,11 +123,11 @@ class Factors:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        leaves: int = 1,
+        k_splits: int = 1,
         among: RankSums = RankSums(),  # noqa: B008 - it has no state
     ) -> None:
         parts, tiles = len(outputs), -(-max_rank // TILE)
-        self._among, self._sizes = among, ShrinkSizes(inputs, parts, -(-tiles // among.world), leaves)
+        self._among, self._sizes = among, ShrinkSizes(inputs, parts, -(-tiles // among.world), k_splits)
         self.bounds = np.cumsum([0, *outputs]).tolist()
         self._a = torch.zeros(adapter_slots, self._sizes.tiles, parts, TILE, inputs, dtype=dtype, device=device)
         self._b = torch.zeros(adapter_slots, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
@@ -148,7 +148,7 @@ class Factors:
         assert value.groups.experts or len(outputs) <= MOST_PARTS
         among = ranks if term.shared == "ranks" and isinstance(ranks, RankSums) else RankSums()
         splits = value.order.own_k_splits if value.order.is_split and not value.groups.experts else 1
-        return cls(value.inputs, outputs, term.slots, term.rank, held, device, leaves=splits, among=among)
+        return cls(value.inputs, outputs, term.slots, term.rank, held, device, k_splits=splits, among=among)
 
     @property
     def bytes(self) -> int:
@@ -199,7 +199,7 @@ class Factors:
         They have room for the sums and for the shrunk rows.
         """
         slots, sizes = blocks.count(len(x)) * blocks.size, self._sizes
-        room = sizes.parts, sizes.tiles, sizes.leaves * sizes.splits, slots, TILE
+        room = sizes.parts, sizes.tiles, sizes.k_splits * sizes.splits, slots, TILE
         sums = x.new_empty(room, dtype=torch.float32)
         shrunk = x.new_empty(1, sizes.parts, sizes.tiles, slots, TILE, dtype=torch.float32)
         given = Shrinking(x, self._a, sums, self._own, self._scales, blocks.arrived)

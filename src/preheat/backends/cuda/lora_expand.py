@@ -87,7 +87,7 @@ def _tile_of(out, adapter_slot, tile, adapters, height, TILES: tl.constexpr, RAN
 @triton.jit
 def _shrunk_of(
     slot, tile, adapter_slot, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
-    PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Return the shrunk rows in ``slot``, [ranks, rows], for a tile of ranks of the adapter in ``adapter_slot``."""
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
@@ -95,8 +95,8 @@ def _shrunk_of(
         at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
         found = tl.load(adapters.shrunk + at)
     else:
-        at = ((own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
-        found = added_up(adapters.shrunk + at, slots * RANKS, LEAVES, SPLITS)
+        at = ((own * K_SPLITS * SPLITS * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        found = added_up(adapters.shrunk + at, slots * RANKS, K_SPLITS, SPLITS)
         found *= tl.load(adapters.scales + adapter_slot * SLOT_STRIDE + part)
     return found.T
 
@@ -104,7 +104,7 @@ def _shrunk_of(
 @triton.jit
 def _expanded(
     result, ws, out, slot, adapter_slot, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Return ``result`` [outputs, rows] with the term of the adapter in ``adapter_slot``.
 
@@ -112,13 +112,13 @@ def _expanded(
     parts.
     """
     if count > 0:
-        shrunk = _shrunk_of(slot, 0, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS)
+        shrunk = _shrunk_of(slot, 0, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, K_SPLITS, SPLITS)
         acc = times(ws, shrunk, tl.zeros(result.shape, tl.float32))
         if TILES > 1:
             for tile in tl.range(1, count, num_stages=1):
                 more = _tile_of(out, adapter_slot, tile, adapters, height, TILES, RANKS, True)
                 shrunk = _shrunk_of(
-                    slot, tile, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS
+                    slot, tile, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, K_SPLITS, SPLITS
                 )
                 acc = times(more, shrunk, acc)
         result = rounded(plus(result.to(tl.float32), acc), result)
@@ -142,7 +142,7 @@ def _column_of(column, adapters, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
     WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write a tile [COLUMNS, ROWS] of ``z``, with the rows of one block.
@@ -201,12 +201,12 @@ def _expand(
             up = tl.load(at + columns, mask=stored, other=0.0)
         result = _expanded(
             result, ws, of, slot, adapter_slot, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS,
-            LEAVES, SPLITS,
+            K_SPLITS, SPLITS,
         )  # fmt: skip
         if gated:
             up = _expanded(
                 up, ws_up, of + columns, slot, adapter_slot, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD,
-                PARTS, LEAVES, SPLITS,
+                PARTS, K_SPLITS, SPLITS,
             )  # fmt: skip
             result = silu_mul(result, up)
         tl.store(to, result, mask=stored)
@@ -238,7 +238,7 @@ def expand(
     width, warps = (WIDTH, WARPS) if outputs < HEAD_OUTPUTS else (HEAD_WIDTH, HEAD_WARPS)
     _expand[sum(triton.cdiv(part, width) for part in parts), blocks](
         y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=width, ROWS=size,
-        WORLD=world, PARTS=stacked, LEAVES=sums.leaves if sums else 1, SPLITS=sums.splits if sums else 0,
+        WORLD=world, PARTS=stacked, K_SPLITS=sums.k_splits if sums else 1, SPLITS=sums.splits if sums else 0,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=warps, num_stages=2),
     )  # fmt: skip

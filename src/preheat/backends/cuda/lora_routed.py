@@ -240,7 +240,7 @@ def _row_of(slot, rows_of, experts, BLOCKED: tl.constexpr):
 def _shrink_slots(
     x, a, shrunk, tiles, rows_of, experts, members, adapter_slots, rows, size, inputs,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
-    LEAVES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    K_SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
     """Write ``shrunk`` [tile of ranks, slot, rank] for one slot and tile.
@@ -258,9 +258,9 @@ def _shrink_slots(
             of = a + (top + rank)[:, None] * inputs
             at, step = x + row.to(tl.int64) * size + lanes * 0, rows.to(tl.int64) * size
             total = _sum_of_parts(at, of, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
-            if LEAVES >= 2:
+            if K_SPLITS >= 2:
                 total += _sum_of_parts(at + step, of + size, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
-            if LEAVES == 4:
+            if K_SPLITS == 4:
                 at += 2 * step
                 of += 2 * size
                 right = _sum_of_parts(at, of, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
@@ -338,7 +338,7 @@ def shrink_slots(kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
     shrunk = a.new_empty(a.shape[1], slots, TILE, dtype=torch.float32)
     _shrink_slots[slots, len(shrunk)](
         kept.rows, a, shrunk, tiles, *kept.routed, blocks.slots, blocks.adapter_slots, rows, size, a.shape[4],
-        LEAVES=count, WIDTH=width, CHUNK=min(CHUNK, width), **_sizes(kept, factors),
+        K_SPLITS=count, WIDTH=width, CHUNK=min(CHUNK, width), **_sizes(kept, factors),
         **options(num_warps=4, num_stages=3),
     )  # fmt: skip
     return shrunk
