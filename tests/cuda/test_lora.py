@@ -220,7 +220,7 @@ def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [INPUTS, 1000, 64])
-def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> None:
+def test_the_added_term_equals_the_reference(dtype: torch.dtype, inputs: int) -> None:
     made, rows = layer(dtype, inputs)
     x, y = noise(50, inputs, seed=1).to(dtype), noise(50, sum(OUTPUTS), seed=2).to(dtype)
     given = [((noise(23, inputs, seed=part) / 30).to(dtype), noise(size, 23, seed=9 + part).to(dtype), 0.7)
@@ -237,7 +237,7 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "fp8"])
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation: Any, kind: str) -> None:
+def test_shrinking_beside_a_layer_has_the_bits_of_one_launch_after_another(activation: Any, kind: str) -> None:
     """With each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
     CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
@@ -274,7 +274,7 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
 @pytest.mark.parametrize("rank", [16, 40])
 @pytest.mark.parametrize("outputs", [(640, 128, 256), (128, 384), (1536, 1536)], ids=str)
 @pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6), Wide(128, 256, 4)], ids=str)
-def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
+def test_the_kernel_for_many_rows_adds_terms_like_a_separate_launch(
     choice: Wide, outputs: tuple[int, ...], rank: int
 ) -> None:
     """Also for tiles of two parts, parts without adapter matrices, and adapters of several rank tiles."""
@@ -350,7 +350,7 @@ def test_room_for_more_ranks_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     """All rows at once are in long blocks."""
     made, rows = layer(dtype)
     total = MANY_ROWS + 188

@@ -142,7 +142,7 @@ def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapt
 
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "qwen2 moe"])
-def test_in_fp32_probabilities_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+def test_in_fp32_probabilities_equal_the_probabilities_of_a_cpu(family: str, tmp_path: Path) -> None:
     """Compare the next token of prompts of several lengths; a CPU agrees with PEFT (tests/cpu/test_lora.py)."""
     save_checkpoint(MODELS[family], tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))

@@ -68,7 +68,7 @@ def shape_of(scheme, outputs=1152, inputs=896, gated=False):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, *WHOLE], ids=named)
-def test_what_serves_has_the_bits_of_the_reference(scheme, size):
+def test_chosen_kernels_have_the_bits_of_the_reference(scheme, size):
     hopper = torch.cuda.get_device_capability()[0] == 9
     shape, configs = shape_of(scheme, *size), KernelConfigs(hopper=hopper)
     chosen = [(rows, configs(shape, rows)) for rows in ROWS]
@@ -119,7 +119,7 @@ def test_few_rows_on_hopper_have_the_bits_of_the_reference(scheme, more, size, b
 
 
 @pytest.mark.parametrize("scheme", WHOLE, ids=named)
-def test_weights_are_those_of_the_reference_in_torch(scheme):
+def test_weights_equal_the_reference_in_torch(scheme):
     weight = quantization.empty_weight(scheme, 40, 256, dtype=torch.bfloat16, device=torch.device("cuda"))
     weight.codes.copy_(noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda())
     weight.scales.uniform_(0.5, 2)
@@ -224,7 +224,7 @@ def test_k_splits_have_the_bits_of_their_reference(scheme):
 
 
 @pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
-def test_what_ranks_add_has_the_bits_of_one(scheme):
+def test_the_sum_over_ranks_has_the_bits_of_one_rank(scheme):
     """Also for K splits of no whole number of K steps, where scales allow them."""
     outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
     whole, backend = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend()
@@ -244,7 +244,7 @@ def test_what_ranks_add_has_the_bits_of_one(scheme):
 
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
-def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
+def test_the_sum_of_experts_over_ranks_has_the_bits_of_one_rank(scheme):
     hidden, inner, count, backend = 256, 512, 8, CudaBackend()
     gate_up = random_layer(scheme, count, 2 * inner, hidden, dtype=torch.bfloat16)
     down = random_layer(scheme, count, hidden, inner, dtype=torch.bfloat16, seed=1)
@@ -282,7 +282,7 @@ def test_k_splits_have_the_same_bits_in_graphs_eager_and_in_any_batch():
 
 
 @pytest.mark.parametrize("batches", [1, 7])
-def test_the_engine_says_the_same_alone_and_in_company(batches):
+def test_the_engine_gives_the_same_answers_alone_and_in_a_batch(batches):
     """The check at boot proves every path; a blocked boot raises."""
     llm = LLM(quantization="fp8", max_num_seqs=8, max_model_len=256, skip_warmup=False)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)

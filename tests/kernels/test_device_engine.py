@@ -99,7 +99,7 @@ def assert_close(found: list[dict[int, Logprob] | None] | None, expected: list[d
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected):
+def test_a_step_ahead_the_answers_equal_the_answers_of_the_cpu(model, expected):
     engine = LLM(model, **OPTIONS)
     assert isinstance(engine.loop.executor.sampler, CudaSampler)
     assert engine.loop.overlap
@@ -146,7 +146,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("config", [{"method": "ngram"}, {"model": "itself"}], ids=["right or wrong", "draft model"])
-def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
+def test_with_drafts_the_answers_equal_the_answers_of_the_cpu(model, expected, config):
     """Two of three drafts of the stand-in are right; a draft model drafts its own tokens."""
     config = {key: value if key == "method" else model for key, value in config.items()}
     names = list(REQUESTS)[: 4 if "method" in config else 3]
@@ -162,7 +162,7 @@ def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_head_says_what_plain_torch_says(tmp_path):
+def test_the_heads_logits_equal_plain_torch(tmp_path):
     """A head of EAGLE-3 reads the features that steps on the device keep.
 
     The answers are the same as without it.
@@ -230,7 +230,7 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("k_splits", [False, True])
-def test_adapters_beside_rows_without_one_in_places_that_change(k_splits, tmp_path):
+def test_adapters_that_change_slots_beside_rows_without_an_adapter(k_splits, tmp_path):
     """Two adapter slots serve three adapters: one is put into its slot while others decode.
 
     Answers are the CPU's. A variant has the sums of ranks and adapted experts.
@@ -264,7 +264,7 @@ def test_adapters_beside_rows_without_one_in_places_that_change(k_splits, tmp_pa
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_prompts_of_embeddings_are_those_of_their_tokens(model):
+def test_prompts_of_embeddings_have_the_answers_of_their_tokens(model):
     """The check of log-probabilities at boot passes, too."""
     engine = LLM(model, **OPTIONS, enable_prompt_embeds=True)
     table, chance = engine.loop.executor.decoder.weights.embedding, random.Random(1)

@@ -88,7 +88,7 @@ def run(made, rows, x: torch.Tensor, slots: list[int], turn: int = 0) -> torch.T
 
 @DTYPES
 @pytest.mark.parametrize("rank", [1, 16, 23])
-def test_what_is_added_is_the_references(rank, dtype):
+def test_the_added_term_equals_the_reference(rank, dtype):
     made, rows = layer(dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
@@ -120,7 +120,7 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
+def test_a_layer_with_float8_activations_reads_the_output_of_a_norm(activation):
     """The layer reads codes, adapters read the numbers before quantization."""
     scheme = Scheme(code="fp8", scales="channel", activations="token")
     weight = quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ def cancelling() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, f
     return x, given
 
 
-COMPANIES = {
+BATCHES = {
     "alone": [[row] for row in range(4)],  # one with each adapter, one without
     "together": [list(range(37))],
     "backwards": [list(range(37))[::-1]],
@@ -191,8 +191,8 @@ def all_together() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks", "with a head's programs"])
-@pytest.mark.parametrize("company", COMPANIES)
-def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
+@pytest.mark.parametrize("batches", BATCHES)
+def test_a_row_has_the_same_bits_in_any_batch_row_and_adapter_slot(batches, how, monkeypatch):
     """Neither the program that adds up a shrunk row nor the outputs of a program matter."""
     x, given = cancelling()
     expected = all_together()
@@ -206,7 +206,7 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, mon
     for slot, each in enumerate(given):
         put(other, (slot + 1) % SLOTS, each)
     moved = [slot if slot < 0 else (slot + 1) % SLOTS for slot in WHOSE]
-    for turn, group in enumerate(COMPANIES[company]):
+    for turn, group in enumerate(BATCHES[batches]):
         found = run(other, theirs, x[group].contiguous(), [moved[row] for row in group], turn % 2)
         assert torch.equal(found, expected[group])
 
@@ -235,7 +235,7 @@ def test_sums_in_another_order_have_other_bits(how, monkeypatch):
 
 @DTYPES
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
+def test_the_activation_reads_the_sum_with_the_term(count, dtype, monkeypatch):
     """One launch gives the same bits as two, in long blocks as in short ones.
 
     There are ranks of one tile and of three, a part without matrices, rows without an adapter, and padding.
@@ -257,7 +257,7 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
 
 
 @DTYPES
-def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
+def test_writing_an_adapter_slot_only_copies_packed_matrices(dtype):
     """Packed matrices have the dtype and layout of the slot.
 
     So nothing else runs, and nothing is waited for.
@@ -288,7 +288,7 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
 
 
 @DTYPES
-def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
+def test_a_tokens_embedding_gets_the_term_of_its_adapter(dtype):
     """Tokens are ids of the step's own, one drawn last by the device, and rows that are no tokens.
 
     An image has such rows.
@@ -324,7 +324,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     assert torch.equal(alone[0], out[0])
 
 
-def test_what_was_there_before_is_gone():
+def test_a_rewritten_or_cleared_slot_keeps_nothing():
     made, rows = layer()
     x = noise(5, INPUTS, seed=5).bfloat16()
     small, large = factors(5, 0, 1), factors(37, 0, 3)

@@ -143,7 +143,7 @@ def right(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("block", "dtype", "worlds"), [(1, torch.bfloat16, [2]), (16, torch.float32, [2, 4])], ids=str)
-def test_what_ranks_add_has_the_bits_of_one_and_is_the_references(block, dtype, worlds):
+def test_the_sum_over_ranks_has_the_bits_of_one_rank_and_equals_the_reference(block, dtype, worlds):
     (one,) = run(1, dtype, block)
     for world in worlds:
         assert all(torch.equal(each, one) for each in run(world, dtype, block))
@@ -155,7 +155,7 @@ def test_what_ranks_add_has_the_bits_of_one_and_is_the_references(block, dtype, 
     assert alike == [adapter_slot < 0 for adapter_slot in WHOSE]
 
 
-def test_a_row_has_the_same_bits_alone_in_any_place_room_and_block():
+def test_a_row_has_the_same_bits_in_any_batch_adapter_slot_and_block():
     (one,) = run(1, torch.float32)
     for rows, block in (([0], 1), ([4, 3, 2], 32)):
         (found,) = run(1, torch.float32, block, rows=rows, order=(3, 1), adapter_slots=4)

@@ -181,7 +181,7 @@ def equal_rows(found, right) -> list[bool]:
 
 
 @CASES
-def test_what_is_added_is_the_references(block, kind):
+def test_the_added_term_equals_the_reference(block, kind):
     error = errors(mixed(kind, block), kind)
     assert (error < (1e-5 if kind == torch.float32 else 1e-2)).all(), error
     more = (reference(kind) - reference(kind, adapted=False)).abs().amax(1)
@@ -206,26 +206,26 @@ def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, kind):
         assert torch.equal(experts(x, logits), experts.by(experts.configs.experts(experts.shape, len(x)), x, logits))
 
 
-COMPANIES = {
+BATCHES = {
     "alone": [[row] for row in range(4)], "backwards": [list(range(TOKENS))[::-1]],
     "in two": [list(range(5)), list(range(5, TOKENS))], "few": [[0], [3, 1]],
 }  # fmt: skip
 
 
 ALONG = [
-    (company, block, DTYPES[(one + other) % 2])
-    for one, company in enumerate(["alone", "backwards", "in two"])
+    (batches, block, DTYPES[(one + other) % 2])
+    for one, batches in enumerate(["alone", "backwards", "in two"])
     for other, block in enumerate(BLOCKS)
 ]
-"""Every company in every block; each company and each block has both dtypes, in turns."""
+"""The batches in every block; each entry and each block has both dtypes, in turns."""
 
 
-@pytest.mark.parametrize(("company", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
-def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, block, kind):
+@pytest.mark.parametrize(("batches", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
+def test_a_row_has_the_same_bits_in_any_batch_adapter_slot_and_block(batches, block, kind):
     (x, logits), expected = tokens(kind), mixed(kind, 16)
     order = (3, 0, 4)
     other = made(kind, slots=5, max_rank=50, order=order)
-    for group in COMPANIES[company]:
+    for group in BATCHES[batches]:
         whose = [order[WHOSE[row]] if WHOSE[row] >= 0 else -1 for row in group]
         rows = as_a_norm_gives(x[group], kind)
         assert torch.equal(run(other, config(kind, block), rows, logits[group], whose), expected[group])
@@ -266,7 +266,7 @@ def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
     assert equal_rows(found, expected) == [slot <= 0 for slot in WHOSE]
 
 
-def test_adapters_that_read_what_was_quantized_are_seen(monkeypatch):
+def test_adapters_that_read_quantized_numbers_are_noticed(monkeypatch):
     """The comparison with the reference shows it."""
     (x, logits), few, found = tokens(FP8), slice(0, 2), mixed(FP8, 16).clone()
     monkeypatch.setattr(moe, "plain_rows", lambda rows: (rows.codes.float() * rows.scales).bfloat16())
@@ -297,7 +297,7 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
     assert equal_rows(run(given, how, x, logits, WHOSE[few]), plain) == [False] * 3
 
 
-def test_a_place_that_is_cleared_adds_nothing():
+def test_a_cleared_slot_adds_nothing():
     kind = torch.float32
     (x, logits), given = tokens(kind), made(kind)
     given[0].slots.clear(0)

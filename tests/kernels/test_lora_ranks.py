@@ -91,7 +91,7 @@ def by_columns(
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [4 * 16, 4 * 150, 4 * 256])
-def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs, dtype):
+def test_ranks_of_a_layer_divided_by_columns_have_the_bits_of_one_rank(inputs, dtype):
     (one,) = by_columns(1, inputs, dtype)
     for world in (2, 4):
         assert all(torch.equal(each, one) for each in by_columns(world, inputs, dtype))
@@ -109,7 +109,7 @@ def test_beside_float8_too():
 
 
 @DTYPES
-def test_what_is_added_is_the_references(dtype):
+def test_the_added_term_equals_the_reference(dtype):
     inputs = 4 * 150
     x, given = plain_numbers(inputs, dtype)
     one, plain = (by_columns(1, inputs, dtype, whose=each, make=plain_numbers)[0] for each in (WHOSE, [-1] * ROWS))
