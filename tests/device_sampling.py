@@ -155,7 +155,7 @@ def told_like_the_likeliest(logits: torch.Tensor) -> None:
             assert told_on(logits[row : row + 1], {0: order[row]}) == [entry]
 
 
-def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def keyed_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant noise keyed by a row's place in the step."""
     pack = SamplerLayout.pack
 

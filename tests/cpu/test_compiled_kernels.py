@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
+from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_fp8, linear_hopper_small_m
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.lora import _add_roots, _gather
@@ -50,7 +50,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 232_448
 """Bytes of shared memory that a program may have."""
 FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS", "size")
-NUMBERS += ("leaf_bytes", "expert_scales", "y_leaf")
+NUMBERS += ("expert_scales",)
 TYPES = {
     **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*fp32", "index": "*i32",
     **dict.fromkeys(("x", "y", "weight", "residual", "out"), "*bf16"), "share": "fp32", "eps": "fp32", "codes": FP8,
@@ -145,13 +145,13 @@ def test_k_splits_use_the_instructions_of_whole_layers(code):
     weight, form = stored("*u8", None), CodesForm(four=True, group=0, even=True)
     if code == "fp8":
         weight, form = W8A8, Float8Form(grouped=False, x_grouped=False, w_grouped=False, even=True)
-    whole, leaves = (
+    whole, split = (
         multiplied(tile.warps, tile.stages, weight, form, (tile.outputs, tile.rows, tile.inputs, n), y="*fp32")
         for n in (1, 4)
     )
-    assert instructions(whole) == instructions(leaves) and len(instructions(leaves)) == 1
-    assert whole.asm["ptx"].count("wgmma.mma_async") == leaves.asm["ptx"].count("wgmma.mma_async")
-    assert widths(whole) == widths(leaves)
+    assert instructions(whole) == instructions(split) and len(instructions(split)) == 1
+    assert whole.asm["ptx"].count("wgmma.mma_async") == split.asm["ptx"].count("wgmma.mma_async")
+    assert widths(whole) == widths(split)
 
 
 def test_parts_of_rows_are_quantized_by_maxima_of_all_ranks():
@@ -166,20 +166,20 @@ def test_parts_of_rows_are_quantized_by_maxima_of_all_ranks():
 ADAPTERS = {
     "given": Shrinking("*bf16", "*bf16", "*fp32", "*i32", "*fp32", "*i32"),
     "adapters": Expansion("*fp32", "*bf16", *["*i32"] * 4, "*fp32", *["*i32"] * 4), "z": "*bf16", "shrunk": "*fp32",
-    **dict.fromkeys(("places", "members"), "*i32"), "slots": "i32", "size": "i32",
+    **dict.fromkeys(("adapter_slots", "members"), "*i32"), "slots": "i32", "size": "i32",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("leaves", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
-def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
+@pytest.mark.parametrize(("k_splits", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
+def test_adapters_shrink_by_the_matrix_unit(k_splits, rows, together):
     """Adapters shrink by one instruction, for few rows and for many.
 
     With many rows, one product has all parts of a layer.
     """
-    sizes = ShrinkSizes(4096, 3, 2, leaves).constants
+    sizes = ShrinkSizes(4096, 3, 2, k_splits).constants
     found = compiled(
         _shrink, 4, 3, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
-        adds=rows == 32, scaled=leaves == 1, beside=True,
+        adds=rows == 32, scaled=k_splits == 1, beside=True,
     )  # fmt: skip
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
@@ -188,7 +188,7 @@ def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
 @pytest.mark.parametrize("rows", [16, 32])
 def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
     sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
-    sizes |= {"LEAVES": 1, "SPLITS": 8 if rows == 16 else 0}
+    sizes |= {"K_SPLITS": 1, "SPLITS": 8 if rows == 16 else 0}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=gated, chosen=False)
     assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
 
@@ -200,7 +200,7 @@ def test_expanded_terms_are_added_behind_the_matrix_unit(tiles):
     The layer's output is added behind it.
     """
     sizes = {"TILES": tiles, "RANKS": 16, "COLUMNS": 128, "ROWS": 16, "WORLD": 1, "PARTS": 3, "WHOLE": True}
-    sizes |= {"LEAVES": 1, "SPLITS": 8}
+    sizes |= {"K_SPLITS": 1, "SPLITS": 8}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=False, chosen=False)
     begins = re.search(r"tt\.dot %\w+, %\w+, (%\w+)", found.asm["ttir"])
     assert begins and re.search(rf"{begins[1]} = arith\.constant dense<0\.0+e\+00>", found.asm["ttir"])
@@ -235,14 +235,14 @@ def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
 
 
 def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles():
-    types = {"places": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
+    types = {"adapter_slots": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
     types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
     found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)
     assert ".target sm_90a" in found.asm["ptx"] and "atom" not in found.asm["ptx"]
 
 
 def test_adapters_of_embeddings_compile():
-    integers = dict.fromkeys(("sequences", "last_token", "own", "places", "members", "tiles"), "*i32")
+    integers = dict.fromkeys(("sequences", "last_token", "own", "adapter_slots", "members", "tiles"), "*i32")
     types = {"a": "*bf16", "shrunk": "*fp32", "scales": "*fp32", "slots": "i32", "vocab": "i32", **integers}
     found = compiled(_gather, 1, 1, types, TILES=2, ROWS=16, RANKS=16)
     assert ".target sm_90a" in found.asm["ptx"] and "st.global" in found.asm["ptx"]
@@ -252,7 +252,7 @@ def test_adapters_of_embeddings_compile():
 @pytest.mark.parametrize("blocked", [1, 32])
 def test_adapters_of_experts_compile(blocked, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype, "shrunk": "*fp32", "scales": "*fp32", "most": "i32"}
-    types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32") | {"height": "i32"}
+    types = floats | dict.fromkeys(("tiles", "slots", "adapter_slots"), "*i32") | {"height": "i32"}
     sizes = {**EXPERTS, "BLOCKED": blocked, "PARTS": 2, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
     more = {"WIDTH": 512, "CHUNK": 128, "EVEN": True, "gathered": dtype == "*bf16"}
     shrink = compiled(_shrink_experts, 4, 3, types, **sizes, **more)
@@ -263,28 +263,32 @@ def test_adapters_of_experts_compile(blocked, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-@pytest.mark.parametrize(("blocked", "leaves", "world"), [(1, 4, 1), (32, 2, 2), (32, 1, 4)])
-def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dtype):
+@pytest.mark.parametrize(("blocked", "k_splits", "world"), [(1, 4, 1), (32, 2, 2), (32, 1, 4)])
+def test_adapters_of_experts_that_ranks_share_compile(blocked, k_splits, world, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype} | dict.fromkeys(("shrunk", "parts", "weights"), "*fp32")
-    types = floats | dict.fromkeys(("tiles", "rows_of", "members", "places"), "*i32") | {"size": "i32", "stride": "i32"}
+    types = (
+        floats
+        | dict.fromkeys(("tiles", "rows_of", "members", "adapter_slots"), "*i32")
+        | {"size": "i32", "stride": "i32"}
+    )
     types["scales"] = "*fp32"
     sizes = {**EXPERTS, "BLOCKED": blocked, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
-    shrink = compiled(_shrink_slots, 4, 3, types, **sizes, LEAVES=leaves, WIDTH=256, CHUNK=128)
+    shrink = compiled(_shrink_slots, 4, 3, types, **sizes, K_SPLITS=k_splits, WIDTH=256, CHUNK=128)
     expand = compiled(_expand_tokens, 4, 2, types, **sizes, WORLD=world, COLUMNS=128)
     if dtype == "*bf16":
         assert instructions(shrink) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
         assert len(instructions(expand)) == 1
 
 
-@pytest.mark.parametrize(("gated", "gathered", "arranged", "leaves"), [
+@pytest.mark.parametrize(("gated", "gathered", "arranged", "k_splits"), [
     (False, False, False, 1), (True, True, True, 1), (False, True, True, 1), (False, False, True, 4),
 ])  # fmt: skip
-def test_experts_compile(gated, gathered, arranged, leaves):
+def test_experts_compile(gated, gathered, arranged, k_splits):
     """Expert kernels compile.
 
     The first layer gathers rows, and beside adapters it is not gated.
     """
-    routed, sizes = RoutedForm(128, 8, gathered, arranged), (64, 16, 128, leaves)
+    routed, sizes = RoutedForm(128, 8, gathered, arranged), (64, 16, 128, k_splits)
     whole = Float8Form(grouped=False, x_grouped=False, w_grouped=False, even=True)
     found = multiplied(4, 4, W8A8, whole, sizes, gated=gated, experts=routed)
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
@@ -414,13 +418,13 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated)
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32], ids=str)
 def test_few_rows_multiply_codes_in_registers(rows, gated, scales):
     """Products go one after the other into one sum, and nothing is spilled to shared memory between them."""
-    kernel = linear_hopper_few._few_codes
+    kernel = linear_hopper_small_m._small_m_codes
     x, groups = torch.empty(1, 1024, dtype=torch.bfloat16), torch.empty(8, 512)
     given = {
-        "x": linear_hopper_few._chunks(x, 4, rows),
-        "codes": linear_hopper_few._rows(torch.empty(512, 512, dtype=torch.uint8), gated, 128),
-        "scales": linear_hopper_few._pairs(groups.to(scales), gated, (2, 4, 2, 8)),
-        "zeros": linear_hopper_few._pairs(groups, gated, (2, 4, 2, 8)),
+        "x": linear_hopper_small_m._chunks(x, 4, rows),
+        "codes": linear_hopper_small_m._rows(torch.empty(512, 512, dtype=torch.uint8), gated, 128),
+        "scales": linear_hopper_small_m._pairs(groups.to(scales), gated, (2, 4, 2, 8)),
+        "zeros": linear_hopper_small_m._pairs(groups, gated, (2, 4, 2, 8)),
     }  # fmt: skip
     constants = {"gated": gated, "GROUP": 128, "STAGES": 3, "overlap": True}
     found = of_gluon(kernel, given, constants, maxnreg=80)
@@ -438,10 +442,10 @@ def test_few_rows_of_float8_sum_128_products_from_zero(gated):
     x, weight = (torch.empty(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (1, 512))
     given = {
         "x": descriptor(x.view(1, -1, 128).transpose(0, 1), 1, 8, 128),
-        "codes": linear_hopper_few._rows(weight, gated, 128),
+        "codes": linear_hopper_small_m._rows(weight, gated, 128),
     }
     found = of_gluon(
-        linear_hopper_few._few_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
+        linear_hopper_small_m._small_m_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
         enable_fp_fusion=False,
     )  # fmt: skip
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"}

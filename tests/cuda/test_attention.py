@@ -102,7 +102,7 @@ def test_blocks(whole, paged, block_size):
     assert torch.equal(other.decode([(4, 1299), (3, 510)]), torch.stack([outputs[4][1299], outputs[3][510]]))
 
 
-def test_what_unused_slots_hold_reaches_nothing(whole, paged):
+def test_numbers_in_unused_slots_reach_no_output(whole, paged):
     made, outputs = whole
     other = paged.Pages(made.shape, LENGTHS, 32, device="cuda")
     other.qkv = list(made.qkv)
@@ -110,7 +110,7 @@ def test_what_unused_slots_hold_reaches_nothing(whole, paged):
 
 
 @pytest.mark.parametrize("at", [200, 511, 1000])
-def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, paged, at):
+def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(whole, paged, at):
     made, outputs = whole
     other = paged.Pages(made.shape, LENGTHS, 128, device="cuda")
     other.qkv = [qkv.clone() for qkv in made.qkv]
@@ -118,7 +118,7 @@ def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, paged, at):
     paged.check_overflow(other, outputs, at)
 
 
-def test_a_value_that_is_stored_as_it_is_reaches_others(paged):
+def test_a_value_stored_without_a_bound_reaches_earlier_queries(paged):
     paged.check_overflow_is_found(paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, device="cuda"), 1001)
 
 

@@ -86,12 +86,12 @@ def copied(paged, made):
     return other
 
 
-def test_what_unused_slots_hold_reaches_nothing(paged, made):
+def test_numbers_in_unused_slots_reach_no_output(paged, made):
     paged.check_unused_slots(copied(paged, made), made.prefill(WHOLE).split(LENGTHS))
 
 
 @pytest.mark.parametrize("at", [200, 511, 1000])
-def test_a_value_that_is_not_finite_reaches_only_what_sees_it(paged, made, at):
+def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(paged, made, at):
     paged.check_overflow(copied(paged, made), made.prefill(WHOLE).split(LENGTHS), at)
 
 
@@ -128,7 +128,7 @@ def test_a_captured_call_reads_its_number_of_tiles_again(paged):
         assert out.isnan().all() if not tried else torch.equal(out, expected)
 
 
-def test_what_does_not_fit(paged):
+def test_shapes_that_do_not_fit_are_computed_too(paged):
     from preheat.backends.cuda import attention_hopper
 
     for shape, block in (((8, 1, 256), 64), ((8, 2, 128, torch.float32), 64), ((8, 2, 128), 32)):

@@ -61,7 +61,7 @@ def test_others_have_their_bits(loud, engine):
         assert answers(llm, params) == before
 
 
-def test_a_token_that_overflows_leaves_what_is_before_it_alone():
+def test_a_token_that_overflows_leaves_earlier_tokens_alone():
     """A later prompt with the same first block finds the block in the prefix cache."""
     llm = LLM(**OPTIONS, dtype="bfloat16", enforce_eager=True)  # a graph would read the old table
     decoder = llm.loop.executor.decoder

@@ -21,7 +21,7 @@ from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
 from tests.cpu.test_sampler_distribution import a_row, exact, sigmas
 from tests.cpu.test_sampler_invariance import KINDS
 from tests.device_sampling import (
-    keyed_by_place,
+    keyed_by_row,
     logits_of,
     logprobs_on,
     prepared,
@@ -71,7 +71,7 @@ def test_equals_the_host(spread: float, dtype: torch.dtype, duplicates: bool) ->
 
 @pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 20.0])
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-def test_scores_what_it_must(spread: float, temperature: float) -> None:
+def test_bounds_leave_out_no_winner(spread: float, temperature: float) -> None:
     """The tokens equal a race with a score for every token: bounds never leave out a winner."""
     settings = [{"temperature": temperature}, {"temperature": temperature, "min_p": 0.02}]
     some = rows_of(settings, spread=spread)
@@ -126,9 +126,9 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert differing(rows_of(SETTINGS * 3, vocab=20_001)) == 0
 
 
-def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_the_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: noise keyed by the row."""
-    keyed_by_place(monkeypatch)
+    keyed_by_row(monkeypatch)
     assert differing(rows_of(SETTINGS, vocab=20_001)) > 0
 
 

@@ -114,7 +114,9 @@ def test_blocks_of_others_are_noticed(small: LLM, monkeypatch: pytest.MonkeyPatc
     small.reset_prefix_cache()
 
 
-def test_weights_of_a_trainer_are_those_of_a_fresh_boot(model: str, fresh: tuple[str | None, list[Any]]) -> None:
+def test_weights_of_a_trainer_equal_the_weights_of_a_fresh_boot(
+    model: str, fresh: tuple[str | None, list[Any]]
+) -> None:
     """Transfer by gloo, from a thread; NCCL would need a GPU for the trainer, too."""
     llm = LLM(model, **OPTIONS, seed=0, weight_transfer_config={"backend": "gloo"})
     pairs, port = list(weights(llm, 1).items()), free_port()

@@ -79,7 +79,7 @@ def test_nothing_is_cold(llm: LLM, expected: list[Any]) -> None:
     assert record.misses == {}
 
 
-def test_texts_are_what_their_schemas_ask_for(expected: list[Any]) -> None:
+def test_texts_match_their_schemas(expected: list[Any]) -> None:
     held_rows = list(zip(mixed()[1::2], expected[1::2], strict=True))
     for params, output in held_rows:
         assert params.structured_outputs is not None

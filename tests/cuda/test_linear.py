@@ -49,7 +49,7 @@ def device_configs(invariant=True):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
+def test_chosen_kernels_have_the_bits_of_the_plain_kernel(shape):
     """Eager and captured, with three seeds, in all rows and columns; rejected kernels are replaced."""
     found = device_configs()
     prove(found, [shape], ROWS)
@@ -90,7 +90,7 @@ def test_the_kernel_for_many_rows_adds_the_bias_and_writes_no_more_than_its_rows
     assert not torch.equal(apply(wide, x, weight, None, gated), expected)
 
 
-def test_the_kernel_for_many_rows_refuses_what_the_copy_engine_cannot_read(hopper):
+def test_the_kernel_for_many_rows_refuses_shapes_that_the_copy_engine_cannot_read(hopper):
     for shape in (
         LinearShape(512, 1004),
         LinearShape(1000, 512, gated=True),
@@ -138,7 +138,7 @@ def test_accuracy(dtype, gated):
 
 @pytest.mark.parametrize("choice", [Tile(32, 16, 64, 2, 3), Library()], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_result_is_written_where_it_is_told(choice, bias):
+def test_the_result_is_written_into_the_given_tensor(choice, bias):
     x, weight, vector = operands(LinearShape(512, 256), 9)
     room = torch.full((10, 512), 7.0, device="cuda").bfloat16()
     y = apply(choice, x, weight, vector if bias else None, False, room[:9])

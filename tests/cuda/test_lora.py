@@ -143,7 +143,7 @@ def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adap
     right = tight.loop.executor.load_adapters
 
     def counted(given: Any) -> None:
-        loads.extend(place for place, _ in given)
+        loads.extend(slot for slot, _ in given)
         right(given)
 
     tight.loop.executor.load_adapters = counted  # type: ignore[method-assign,assignment]
@@ -160,10 +160,10 @@ def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bi
 def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
     """On one GPU; tests/cuda/test_tensor_parallel.py covers two."""
     shared = {"tp_invariant": True, "skip_warmup": False, "on_cold": "raise"}
-    leaves = made(model, **WITH, max_loras=COUNT, **shared)
-    found, base = answers(leaves, adapters), answers(leaves, [None])
+    split = made(model, **WITH, max_loras=COUNT, **shared)
+    found, base = answers(split, adapters), answers(split, [None])
     for at in (0, 1, 5, 14, 47):
-        assert answers(leaves, adapters, [at]) == [found[at]]
+        assert answers(split, adapters, [at]) == [found[at]]
     assert base == answers(made(model, tp_invariant=True), [None])
     assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
 
@@ -177,7 +177,7 @@ def test_beside_float8_weights_mixed_is_each_alone(model: Path, adapters: Adapte
     assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
 
 
-INPUTS, OUTPUTS, PLACES = 1536, (640, 128, 128), 8
+INPUTS, OUTPUTS, SLOTS = 1536, (640, 128, 128), 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -191,20 +191,20 @@ def made_of(
 ) -> tuple[Any, CudaAdapterRows]:
     """A layer with room for adapters, and its rows."""
     device = torch.device("cuda")
-    rows, term = CudaAdapterRows(tokens, PLACES, device), LowRank(parts, PLACES, rank, layers.name_of(weight.dtype))
+    rows, term = CudaAdapterRows(tokens, SLOTS, device), LowRank(parts, SLOTS, rank, layers.name_of(weight.dtype))
     value = layers.value_of(weight, terms=(term,), finish=Finish(activation=activation))
     context = LayerContext(rows=rows)
     return Layer(value, LayerWeights(weight), KernelConfigs(hopper=hopper), device, context), rows
 
 
-def put(made: Any, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    """Put an adapter with matrices for each part into adapter slot ``place``."""
-    made.slots.write(place, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
+def put(made: Any, slot: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    """Put an adapter with matrices for each part into adapter slot ``slot``."""
+    made.slots.write(slot, made.slots.pack({part: LowRankPair(*each) for part, each in enumerate(given)}))
 
 
-def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
+def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, slots: list[int]) -> torch.Tensor:
     """Return ``y`` plus the adapters' terms."""
-    rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
+    rows.describe(0, "tokens", torch.tensor(slots, dtype=torch.int32).numpy())
     rows.use("tokens")
     return expand(y.clone(), shrunk(made, x, rows), made.slots.bounds, gated=False)
 
@@ -220,7 +220,7 @@ def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [INPUTS, 1000, 64])
-def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> None:
+def test_the_added_term_equals_the_reference(dtype: torch.dtype, inputs: int) -> None:
     made, rows = layer(dtype, inputs)
     x, y = noise(50, inputs, seed=1).to(dtype), noise(50, sum(OUTPUTS), seed=2).to(dtype)
     given = [((noise(23, inputs, seed=part) / 30).to(dtype), noise(size, 23, seed=9 + part).to(dtype), 0.7)
@@ -237,7 +237,7 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "fp8"])
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation: Any, kind: str) -> None:
+def test_shrinking_beside_a_layer_has_the_bits_of_one_launch_after_another(activation: Any, kind: str) -> None:
     """With each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
     CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
@@ -249,13 +249,13 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
         quantize_channels(weight, coded)
         weight = coded
     made, rows = made_of(weight, outputs, 48, tokens=256, activation=activation, hopper=is_hopper())
-    for place in range(PLACES):
-        rank = 5 + 6 * place
-        a = noise(rank, INPUTS, seed=place).to(dtype) / 40
-        put(made, place, *((a, noise(size, rank, seed=part).to(dtype), 0.7) for part, size in enumerate(outputs)))
+    for slot in range(SLOTS):
+        rank = 5 + 6 * slot
+        a = noise(rank, INPUTS, seed=slot).to(dtype) / 40
+        put(made, slot, *((a, noise(size, rank, seed=part).to(dtype), 0.7) for part, size in enumerate(outputs)))
     for count in (1, 2, 8, 16, 33, 64, 200):
         x = torch.empty(count, INPUTS, dtype=dtype, device=device)
-        rows.describe(0, "tokens", np.array([(row * 5) % (PLACES + 1) - 1 for row in range(count)], np.int32))
+        rows.describe(0, "tokens", np.array([(row * 5) % (SLOTS + 1) - 1 for row in range(count)], np.int32))
         rows.use("tokens")
         found: list[torch.Tensor] = []
         source = noise(count, INPUTS, seed=1).to(device, dtype)
@@ -274,7 +274,7 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
 @pytest.mark.parametrize("rank", [16, 40])
 @pytest.mark.parametrize("outputs", [(640, 128, 256), (128, 384), (1536, 1536)], ids=str)
 @pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6), Wide(128, 256, 4)], ids=str)
-def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
+def test_the_kernel_for_many_rows_adds_terms_like_a_separate_launch(
     choice: Wide, outputs: tuple[int, ...], rank: int
 ) -> None:
     """Also for tiles of two parts, parts without adapter matrices, and adapters of several rank tiles."""
@@ -282,14 +282,14 @@ def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
     device, inputs, gated = torch.device("cuda"), 1024, outputs == (1536, 1536)
     weight = (noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16)
     made, rows = made_of(weight, outputs, rank, tokens=700, activation="silu_and_mul" if gated else None)
-    for place in range(PLACES):
-        a = noise(rank - place, inputs, seed=place).bfloat16() / 30
+    for slot in range(SLOTS):
+        a = noise(rank - slot, inputs, seed=slot).bfloat16() / 30
         b = [noise(size, len(a), seed=part).bfloat16() for part, size in enumerate(outputs)]
-        parts = {2: (0,), 5: (len(outputs) - 1,)}.get(place, range(len(outputs)))
-        made.slots.write(place, made.slots.pack({part: LowRankPair(a, b[part], 0.7) for part in parts}))
+        parts = {2: (0,), 5: (len(outputs) - 1,)}.get(slot, range(len(outputs)))
+        made.slots.write(slot, made.slots.pack({part: LowRankPair(a, b[part], 0.7) for part in parts}))
     for count in (512, 600, 700):
         x = noise(count, inputs, seed=count).to(device, torch.bfloat16)
-        for whose in ([row // 45 % (PLACES + 1) - 1 for row in range(count)], [row % 9 - 1 for row in range(count)]):
+        for whose in ([row // 45 % (SLOTS + 1) - 1 for row in range(count)], [row % 9 - 1 for row in range(count)]):
             rows.describe(0, "tokens", np.array(whose, np.int32))
             rows.use("tokens")
             to = shrunk(made, x, rows)
@@ -304,13 +304,13 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
     """In a graph, where the launch that expands may begin before the launch that gathers has ended."""
     CudaBackend().prepare(Settings(), None)
     device, count = torch.device("cuda"), 40
-    rows = CudaAdapterRows(64, PLACES, device)
+    rows = CudaAdapterRows(64, SLOTS, device)
     table = noise(500, 256, seed=1).to(device, torch.bfloat16)
-    term = LowRank((256,), PLACES, 16, "bfloat16", source="tokens")
+    term = LowRank((256,), SLOTS, 16, "bfloat16", source="tokens")
     made = Embedding(layers.value_of(table.T, terms=(term,)), device, LayerContext(rows=rows))
-    for place in range(PLACES):
-        a, b = noise(8, 500, seed=place).bfloat16(), noise(256, 8, seed=9 + place).bfloat16()
-        made.slots.write(place, made.slots.pack({0: LowRankPair(a, b, 0.5)}))
+    for slot in range(SLOTS):
+        a, b = noise(8, 500, seed=slot).bfloat16(), noise(256, 8, seed=9 + slot).bfloat16()
+        made.slots.write(slot, made.slots.pack({0: LowRankPair(a, b, 0.5)}))
     tokens = torch.arange(7, 7 + count, dtype=torch.int32, device=device)
     slots, last = torch.zeros_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
     out, ids = torch.empty(count, 256, dtype=torch.bfloat16, device=device), tokens.long()
@@ -324,13 +324,13 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
     work()  # compiles, because a graph cannot
     graph = capture(work)
     for turn in range(30):
-        places = [(row * (turn + 3) + turn) % (PLACES + 1) - 1 for row in range(count)]
-        rows.describe(turn % 2, "tokens", np.array(places, np.int32))
+        adapter_slots = [(row * (turn + 3) + turn) % (SLOTS + 1) - 1 for row in range(count)]
+        rows.describe(turn % 2, "tokens", np.array(adapter_slots, np.int32))
         graph.replay()
         found = out.clone()
         for row in range(0, count, 7):
             one = table[ids[row : row + 1]].clone()
-            rows.describe(turn % 2, "tokens", np.array(places[row : row + 1], np.int32))
+            rows.describe(turn % 2, "tokens", np.array(adapter_slots[row : row + 1], np.int32))
             torch.cuda.synchronize()
             made.add(tokens[row : row + 1], slots[:1], last, one)
             assert torch.equal(found[row], one[0])
@@ -350,16 +350,16 @@ def test_room_for_more_ranks_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     """All rows at once are in long blocks."""
     made, rows = layer(dtype)
     total = MANY_ROWS + 188
     x = signed_pairs(noise(total, INPUTS, seed=1) * noise(total, INPUTS, seed=2).exp(), 1.0).to("cuda", dtype)
     y = torch.zeros(total, sum(OUTPUTS), dtype=dtype, device="cuda")
-    for place in range(PLACES):
-        a = signed_pairs(noise(16 + place, INPUTS, seed=place), -1.0).to(dtype)
-        put(made, place, *((a, noise(size, len(a), seed=part).to(dtype), 2.0**20) for part, size in enumerate(OUTPUTS)))
-    whose = [(row * 5) % (PLACES + 1) - 1 for row in range(total)]
+    for slot in range(SLOTS):
+        a = signed_pairs(noise(16 + slot, INPUTS, seed=slot), -1.0).to(dtype)
+        put(made, slot, *((a, noise(size, len(a), seed=part).to(dtype), 2.0**20) for part, size in enumerate(OUTPUTS)))
+    whose = [(row * 5) % (SLOTS + 1) - 1 for row in range(total)]
     expected = add(made, rows, x, y, whose)
     base = [row for row in range(total) if whose[row] < 0]
     assert not expected[base].any() and (expected.abs().amax(1)[whose.index(0)] > 0).item()

@@ -133,16 +133,16 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
 
 def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
     """On one GPU; tests/cuda/test_tensor_parallel.py covers two."""
-    leaves = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
-    found, base = answers(leaves, adapters), answers(leaves, [None])
+    split = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
+    found, base = answers(split, adapters), answers(split, [None])
     for at in (0, 1, 5, 14, 47):
-        assert answers(leaves, adapters, [at]) == [found[at]]
+        assert answers(split, adapters, [at]) == [found[at]]
     assert base == answers(made(model, tp_invariant=True), [None])
     assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
 
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "qwen2 moe"])
-def test_in_fp32_probabilities_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+def test_in_fp32_probabilities_equal_the_probabilities_of_a_cpu(family: str, tmp_path: Path) -> None:
     """Compare the next token of prompts of several lengths; a CPU agrees with PEFT (tests/cpu/test_lora.py)."""
     save_checkpoint(MODELS[family], tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))

@@ -108,7 +108,7 @@ def test_all_tokens_to_the_same_experts():
         assert torch.equal(bits(experts.by(config, x, logits)), bits(expected)), config
 
 
-def test_what_has_not_the_bits_is_done_without():
+def test_a_kernel_with_other_bits_is_replaced():
     """A kernel with results off by a hundredth takes the place of a right one."""
     experts, x, logits, _ = made(SHAPES[1])
 

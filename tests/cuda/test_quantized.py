@@ -20,9 +20,9 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     LinearShape,
     experts_reference,
-    few_rows,
-    few_tile,
+    fits_small_m,
     reference,
+    small_m_tile,
     wide_float8,
 )
 from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
@@ -68,7 +68,7 @@ def shape_of(scheme, outputs=1152, inputs=896, gated=False):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, *WHOLE], ids=named)
-def test_what_serves_has_the_bits_of_the_reference(scheme, size):
+def test_chosen_kernels_have_the_bits_of_the_reference(scheme, size):
     hopper = torch.cuda.get_device_capability()[0] == 9
     shape, configs = shape_of(scheme, *size), KernelConfigs(hopper=hopper)
     chosen = [(rows, configs(shape, rows)) for rows in ROWS]
@@ -97,10 +97,11 @@ def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, b
     assert differing(shape, tried) == set()
 
 
-DEALT, NARROW = {"dealt": True}, {"dealt": True, "narrow": True}
+SHUFFLED, BF16_SCALES = {"shuffled": True}, {"shuffled": True, "bf16_scales": True}
 FEW = [
-    (FP8, {}), (STATIC, {}), (WHOLE[0], DEALT), (WHOLE[0], NARROW), (replace(WHOLE[0], zeros=False), NARROW),
-    (replace(WHOLE[0], group=512), DEALT), (replace(WHOLE[0], group=0, scales="channel", zeros=False), DEALT),
+    (FP8, {}), (STATIC, {}), (WHOLE[0], SHUFFLED), (WHOLE[0], BF16_SCALES),
+    (replace(WHOLE[0], zeros=False), BF16_SCALES),
+    (replace(WHOLE[0], group=512), SHUFFLED), (replace(WHOLE[0], group=0, scales="channel", zeros=False), SHUFFLED),
 ]  # fmt: skip
 
 
@@ -111,14 +112,14 @@ def test_few_rows_on_hopper_have_the_bits_of_the_reference(scheme, more, size, b
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     shape = shape_of(scheme, *size)._replace(bias=bias, **more)
-    assert few_rows(shape)
-    tried = [(rows, few_tile(shape, height, 3)) for rows in (1, 8, 17, 33, 64, 70) for height in (8, 16, 32, 64)]
+    assert fits_small_m(shape)
+    tried = [(rows, small_m_tile(shape, height, 3)) for rows in (1, 8, 17, 33, 64, 70) for height in (8, 16, 32, 64)]
     compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()
 
 
 @pytest.mark.parametrize("scheme", WHOLE, ids=named)
-def test_weights_are_those_of_the_reference_in_torch(scheme):
+def test_weights_equal_the_reference_in_torch(scheme):
     weight = quantization.empty_weight(scheme, 40, 256, dtype=torch.bfloat16, device=torch.device("cuda"))
     weight.codes.copy_(noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda())
     weight.scales.uniform_(0.5, 2)
@@ -211,19 +212,19 @@ def parts(weight, rows, columns):
     return replace(cut, **{name: getattr(cut, name).cuda() for name in names})
 
 
-LEAVES = [FP8, STATIC, BLOCKS, *WHOLE]
+K_SPLITS = [FP8, STATIC, BLOCKS, *WHOLE]
 
 
-@pytest.mark.parametrize("scheme", LEAVES, ids=named)
-def test_leaves_have_the_bits_of_their_reference(scheme):
+@pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
+def test_k_splits_have_the_bits_of_their_reference(scheme):
     """Nothing is rejected, so what was chosen first serves."""
     shape, configs = LinearShape(1152, 4 * 512, scheme=scheme, splits=4), KernelConfigs()
     assert all(settle(configs, [(shape, ROWS)]).values())
     assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows) for rows in ROWS]
 
 
-@pytest.mark.parametrize("scheme", LEAVES, ids=named)
-def test_what_ranks_add_has_the_bits_of_one(scheme):
+@pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
+def test_the_sum_over_ranks_has_the_bits_of_one_rank(scheme):
     """Also for K splits of no whole number of K steps, where scales allow them."""
     outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
     whole, backend = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend()
@@ -243,7 +244,7 @@ def test_what_ranks_add_has_the_bits_of_one(scheme):
 
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
-def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
+def test_the_sum_of_experts_over_ranks_has_the_bits_of_one_rank(scheme):
     hidden, inner, count, backend = 256, 512, 8, CudaBackend()
     gate_up = random_layer(scheme, count, 2 * inner, hidden, dtype=torch.bfloat16)
     down = random_layer(scheme, count, hidden, inner, dtype=torch.bfloat16, seed=1)
@@ -264,7 +265,7 @@ def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
             assert all(torch.equal(each, one) for each in on_ranks(world, layer, exchanges=2))
 
 
-def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
+def test_k_splits_have_the_same_bits_in_graphs_eager_and_in_any_batch():
     options = {"quantization": "fp8", "tp_invariant": True, "max_num_seqs": 4, "max_model_len": 128}
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
     prompts, found = ["def add(a, b):", "class Stack:", "import os"], []
@@ -281,7 +282,7 @@ def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
 
 
 @pytest.mark.parametrize("batches", [1, 7])
-def test_the_engine_says_the_same_alone_and_in_company(batches):
+def test_the_engine_gives_the_same_answers_alone_and_in_a_batch(batches):
     """The check at boot proves every path; a blocked boot raises."""
     llm = LLM(quantization="fp8", max_num_seqs=8, max_model_len=256, skip_warmup=False)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)

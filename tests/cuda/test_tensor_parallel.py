@@ -50,7 +50,7 @@ def named(name: str, folder: Path) -> str:
     return name
 
 
-def test_leaves_and_their_sum_have_the_bits_of_one_gpu():
+def test_k_splits_and_their_sum_have_the_bits_of_one_gpu():
     run("collective")
 
 

@@ -70,7 +70,7 @@ def test_drawn_weights_are_the_same_each_time(tmp_path):
     assert float(drawn[0].float().std()) == pytest.approx(CONFIG["hidden_size"] ** -0.5, rel=0.01)
 
 
-def test_the_platform_says_what_it_is():
+def test_the_platform_reports_its_name_and_memory():
     cuda = CudaBackend()
     assert torch.cuda.get_device_name(0) in cuda.fingerprint
     torch.cuda.empty_cache()

@@ -81,19 +81,19 @@ def test_blocks_change_no_bits(whole):
     assert torch.equal(other.decode([(2, 199)], SPLIT)[0], outputs[2][199])
 
 
-def test_what_unused_slots_hold_reaches_nothing(whole):
+def test_numbers_in_unused_slots_reach_no_output(whole):
     shape, _, outputs = whole
     check_unused_slots(pages(shape), outputs, SPLIT)
 
 
 @pytest.mark.parametrize("at", [100, 140])
-def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, at):
+def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(whole, at):
     """The value is on either side of an edge of splits."""
     shape, _, outputs = whole
     check_overflow(pages(shape), outputs, at, SPLIT)
 
 
-def test_a_value_that_is_stored_as_it_is_reaches_others():
+def test_a_value_stored_without_a_bound_reaches_earlier_queries():
     check_overflow_is_found(pages(Bucket()), 100)
 
 

@@ -99,7 +99,7 @@ def assert_close(found: list[dict[int, Logprob] | None] | None, expected: list[d
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected):
+def test_a_step_ahead_the_answers_equal_the_answers_of_the_cpu(model, expected):
     engine = LLM(model, **OPTIONS)
     assert isinstance(engine.loop.executor.sampler, CudaSampler)
     assert engine.loop.overlap
@@ -111,7 +111,7 @@ def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_sums_of_leaves_have_the_answers_of_the_cpu(model, expected):
+def test_sums_of_k_splits_have_the_answers_of_the_cpu(model, expected):
     engine = LLM(model, tp_invariant=True, **OPTIONS)
     linears = [linear for _, linear in engine.loop.executor.decoder.weights.linears()]
     assert any(isinstance(linear, Layer) and linear.value.order.is_split for linear in linears)
@@ -119,7 +119,7 @@ def test_sums_of_leaves_have_the_answers_of_the_cpu(model, expected):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_quantized_leaves_too(model):
+def test_quantized_k_splits_too(model):
     """Codes of activations may round apart from a CPU's exact sums; greedy tokens are the same here."""
     options = {**OPTIONS, "tp_invariant": True, "quantization": "fp8"}
     engine = LLM(model, **options)
@@ -146,7 +146,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("config", [{"method": "ngram"}, {"model": "itself"}], ids=["right or wrong", "draft model"])
-def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
+def test_with_drafts_the_answers_equal_the_answers_of_the_cpu(model, expected, config):
     """Two of three drafts of the stand-in are right; a draft model drafts its own tokens."""
     config = {key: value if key == "method" else model for key, value in config.items()}
     names = list(REQUESTS)[: 4 if "method" in config else 3]
@@ -162,7 +162,7 @@ def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_head_says_what_plain_torch_says(tmp_path):
+def test_the_heads_logits_equal_plain_torch(tmp_path):
     """A head of EAGLE-3 reads the features that steps on the device keep.
 
     The answers are the same as without it.
@@ -229,19 +229,19 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("leaves", [False, True])
-def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path):
+@pytest.mark.parametrize("k_splits", [False, True])
+def test_adapters_that_change_slots_beside_rows_without_an_adapter(k_splits, tmp_path):
     """Two adapter slots serve three adapters: one is put into its slot while others decode.
 
     Answers are the CPU's. A variant has the sums of ranks and adapted experts.
     """
-    config = CONFIG | EXPERTS if leaves else CONFIG
+    config = CONFIG | EXPERTS if k_splits else CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, spec = str(tmp_path), read_spec(config)
     options = OPTIONS | {"max_num_seqs": 3, "num_gpu_blocks_override": 9, "enable_lora": True, "max_loras": 2,
-                         "max_cpu_loras": 3, "max_lora_rank": 20, "tp_invariant": leaves}  # fmt: skip
+                         "max_cpu_loras": 3, "max_lora_rank": 20, "tp_invariant": k_splits}  # fmt: skip
     modules = {**adapted_modules(spec), **expert_modules(spec)}
-    whose = [1, 0, 2, 3, 0, 1][: 4 if leaves else 6]
+    whose = [1, 0, 2, 3, 0, 1][: 4 if k_splits else 6]
     named = [
         LoRARequest(str(one), one, str(write_adapter(tmp_path / str(one), modules, rank=6 * one, seed=one)))
         if one else None for one in whose
@@ -258,13 +258,13 @@ def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path
 
     found = said()
     assert found == said(device="cpu")
-    plain = LLM(model, device="cpu", **OPTIONS | {"tp_invariant": leaves})
+    plain = LLM(model, device="cpu", **OPTIONS | {"tp_invariant": k_splits})
     without = tokens_of(plain.generate(prompts, params, use_tqdm=False))
     assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_prompts_of_embeddings_are_those_of_their_tokens(model):
+def test_prompts_of_embeddings_have_the_answers_of_their_tokens(model):
     """The check of log-probabilities at boot passes, too."""
     engine = LLM(model, **OPTIONS, enable_prompt_embeds=True)
     table, chance = engine.loop.executor.decoder.weights.embedding, random.Random(1)

@@ -113,7 +113,7 @@ def told(made, monkeypatch, params) -> list[int]:
     [({"temperature": 0.0}, 3), ({"temperature": 0.5, "min_p": 0.1}, 3), ({"temperature": 0.0, "min_tokens": 3}, 5)],
     ids=["greedy", "random", "edited"],
 )
-def test_the_sampler_is_told_what_changed(made, monkeypatch, params, count):
+def test_the_sampler_fills_a_host_copy_only_for_changes(made, monkeypatch, params, count):
     """Each host copy is filled once for the step of the prompts or the steps that follow it.
 
     While logits are edited, it is filled for each step.

@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_family_says_what_it_says_on_the_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_has_the_answers_of_the_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = {"architectures": [f"{family}ForCausalLM"], "dtype": "float32", "vocab_size": VOCAB}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **architecture, "eos_token_id": 2}))
     names = ("greedy", "seeded", "penalised", "prompt")

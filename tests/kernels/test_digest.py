@@ -47,7 +47,7 @@ def test_one_bit_is_seen_everywhere():
     assert len(set(row_digests(rows).tolist())) == 301
 
 
-def test_words_that_change_places_are_seen():
+def test_a_swap_of_two_words_changes_the_digest():
     rows = rows_of(1, 64).nan_to_num().repeat(2, 1)
     rows[1, [3, 60]] = rows[1, [60, 3]]
     assert len(set(row_digests(rows).tolist())) == 2

@@ -92,7 +92,7 @@ def test_the_shared_expert_is_added_by_its_gate(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_cache_of_eight_bits_holds_what_the_reference_rounds(dtype, stored):
+def test_a_cache_of_eight_bits_is_rounded_like_the_reference(dtype, stored):
     """Numbers beyond the range, a NaN and ties are among the values."""
     heads, kv_heads, dim, scales = 2, 1, 64, (0.37, 1e-4)
     qkv = random(2, heads + 2 * kv_heads, dim, dtype=dtype)
@@ -175,7 +175,7 @@ def test_silu_and_mul(dtype):
     assert torch.equal(silu_and_mul(gate_up[1:2].contiguous())[0], found[1])
 
 
-def test_embedding_takes_the_slot_s_last_token_where_it_is_told_so():
+def test_embedding_reads_the_last_token_of_the_slot_for_token_minus_one():
     table = random(50, 1100)
     tokens, slots = torch.tensor([7, -1, 0, -1], dtype=torch.int32), torch.tensor([0, 2, 1, 0], dtype=torch.int32)
     last = torch.tensor([11, 12, 13], dtype=torch.int32)

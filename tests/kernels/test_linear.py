@@ -71,14 +71,14 @@ def test_accuracy(dtype):
     assert error(apply(TILES[0], x, weight, None, False), x.double() @ weight.double().t()) < ROUNDING[dtype]
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_place():
+def test_a_row_has_the_same_bits_in_any_batch_and_row():
     x, weight = noise(37, 64, seed=1).bfloat16(), noise(48, 64).bfloat16()
     whole = apply(TILES[0], x, weight, None, False)
     for rows in (1, 15, 16, 17):
         assert torch.equal(apply(TILES[1], x[-rows:], weight, None, False), whole[-rows:])
 
 
-def test_a_map_writes_where_it_is_told():
+def test_a_layer_writes_into_the_given_tensor():
     weight, bias = noise(40, 64), noise(40)
     linear = layers.linear(InterpretedCuda(), weight, bias)
     x, room = noise(3, 64, seed=1), torch.full((4, 40), 7.0)

@@ -31,7 +31,7 @@ from tests import layers
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_quantized import random_weight as quantized_weight
 
-INPUTS, OUTPUTS, PLACES = 300, (48, 24), 3
+INPUTS, OUTPUTS, SLOTS = 300, (48, 24), 3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -57,8 +57,8 @@ def layer(
 def made_of(weight: Any, parts: tuple[int, ...], rank: int, dtype: torch.dtype, **more: Any):
     """Return a layer with room for adapters, and its rows."""
     backend = InterpretedCuda()
-    rows = backend.adapters.rows(64, PLACES)
-    term = LowRank(parts, PLACES, rank, layers.name_of(dtype))
+    rows = backend.adapters.rows(64, SLOTS)
+    term = LowRank(parts, SLOTS, rank, layers.name_of(dtype))
     made: Any = layers.linear(backend, weight, terms=(term,), context=LayerContext(rows=rows), **more)
     return made, rows
 
@@ -67,10 +67,10 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
     return (noise(rank, INPUTS, seed=seed) / 30).to(dtype), noise(OUTPUTS[part], rank, seed=seed + 1).to(dtype), 0.37
 
 
-def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
-    """Put an adapter into adapter slot ``place``: its matrices for each part, or None."""
+def put(made, slot: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
+    """Put an adapter into adapter slot ``slot``: its matrices for each part, or None."""
     parts = {part: LowRankPair(*each) for part, each in enumerate(given) if each is not None}
-    made.slots.write(place, made.slots.pack(parts))
+    made.slots.write(slot, made.slots.pack(parts))
 
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
@@ -80,15 +80,15 @@ def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **mor
     return expand(y, to, factors.bounds, **more)
 
 
-def run(made, rows, x: torch.Tensor, places: list[int], turn: int = 0) -> torch.Tensor:
-    rows.describe(turn, "tokens", np.array(places, np.int32))
+def run(made, rows, x: torch.Tensor, slots: list[int], turn: int = 0) -> torch.Tensor:
+    rows.describe(turn, "tokens", np.array(slots, np.int32))
     rows.use("tokens")
     return made(x)
 
 
 @DTYPES
 @pytest.mark.parametrize("rank", [1, 16, 23])
-def test_what_is_added_is_the_references(rank, dtype):
+def test_the_added_term_equals_the_reference(rank, dtype):
     made, rows = layer(dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
@@ -120,7 +120,7 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
+def test_a_layer_with_float8_activations_reads_the_output_of_a_norm(activation):
     """The layer reads codes, adapters read the numbers before quantization."""
     scheme = Scheme(code="fp8", scales="channel", activations="token")
     weight = quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16)
@@ -131,10 +131,10 @@ def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
     assert how is not None and how.plain
     codes = quantize_rows(x, "token", None)
     given = QuantizedRows(codes.codes, codes.scales, x)
-    places = [0, -1, 0] * 3
-    assert torch.equal(run(made, rows, given, places), run(made, rows, x, places))
-    assert torch.equal(run(made, rows, given, places)[1::3], layers.without_terms(made, x)[1::3])
-    assert not torch.equal(run(made, rows, given, places)[::3], layers.without_terms(made, x)[::3])
+    slots = [0, -1, 0] * 3
+    assert torch.equal(run(made, rows, given, slots), run(made, rows, x, slots))
+    assert torch.equal(run(made, rows, given, slots)[1::3], layers.without_terms(made, x)[1::3])
+    assert not torch.equal(run(made, rows, given, slots)[::3], layers.without_terms(made, x)[::3])
 
 
 def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
@@ -156,13 +156,13 @@ def cancelling() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, f
     """Return rows and adapters with sums of zero, but for the order of the additions."""
     x = signed_pairs(noise(37, INPUTS, seed=1) * noise(37, INPUTS, seed=2).exp(), 1.0).bfloat16()
     given = [
-        (signed_pairs(noise(20, INPUTS, seed=9 + place), -1.0).bfloat16(), noise(OUTPUTS[0], 20, seed=place).bfloat16(),
-         2.0**20) for place in range(PLACES)
+        (signed_pairs(noise(20, INPUTS, seed=9 + slot), -1.0).bfloat16(), noise(OUTPUTS[0], 20, seed=slot).bfloat16(),
+         2.0**20) for slot in range(SLOTS)
     ]  # fmt: skip
     return x, given
 
 
-COMPANIES = {
+BATCHES = {
     "alone": [[row] for row in range(4)],  # one with each adapter, one without
     "together": [list(range(37))],
     "backwards": [list(range(37))[::-1]],
@@ -183,16 +183,16 @@ def all_together() -> torch.Tensor:
     """Return all rows with their adapters; they shrink beside the layer."""
     x, given = cancelling()
     made, rows = layer()
-    for place, each in enumerate(given):
-        put(made, place, each)
+    for slot, each in enumerate(given):
+        put(made, slot, each)
     found = run(made, rows, x, WHOSE)
     assert (found[0] != layers.product(made, x)[0]).any()
     return found
 
 
 @pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks", "with a head's programs"])
-@pytest.mark.parametrize("company", COMPANIES)
-def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
+@pytest.mark.parametrize("batches", BATCHES)
+def test_a_row_has_the_same_bits_in_any_batch_row_and_adapter_slot(batches, how, monkeypatch):
     """Neither the program that adds up a shrunk row nor the outputs of a program matter."""
     x, given = cancelling()
     expected = all_together()
@@ -203,10 +203,10 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, mon
     elif how == "with a head's programs":
         monkeypatch.setattr(lora_expand, "HEAD_OUTPUTS", 1)
     other, theirs = layer(max_rank=70)
-    for place, each in enumerate(given):
-        put(other, (place + 1) % PLACES, each)
-    moved = [place if place < 0 else (place + 1) % PLACES for place in WHOSE]
-    for turn, group in enumerate(COMPANIES[company]):
+    for slot, each in enumerate(given):
+        put(other, (slot + 1) % SLOTS, each)
+    moved = [slot if slot < 0 else (slot + 1) % SLOTS for slot in WHOSE]
+    for turn, group in enumerate(BATCHES[batches]):
         found = run(other, theirs, x[group].contiguous(), [moved[row] for row in group], turn % 2)
         assert torch.equal(found, expected[group])
 
@@ -235,7 +235,7 @@ def test_sums_in_another_order_have_other_bits(how, monkeypatch):
 
 @DTYPES
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
+def test_the_activation_reads_the_sum_with_the_term(count, dtype, monkeypatch):
     """One launch gives the same bits as two, in long blocks as in short ones.
 
     There are ranks of one tile and of three, a part without matrices, rows without an adapter, and padding.
@@ -243,9 +243,9 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
     monkeypatch.setattr(lora_blocks, "MANY_ROWS", 24)
     weight = (noise(128, INPUTS) / 30).to(dtype)
     made, rows = made_of(weight, (64, 64), 40, dtype, activation="silu_and_mul")
-    for place, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
-        a = noise(rank, INPUTS, seed=place) / 30
-        put(made, place, *((a.to(dtype), noise(64, rank, seed=part).to(dtype), 0.7) for part in parts))
+    for slot, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
+        a = noise(rank, INPUTS, seed=slot) / 30
+        put(made, slot, *((a.to(dtype), noise(64, rank, seed=part).to(dtype), 0.7) for part in parts))
     x = noise(count + 2, INPUTS, seed=5).to(dtype)
     whose = [[1, 0, -1, 2, 1][row % 5] for row in range(count)]
     found = run(made, rows, x, whose)
@@ -257,7 +257,7 @@ def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
 
 
 @DTYPES
-def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
+def test_writing_an_adapter_slot_only_copies_packed_matrices(dtype):
     """Packed matrices have the dtype and layout of the slot.
 
     So nothing else runs, and nothing is waited for.
@@ -288,15 +288,15 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
 
 
 @DTYPES
-def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
+def test_a_tokens_embedding_gets_the_term_of_its_adapter(dtype):
     """Tokens are ids of the step's own, one drawn last by the device, and rows that are no tokens.
 
     An image has such rows.
     """
     backend, vocab, hidden = InterpretedCuda(), 50, 40
-    rows = backend.adapters.rows(64, PLACES)
+    rows = backend.adapters.rows(64, SLOTS)
     table = noise(vocab, hidden, seed=3).to(dtype)
-    term = LowRank((hidden,), PLACES, 24, layers.name_of(dtype), source="tokens")
+    term = LowRank((hidden,), SLOTS, 24, layers.name_of(dtype), source="tokens")
     value = layers.value_of(table.T, terms=(term,))
     made: Any = backend.layer(value, LayerWeights(table), LayerContext(rows=rows))
     a, b = noise(21, vocab, seed=1).to(dtype), noise(hidden, 21, seed=2).to(dtype)
@@ -309,7 +309,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     before, out = table[ids], table[ids].clone()
     made.add(tokens, slots, last, out)
     right = add_delta(before, delta(torch.eye(vocab)[ids].to(dtype), LowRankPair(a, b, 0.37)))
-    adapted = [token != -2 and place == 1 for token, place in zip(tokens.tolist(), whose, strict=True)]
+    adapted = [token != -2 and slot == 1 for token, slot in zip(tokens.tolist(), whose, strict=True)]
     if dtype == torch.bfloat16:
         assert (out[adapted] != right[adapted]).float().mean() < 0.01
     torch.testing.assert_close(out[adapted], right[adapted], atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
@@ -324,7 +324,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     assert torch.equal(alone[0], out[0])
 
 
-def test_what_was_there_before_is_gone():
+def test_a_rewritten_or_cleared_slot_keeps_nothing():
     made, rows = layer()
     x = noise(5, INPUTS, seed=5).bfloat16()
     small, large = factors(5, 0, 1), factors(37, 0, 3)
@@ -363,20 +363,22 @@ def test_blocks_hold_every_row_once_and_never_need_more_room(size):
     for count in (1, 2, 15, 16, 17, 40, 64):
         for most in (1, 2, 8):
             for _ in range(20):
-                places = draw.integers(-1, most, count).astype(np.int32)
+                adapter_slots = draw.integers(-1, most, count).astype(np.int32)
                 room = most_blocks(64, most, size)
                 words = np.empty(room * (1 + size) + count, np.int32)
-                write_blocks(words, room, places, size)
+                write_blocks(words, room, adapter_slots, size)
                 blocks, members, slots = np.split(words, [room, room * (1 + size)])
-                there = places >= 0
+                there = adapter_slots >= 0
                 assert (members[slots[there]] == np.flatnonzero(there)).all() and (slots[~there] == -1).all()
                 members = members.reshape(room, size)
                 used = blocks >= 0
                 assert used.sum() <= most_blocks(count, most, size) and used[: used.sum()].all()
                 assert (members[~used] == -1).all()
-                found = [(int(row), int(place)) for place, rows in zip(blocks, members, strict=True)
+                found = [(int(row), int(adapter_slot)) for adapter_slot, rows in zip(blocks, members, strict=True)
                          for row in rows if row >= 0]  # fmt: skip
-                assert sorted(found) == [(row, place) for row, place in enumerate(places.tolist()) if place >= 0]
+                assert sorted(found) == [
+                    (row, adapter_slot) for row, adapter_slot in enumerate(adapter_slots.tolist()) if adapter_slot >= 0
+                ]
 
 
 @pytest.mark.parametrize("most", [1, 3, 200])
@@ -384,12 +386,12 @@ def test_each_stretch_lists_the_adapters_that_its_rows_have(most):
     draw = np.random.default_rng(0)
     for count in (1, STRETCH - 1, STRETCH, STRETCH + 1, 700):
         for chance in (0.0, 0.02, 1.0):
-            places = np.where(draw.random(count) < chance, draw.integers(0, most, count), -1).astype(np.int32)
+            adapter_slots = np.where(draw.random(count) < chance, draw.integers(0, most, count), -1).astype(np.int32)
             stretches = -(-700 // STRETCH)
             words = np.full(700 + stretches + 1 + stretches * min(STRETCH, most), 99, np.int32)
-            write_stretches(words, 700, places, most)
+            write_stretches(words, 700, adapter_slots, most)
             whose, starts, present = np.split(words, [700, 700 + stretches + 1])
-            assert (whose[:count] == places).all() and (whose[count:] == -1).all()
+            assert (whose[:count] == adapter_slots).all() and (whose[count:] == -1).all()
             for number, (start, stop) in enumerate(pairwise(starts)):
-                own = places[number * STRETCH : (number + 1) * STRETCH]
+                own = adapter_slots[number * STRETCH : (number + 1) * STRETCH]
                 assert present[start:stop].tolist() == sorted({*own.tolist()} - {-1})

@@ -61,20 +61,20 @@ def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRankPair]:
+def adapter(adapter_slot: int, dtype: torch.dtype) -> dict[int, LowRankPair]:
     """Return the matrices of an adapter by part.
 
     Adapter 0 leaves up and down of expert 1 alone, and gate of expert 2.
     """
     found = {}
     for part in range(3 * EXPERTS):
-        if place == 0 and part in (4, 5, 6):
+        if adapter_slot == 0 and part in (4, 5, 6):
             continue
         inputs, outputs = (INNER, HIDDEN) if part % 3 == 2 else (HIDDEN, INNER)
-        rank = (3, 16, 21)[(place + part // 3) % 3]
-        a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
-        b = noise(outputs, rank, seed=100 * place + part + 50) / 4
-        found[part] = LowRankPair(a.to(dtype), b.to(dtype), 0.3 + place)
+        rank = (3, 16, 21)[(adapter_slot + part // 3) % 3]
+        a = noise(rank, inputs, seed=100 * adapter_slot + part) / inputs**0.5
+        b = noise(outputs, rank, seed=100 * adapter_slot + part + 50) / 4
+        found[part] = LowRankPair(a.to(dtype), b.to(dtype), 0.3 + adapter_slot)
     return found
 
 
@@ -83,7 +83,8 @@ def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None = None,
-        whose: list[int] | None = None, order: tuple[int, int] = (0, 1), places: int = 2) -> list[Tensor]:  # fmt: skip
+        whose: list[int] | None = None, order: tuple[int, int] = (0, 1),
+        adapter_slots: int = 2) -> list[Tensor]:  # fmt: skip
     """Return the outputs of each of ``world`` ranks for the tokens ``rows``.
 
     Their adapters are given by ``whose``, by default ``WHOSE``, and lie in the adapter slots of ``order``.
@@ -99,12 +100,15 @@ def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None 
         halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
         backend = InterpretedCuda()
         backend._configs = Configs(block)
-        adapted, weights_of = backend.adapters.rows(16, places), ExpertsWeights(halves, down[:, :, kept].contiguous())
+        adapted, weights_of = (
+            backend.adapters.rows(16, adapter_slots),
+            ExpertsWeights(halves, down[:, :, kept].contiguous()),
+        )
         value = layers.experts_value(*weights_of, ROUTING, layers.splits(4 // ranks.world, ranks.rank))
-        value = layers.with_room(value, places, 21 + 16 * (places > 2), dtype)
+        value = layers.with_room(value, adapter_slots, 21 + 16 * (adapter_slots > 2), dtype)
         made: Any = backend.experts(value, weights_of, LayerContext(ranks, adapted))
-        for number, place in enumerate(order):
-            made.slots.write(place, made.slots.pack({
+        for number, adapter_slot in enumerate(order):
+            made.slots.write(adapter_slot, made.slots.pack({
                 at: each._replace(a=each.a[:, kept]) if at % 3 == 2 else each._replace(b=each.b[kept])
                 for at, each in adapter(number, dtype).items()
             }))  # fmt: skip
@@ -123,23 +127,23 @@ def right(dtype: torch.dtype) -> Tensor:
     chosen, shares = route(logits, ROUTING)
     given = torch.zeros(4, TOKENS, 2, HIDDEN)
     more = torch.full((TOKENS, 2, HIDDEN), NOTHING)
-    for token, place in enumerate(WHOSE):
-        own, row = adapter(place, dtype) if place >= 0 else {}, x[token, None]
+    for token, adapter_slot in enumerate(WHOSE):
+        own, row = adapter(adapter_slot, dtype) if adapter_slot >= 0 else {}, x[token, None]
         for slot, expert in enumerate(chosen[token].tolist()):
             halves = [(row.float() @ half.float().T).to(dtype) for half in gate_up[expert].chunk(2)]
             for part, half in enumerate(halves):
                 if (factors := own.get(3 * expert + part)) is not None:
                     halves[part] = add_delta(half, delta(row, factors))
             inner = (F.silu(halves[0].float()).to(dtype).float() * halves[1].float()).to(dtype)
-            for leaf, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
-                given[leaf, token, slot] = mine.float() @ columns.float().T
+            for k_split, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
+                given[k_split, token, slot] = mine.float() @ columns.float().T
             if (factors := own.get(3 * expert + 2)) is not None:
                 more[token, slot] = delta(inner, factors, 4)
-    return add_delta(tree_sum([combine(leaf, shares) for leaf in given]).to(dtype), combine(more, shares))
+    return add_delta(tree_sum([combine(k_split, shares) for k_split in given]).to(dtype), combine(more, shares))
 
 
 @pytest.mark.parametrize(("block", "dtype", "worlds"), [(1, torch.bfloat16, [2]), (16, torch.float32, [2, 4])], ids=str)
-def test_what_ranks_add_has_the_bits_of_one_and_is_the_references(block, dtype, worlds):
+def test_the_sum_over_ranks_has_the_bits_of_one_rank_and_equals_the_reference(block, dtype, worlds):
     (one,) = run(1, dtype, block)
     for world in worlds:
         assert all(torch.equal(each, one) for each in run(world, dtype, block))
@@ -148,13 +152,13 @@ def test_what_ranks_add_has_the_bits_of_one_and_is_the_references(block, dtype, 
     assert (error < (1e-5 if dtype == torch.float32 else 1e-2)).all(), error
     (plain,) = run(1, dtype, block, whose=[-1] * TOKENS)
     alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
-    assert alike == [place < 0 for place in WHOSE]
+    assert alike == [adapter_slot < 0 for adapter_slot in WHOSE]
 
 
-def test_a_row_has_the_same_bits_alone_in_any_place_room_and_block():
+def test_a_row_has_the_same_bits_in_any_batch_adapter_slot_and_block():
     (one,) = run(1, torch.float32)
     for rows, block in (([0], 1), ([4, 3, 2], 32)):
-        (found,) = run(1, torch.float32, block, rows=rows, order=(3, 1), places=4)
+        (found,) = run(1, torch.float32, block, rows=rows, order=(3, 1), adapter_slots=4)
         assert torch.equal(found, one[rows])
 
 
@@ -168,4 +172,4 @@ def test_parts_that_are_cut_from_a_ranks_first_input_on_have_other_bits(monkeypa
     monkeypatch.setattr(moe, "shrink_slots", wrong)
     one, two = (run(world, torch.float32)[0] for world in (1, 2))
     alike = [torch.equal(*each) for each in zip(one, two, strict=True)]
-    assert alike == [place < 0 for place in WHOSE]
+    assert alike == [adapter_slot < 0 for adapter_slot in WHOSE]

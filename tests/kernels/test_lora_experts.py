@@ -33,7 +33,7 @@ from tests.kernels.backend import InterpretedCuda
 Kind = torch.dtype | Scheme
 """Kind of experts: the dtype of their numbers, or the scheme of quantized experts, in a model of bfloat16."""
 
-EXPERTS, PLACES, TOKENS = 5, 3, 13
+EXPERTS, SLOTS, TOKENS = 5, 3, 13
 ROUTING = Routing(2, True, False)
 BLOCKS, DTYPES = (1, 16, 32), (torch.float32, torch.bfloat16)
 SCHEMES = [FP8, W8A8[4], Scheme(code="int4", scales="group", group=32, zeros=True)]
@@ -89,33 +89,31 @@ def tokens(kind: Kind):
     return noise(TOKENS, size(kind)[0], seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
 
 
-def adapter(place: int, kind: Kind) -> dict[int, LowRankPair]:
+def adapter(slot: int, kind: Kind) -> dict[int, LowRankPair]:
     """Return the matrices of an adapter by part.
 
     Adapter 0 leaves up of expert 1 alone, and all of expert 2.
     """
     found, (hidden, inner), dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
-        if place == 0 and part in (4, 6, 7, 8):
+        if slot == 0 and part in (4, 6, 7, 8):
             continue
         inputs, outputs = (inner, hidden) if part % 3 == 2 else (hidden, inner)
-        rank = (3, 16, 21)[(place + part // 3) % 3]
-        a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
-        found[part] = LowRankPair(
-            a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place
-        )
+        rank = (3, 16, 21)[(slot + part // 3) % 3]
+        a = noise(rank, inputs, seed=100 * slot + part) / inputs**0.5
+        found[part] = LowRankPair(a.to(dtype), noise(outputs, rank, seed=100 * slot + part + 50).to(dtype), 0.3 + slot)
     return found
 
 
-def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), backend=None):
+def made(kind: Kind, slots: int = SLOTS, max_rank: int = 21, order=(0, 1, 2), backend=None):
     """Return experts with adapters in the adapter slots of ``order``, and their rows."""
     backend = backend or InterpretedCuda()
-    rows = backend.adapters.rows(64, places)
+    rows = backend.adapters.rows(64, slots)
     given = ExpertsWeights(*weights(kind))
-    value = layers.with_room(layers.experts_value(*given, ROUTING), places, max_rank, dtype_of(kind))
+    value = layers.with_room(layers.experts_value(*given, ROUTING), slots, max_rank, dtype_of(kind))
     experts = backend.experts(value, given, LayerContext(rows=rows))
-    for number, place in enumerate(order):
-        experts.slots.write(place, experts.slots.pack(adapter(number, kind)))
+    for number, slot in enumerate(order):
+        experts.slots.write(slot, experts.slots.pack(adapter(number, kind)))
     return experts, rows
 
 
@@ -148,27 +146,27 @@ def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tens
 def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
     """Return the reference: :func:`preheat.ops.matmul.delta`, layer by layer, each sum rounded once."""
     (x, logits), (gate_up, down) = tokens(kind), weights(kind)
-    adapters = [adapter(place, kind) for place in range(PLACES)]
+    adapters = [adapter(slot, kind) for slot in range(SLOTS)]
     chosen, shares = route(logits, ROUTING)
 
     def own(weight, number):
         return weight.part(number) if isinstance(weight, QuantizedWeight) else weight[number]
 
-    def added(y, rows, part, place):
-        return add_delta(y, delta(rows, adapters[place][part])) if part in adapters[place] else y
+    def added(y, rows, part, slot):
+        return add_delta(y, delta(rows, adapters[slot][part])) if part in adapters[slot] else y
 
-    def one(number: int, row: torch.Tensor, place: int) -> torch.Tensor:
+    def one(number: int, row: torch.Tensor, slot: int) -> torch.Tensor:
         gate, up = times(row, own(gate_up, number)).chunk(2, 1)
-        if place >= 0:
-            gate, up = (added(y, row, 3 * number + part, place) for part, y in enumerate((gate, up)))
+        if slot >= 0:
+            gate, up = (added(y, row, 3 * number + part, slot) for part, y in enumerate((gate, up)))
         inner = (torch.nn.functional.silu(gate.float()).to(x.dtype).float() * up.float()).to(x.dtype)
         y = times(inner, own(down, number))
-        return added(y, inner, 3 * number + 2, place) if place >= 0 else y
+        return added(y, inner, 3 * number + 2, slot) if slot >= 0 else y
 
     out = []
-    for token, place in enumerate(WHOSE if adapted else [-1] * TOKENS):
+    for token, slot in enumerate(WHOSE if adapted else [-1] * TOKENS):
         at = slice(token, token + 1)
-        out.append(routed(x[at], chosen[at], shares[at], EXPERTS, lambda n, rows, p=place: one(n, rows, p)))
+        out.append(routed(x[at], chosen[at], shares[at], EXPERTS, lambda n, rows, p=slot: one(n, rows, p)))
     return torch.cat(out)
 
 
@@ -183,11 +181,11 @@ def equal_rows(found, right) -> list[bool]:
 
 
 @CASES
-def test_what_is_added_is_the_references(block, kind):
+def test_the_added_term_equals_the_reference(block, kind):
     error = errors(mixed(kind, block), kind)
     assert (error < (1e-5 if kind == torch.float32 else 1e-2)).all(), error
     more = (reference(kind) - reference(kind, adapted=False)).abs().amax(1)
-    assert (more > 0.5).tolist() == [place >= 0 for place in WHOSE]
+    assert (more > 0.5).tolist() == [slot >= 0 for slot in WHOSE]
 
 
 @pytest.mark.parametrize("kind", SCHEMES, ids=named)
@@ -202,32 +200,32 @@ def test_a_cpu_adds_the_same(kind):
 def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, kind):
     (x, logits), (experts, rows) = tokens(kind), made(kind)
     plain = experts.by(config(kind, block), x, logits)
-    assert equal_rows(mixed(kind, block), plain) == [place < 0 for place in WHOSE]
+    assert equal_rows(mixed(kind, block), plain) == [slot < 0 for slot in WHOSE]
     if kind == torch.float32 and block == 16:  # the block is the kernels' own here
         rows.use(None)
         assert torch.equal(experts(x, logits), experts.by(experts.configs.experts(experts.shape, len(x)), x, logits))
 
 
-COMPANIES = {
+BATCHES = {
     "alone": [[row] for row in range(4)], "backwards": [list(range(TOKENS))[::-1]],
     "in two": [list(range(5)), list(range(5, TOKENS))], "few": [[0], [3, 1]],
 }  # fmt: skip
 
 
 ALONG = [
-    (company, block, DTYPES[(one + other) % 2])
-    for one, company in enumerate(["alone", "backwards", "in two"])
+    (batches, block, DTYPES[(one + other) % 2])
+    for one, batches in enumerate(["alone", "backwards", "in two"])
     for other, block in enumerate(BLOCKS)
 ]
-"""Every company in every block; each company and each block has both dtypes, in turns."""
+"""The batches in every block; each entry and each block has both dtypes, in turns."""
 
 
-@pytest.mark.parametrize(("company", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
-def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, block, kind):
+@pytest.mark.parametrize(("batches", "block", "kind"), [*ALONG, *(("few", 1, scheme) for scheme in SCHEMES)], ids=named)
+def test_a_row_has_the_same_bits_in_any_batch_adapter_slot_and_block(batches, block, kind):
     (x, logits), expected = tokens(kind), mixed(kind, 16)
     order = (3, 0, 4)
-    other = made(kind, places=5, max_rank=50, order=order)
-    for group in COMPANIES[company]:
+    other = made(kind, slots=5, max_rank=50, order=order)
+    for group in BATCHES[batches]:
         whose = [order[WHOSE[row]] if WHOSE[row] >= 0 else -1 for row in group]
         rows = as_a_norm_gives(x[group], kind)
         assert torch.equal(run(other, config(kind, block), rows, logits[group], whose), expected[group])
@@ -260,15 +258,15 @@ def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
     expected, right = mixed(torch.float32, 16), moe.add_experts
 
     def wrong(y, x, factors, blocks, arrangement, *, gathered):
-        blocks.places.masked_fill_(blocks.places >= 0, 0)
+        blocks.adapter_slots.masked_fill_(blocks.adapter_slots >= 0, 0)
         return right(y, x, factors, blocks, arrangement, gathered=gathered)
 
     monkeypatch.setattr(moe, "add_experts", wrong)
     found = run(made(torch.float32), config(torch.float32, 16), *tokens(torch.float32), WHOSE)
-    assert equal_rows(found, expected) == [place <= 0 for place in WHOSE]
+    assert equal_rows(found, expected) == [slot <= 0 for slot in WHOSE]
 
 
-def test_adapters_that_read_what_was_quantized_are_seen(monkeypatch):
+def test_adapters_that_read_quantized_numbers_are_noticed(monkeypatch):
     """The comparison with the reference shows it."""
     (x, logits), few, found = tokens(FP8), slice(0, 2), mixed(FP8, 16).clone()
     monkeypatch.setattr(moe, "plain_rows", lambda rows: (rows.codes.float() * rows.scales).bfloat16())
@@ -299,7 +297,7 @@ def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
     assert equal_rows(run(given, how, x, logits, WHOSE[few]), plain) == [False] * 3
 
 
-def test_a_place_that_is_cleared_adds_nothing():
+def test_a_cleared_slot_adds_nothing():
     kind = torch.float32
     (x, logits), given = tokens(kind), made(kind)
     given[0].slots.clear(0)
@@ -307,4 +305,4 @@ def test_a_place_that_is_cleared_adds_nothing():
         1, given[0].slots.pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2})
     )
     found, plain = run(given, config(kind, 16), x, logits, WHOSE), given[0].by(config(kind, 16), x, logits)
-    assert equal_rows(found, plain) == [place < 1 for place in WHOSE]
+    assert equal_rows(found, plain) == [slot < 1 for slot in WHOSE]

@@ -22,7 +22,7 @@ from tests.cpu.test_quantized_layers import random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import Heard, on_ranks
 
-ROWS, OUTPUTS, PLACES = 21, 40, 2
+ROWS, OUTPUTS, SLOTS = 21, 40, 2
 WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -56,12 +56,12 @@ def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank
 
 
 def by_columns(
-    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
+    world: int, inputs: int, dtype: torch.dtype, k_splits: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
     scheme: Scheme | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return the outputs of a layer on each of ``world`` ranks; they share its inputs.
 
-    It has ``leaves`` K splits, and is quantized if there is a ``scheme``.
+    It has ``k_splits`` K splits, and is quantized if there is a ``scheme``.
     """
     x, given = make(inputs, dtype)
     weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
@@ -71,19 +71,19 @@ def by_columns(
         part = inputs // ranks.world
         mine = slice(ranks.rank * part, (ranks.rank + 1) * part)
         backend = InterpretedCuda()
-        rows = backend.adapters.rows(32, PLACES)
+        rows = backend.adapters.rows(32, SLOTS)
         own: Any = weight[:, mine].contiguous()
         if codes is not None:
             own = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
-        term = LowRank((OUTPUTS,), PLACES, 40, layers.name_of(dtype), shared="inputs")
+        term = LowRank((OUTPUTS,), SLOTS, 40, layers.name_of(dtype), shared="inputs")
         made: Any = layers.linear(
-            backend, own, bias, order=layers.splits(leaves // ranks.world, ranks.rank, leaves), terms=(term,),
+            backend, own, bias, order=layers.splits(k_splits // ranks.world, ranks.rank, k_splits), terms=(term,),
             context=LayerContext(ranks, rows),
         )  # fmt: skip
-        for place, each in enumerate(given):
-            made.slots.write(place, made.slots.pack({0: each._replace(a=each.a[:, mine])}))
+        for slot, each in enumerate(given):
+            made.slots.write(slot, made.slots.pack({0: each._replace(a=each.a[:, mine])}))
         rows.describe(0, "tokens", np.array(whose, np.int32))
-        rows.use("tokens" if any(place >= 0 for place in whose) else None)
+        rows.use("tokens" if any(slot >= 0 for slot in whose) else None)
         return made(x[:, mine].contiguous())
 
     return on_ranks(world, layer, 1 if scheme is None else 2)
@@ -91,13 +91,13 @@ def by_columns(
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [4 * 16, 4 * 150, 4 * 256])
-def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs, dtype):
+def test_ranks_of_a_layer_divided_by_columns_have_the_bits_of_one_rank(inputs, dtype):
     (one,) = by_columns(1, inputs, dtype)
     for world in (2, 4):
         assert all(torch.equal(each, one) for each in by_columns(world, inputs, dtype))
     (plain,) = by_columns(1, inputs, dtype, whose=[-1] * ROWS)
     alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
-    assert alike == [place < 0 for place in WHOSE]
+    assert alike == [slot < 0 for slot in WHOSE]
 
 
 def test_beside_float8_too():
@@ -105,25 +105,25 @@ def test_beside_float8_too():
     given = {"scheme": Scheme(code="fp8", scales="channel", activations="token"), "make": plain_numbers}
     one, plain = (by_columns(1, 4 * 32, torch.float32, whose=each, **given)[0] for each in (WHOSE, [-1] * ROWS))
     assert all(torch.equal(each, one) for each in by_columns(2, 4 * 32, torch.float32, **given))
-    assert [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)] == [place < 0 for place in WHOSE]
+    assert [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)] == [slot < 0 for slot in WHOSE]
 
 
 @DTYPES
-def test_what_is_added_is_the_references(dtype):
+def test_the_added_term_equals_the_reference(dtype):
     inputs = 4 * 150
     x, given = plain_numbers(inputs, dtype)
     one, plain = (by_columns(1, inputs, dtype, whose=each, make=plain_numbers)[0] for each in (WHOSE, [-1] * ROWS))
-    for place, each in enumerate(given):
-        mine = [row for row in range(ROWS) if WHOSE[row] == place]
+    for slot, each in enumerate(given):
+        mine = [row for row in range(ROWS) if WHOSE[row] == slot]
         right = add_delta(plain[mine], delta(x[mine], each, 4))
         if dtype == torch.bfloat16:
             assert (one[mine] != right).float().mean() < 0.01
         torch.testing.assert_close(one[mine], right, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
 
 
-def test_leaves_that_follow_the_number_of_ranks_have_other_bits():
+def test_k_splits_that_follow_the_number_of_ranks_have_other_bits():
     """Negative control of the test of bits: a rank adds its inputs in one sum."""
-    found = [by_columns(world, 4 * 150, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
+    found = [by_columns(world, 4 * 150, torch.float32, k_splits=world)[0] for world in (1, 2, 4)]
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
@@ -154,17 +154,17 @@ def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> l
             return rows.chunk(ranks.world)[ranks.rank]
 
         backend = InterpretedCuda()
-        rows = backend.adapters.rows(32, PLACES)
+        rows = backend.adapters.rows(32, SLOTS)
         outputs = tuple(size // ranks.world for size in sizes)
-        term = LowRank(outputs, PLACES, 70, layers.name_of(dtype), shared="ranks" if divided else "whole")
+        term = LowRank(outputs, SLOTS, 70, layers.name_of(dtype), shared="ranks" if divided else "whole")
         own = torch.cat([mine(part) for part in weight.split(sizes)])
         made: Any = layers.linear(backend, own, activation=activation, terms=(term,), context=LayerContext(ranks, rows))
-        for place, of_parts in enumerate(((69, 7), (21, 7))):
+        for slot, of_parts in enumerate(((69, 7), (21, 7))):
             given = {
                 part: LowRankPair((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
                 for part, r in enumerate(of_parts)
             }
-            made.slots.write(place, made.slots.pack(given))
+            made.slots.write(slot, made.slots.pack(given))
         rows.describe(0, "tokens", np.array(WHOSE, np.int32))
         rows.use("tokens")
         return made(x)

@@ -133,7 +133,7 @@ def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
     assert (nan.experts < 5).all()
 
 
-def test_counters_whose_memory_was_lost_are_as_new():
+def test_counters_are_reset_after_their_memory_was_lost():
     """A sleep may lose the memory of counters.
 
     Without the reset other rows are taken.

@@ -11,7 +11,7 @@ import torch
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
-from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, dequantized
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
@@ -103,20 +103,20 @@ def test_a_model_quantizes_in_its_norms(scheme):
 
 @DTYPES
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)
-def test_weights_are_those_of_the_reference(scheme, dtype):
+def test_weights_equal_the_reference(scheme, dtype):
     weight = random_weight(scheme, 40, 256, dtype=dtype)
     assert torch.equal(dequantized(DeviceWeight.of(weight)), quantization.dequantize(weight))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_dealt_weights_too(kind):
+def test_shuffled_weights_too(kind):
     scheme = replace(SCHEMES[0], group=128)
     weight = random_weight(scheme, 48, 320, dtype=torch.bfloat16)
-    assert not can_be_dealt(weight)
+    assert not can_be_shuffled(weight)
     weight.scales.copy_(weight.scales.to(kind))
-    assert can_be_dealt(weight)
-    codes = DeviceWeight.of(weight, dealt=True)
-    assert codes.narrow == (kind == torch.bfloat16)
+    assert can_be_shuffled(weight)
+    codes = DeviceWeight.of(weight, shuffled=True)
+    assert codes.bf16_scales == (kind == torch.bfloat16)
     assert torch.equal(dequantized(codes), quantization.dequantize(weight))
     assert not torch.equal(codes.codes, DeviceWeight.of(weight).codes)
 
@@ -181,7 +181,7 @@ def test_a_sum_that_is_not_promoted_is_another():
     assert not torch.equal(total * scales * weight.scales[:, 0], by_the_contract(x, weight))
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_place():
+def test_a_row_has_the_same_bits_in_any_batch_and_row():
     weight = DeviceWeight.of(random_weight(W8A8[4], 48, 256, dtype=torch.bfloat16))
     x = noise(20, 256).bfloat16()
     whole = apply(TILES[0], x, weight, None, False)
@@ -247,7 +247,7 @@ def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
 
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)
-def test_what_the_proof_at_boot_computes_is_zero(scheme):
+def test_the_exact_result_of_the_proof_at_boot_is_zero(scheme):
     """Sums that cancel leave nothing but the order of the additions."""
     shape = LinearShape(16, 256, dtype=torch.float32, scheme=scheme)
     x, weight = torch.empty(3, 256), random_codes(shape, torch.device("cpu"), 1)

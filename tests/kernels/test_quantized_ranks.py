@@ -48,7 +48,7 @@ def numbers(scheme: Scheme, rows: int, dtype: torch.dtype) -> tuple[Tensor, Quan
 
 
 def by_columns(
-    world: int, x: Tensor, weight: QuantizedWeight, bias: Tensor, leaves: int = 4, kind: type[Heard] = Heard
+    world: int, x: Tensor, weight: QuantizedWeight, bias: Tensor, k_splits: int = 4, kind: type[Heard] = Heard
 ) -> list[Tensor]:
     """Return the layer's outputs on each of ``world`` ranks."""
 
@@ -56,7 +56,7 @@ def by_columns(
         part = x.shape[1] // ranks.world
         mine = ranks.rank * part, (ranks.rank + 1) * part
         own = weight.cut(((0, OUTPUTS),), mine)
-        order = layers.splits(leaves // ranks.world, ranks.rank, leaves)
+        order = layers.splits(k_splits // ranks.world, ranks.rank, k_splits)
         made = layers.linear(InterpretedCuda(), own, bias, order=order, context=LayerContext(ranks))
         return made(x[:, slice(*mine)].contiguous())
 
@@ -104,9 +104,9 @@ def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
 
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], CODES[0]], ids=named)
-def test_leaves_that_follow_the_number_of_ranks_have_other_bits(scheme):
+def test_k_splits_that_follow_the_number_of_ranks_have_other_bits(scheme):
     x, weight, bias = numbers(scheme, 5, torch.float32)
-    one, four = (by_columns(world, x, weight, bias, leaves=world)[0] for world in (1, 4))
+    one, four = (by_columns(world, x, weight, bias, k_splits=world)[0] for world in (1, 4))
     assert not torch.equal(one, four)
 
 
@@ -138,7 +138,7 @@ def test_outputs_have_the_same_bits_beside_any_others(scheme):
 
 
 def experts(
-    world: int, scheme: Scheme, tokens: int, leaves: int = 4, kind: type[Heard] = Heard, backend: Any = None
+    world: int, scheme: Scheme, tokens: int, k_splits: int = 4, kind: type[Heard] = Heard, backend: Any = None
 ) -> list[Tensor]:
     """Return the results of eight experts on each of ``world`` ranks; ranks share the inner numbers."""
     inner, hidden, count = 512 if scheme.scales == "block" else 128, 48, 8
@@ -149,7 +149,7 @@ def experts(
         part = inner // ranks.world
         first, last = ranks.rank * part, (ranks.rank + 1) * part
         own = gate_up.cut(((first, last), (inner + first, inner + last)), None), down.cut(((0, hidden),), (first, last))
-        order, routing = layers.splits(leaves // ranks.world, ranks.rank, leaves), Routing(2, True, False)
+        order, routing = layers.splits(k_splits // ranks.world, ranks.rank, k_splits), Routing(2, True, False)
         shared = backend or InterpretedCuda()
         return layers.experts(shared, *own, routing, order=order, context=LayerContext(ranks))(x, logits)
 
@@ -165,6 +165,6 @@ def test_experts_on_ranks(scheme):
         right = experts(1, scheme, tokens, backend=CpuBackend())[0]
         error = (one - right).abs().max() / right.abs().max()
         assert error <= (2e-2 if scheme.activations else 1e-5)  # numbers rounded to float8 may differ by a code
-    assert not torch.equal(experts(2, scheme, 4, leaves=2)[0], one)
+    assert not torch.equal(experts(2, scheme, 4, k_splits=2)[0], one)
     if scheme.activations == "token":
         assert not torch.equal(experts(2, scheme, 4, kind=OwnMaxima)[0], one)

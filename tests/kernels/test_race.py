@@ -115,7 +115,7 @@ def rows_of(seed: int, vocab: int, temperature: float, min_p: float, count: int 
     cut=st.sampled_from(CUTS),
 )
 @settings(max_examples=8, deadline=None, phases=WITHOUT_SHRINKING)
-def test_scores_what_it_must(seed: int, vocab: int, temperature: float, min_p: float, cut: Cut) -> None:
+def test_bounds_leave_out_no_winner(seed: int, vocab: int, temperature: float, min_p: float, cut: Cut) -> None:
     """The tokens are the same as in a race that scores every token."""
     rows = rows_of(seed, vocab, temperature, min_p)
     assert sample_on(rows, cut=cut) == race_plainly(rows)

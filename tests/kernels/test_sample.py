@@ -33,7 +33,7 @@ from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row
 from tests.cpu.test_sampler_invariance import KINDS
 from tests.device_sampling import (
-    keyed_by_place,
+    keyed_by_row,
     logits_of,
     logprobs_on,
     prepared,
@@ -84,7 +84,7 @@ def noise_kernel(settings, words, of_groups, of_tokens, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("key", [(0, 0, 0), (2**64 - 1, 2**31 - 1, 127), (0x0123456789ABCDEF, 17, 2)])
-def test_random_integers_are_those_of_the_host(key: tuple[int, int, int]) -> None:
+def test_random_integers_equal_the_integers_of_the_host(key: tuple[int, int, int]) -> None:
     """The integers are of the second row of a step.
 
     Noise of whole groups and of single tokens has the same bits.
@@ -174,9 +174,9 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert differing(rows_of_all_kinds(1)[::2]) == 0
 
 
-def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_the_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: noise keyed by the row."""
-    keyed_by_place(monkeypatch)
+    keyed_by_row(monkeypatch)
     assert differing(rows_of_all_kinds(1)[1:4]) > 0
 
 
@@ -242,7 +242,7 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plant", [None, "drafts", "final"])
-def test_penalties_count_drafts_and_what_is_kept_of_them(plant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_count_drafts_and_accepted_drafts(plant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts, right or wrong, and without draw the host's tokens.
 
     They do not if the drafts before a row are not counted, or if tokens drawn for draft rows are.

@@ -28,9 +28,9 @@ from preheat.backends.cuda.matmul.config import (
     Wide,
     codes_bytes,
     experts_shape_of,
-    few_bytes,
     reference,
     shape_of,
+    small_m_bytes,
 )
 from preheat.backends.cuda.matmul.kernels import OWN_ROWS, KernelConfigs, candidates, kernel_configs, rule
 from preheat.backends.cuda.matmul.rules import codes_rule, experts_rule, tile_rule
@@ -206,11 +206,11 @@ def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
 
 
 def test_few_rows_of_codes_have_a_bulk_kernel():
-    dealt = INT4._replace(dealt=True)
-    for shape, rows in product((FP8, dealt, dealt._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
+    shuffled = INT4._replace(shuffled=True)
+    for shape, rows in product((FP8, shuffled, shuffled._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
         choice = rule(shape, rows, hopper=True)
         assert isinstance(choice, Tile) and choice.bulk and min(rows, 64) <= choice.rows <= max(8, 2 * rows)
-        assert few_bytes(shape, choice) <= SHARED_BYTES
+        assert small_m_bytes(shape, choice) <= SHARED_BYTES
     assert rule(INT4, 8, hopper=True) == codes_rule(INT4, 8)
 
 

@@ -54,7 +54,7 @@ ROWS = (1, 16, 40, 256, 2048)
 UNUSED = (16, 2048)
 """Rows of steps without adapters, in layers that have adapters."""
 
-PLACES, MAX_RANK = 3, 40
+SLOTS, MAX_RANK = 3, 40
 
 SCHEMES: dict[str, Scheme | None] = {
     "plain": None,
@@ -117,7 +117,7 @@ def dense(
     given = weight(scheme, sum(outputs), inputs, dtype=dtype)
     biases = torch.empty(sum(outputs), dtype=dtype, device=META) if bias else None
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
-    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    rows = backend.adapters.rows(max(ROWS), SLOTS) if adapted else None
     finish = Finish(bias, activation, clip)
     value = value_of(scheme, sum(outputs), inputs, dtype, finish=finish, terms=terms(adapted, outputs, dtype))
     layer = backend.layer(value, LayerWeights(given, biases), LayerContext(rows=rows))
@@ -131,7 +131,7 @@ def name_of(dtype: torch.dtype) -> Any:
 
 def terms(adapted: bool, outputs: Sequence[int], dtype: torch.dtype, **more: Any) -> tuple[LowRank, ...]:
     """Return the room for adapters in a layer of ``outputs`` parts."""
-    return (LowRank(tuple(outputs), PLACES, MAX_RANK, name_of(dtype), **more),) if adapted else ()
+    return (LowRank(tuple(outputs), SLOTS, MAX_RANK, name_of(dtype), **more),) if adapted else ()
 
 
 def value_of(scheme: Scheme | None, outputs: int, inputs: int, dtype: torch.dtype, **more: Any) -> Matmul:
@@ -148,11 +148,11 @@ def split(
 
     ``among``: its adapters' first matrices are split too.
     """
-    ranks, inputs, leaves = Other(world, seen), 8192 // world, 4 // world
+    ranks, inputs, k_splits = Other(world, seen), 8192 // world, 4 // world
     x = torch.empty(max(ROWS), inputs, dtype=dtype, device=META)
-    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    rows = backend.adapters.rows(max(ROWS), SLOTS) if adapted else None
     own = terms(adapted, [4096], dtype, shared="ranks" if among else "inputs")
-    value = value_of(scheme, 4096, inputs, dtype, order=SumOrder(4, (0, leaves)), terms=own)
+    value = value_of(scheme, 4096, inputs, dtype, order=SumOrder(4, (0, k_splits)), terms=own)
     layer = backend.layer(value, LayerWeights(weight(scheme, 4096, inputs, dtype=dtype)), LayerContext(ranks, rows))
     return Made(lambda count: layer(x[:count]), rows)
 
@@ -172,7 +172,7 @@ def experts(
     routing = Routing(TOP, True, False)
     x = torch.empty(max(ROWS), HIDDEN, dtype=dtype, device=META)
     logits = torch.empty(max(ROWS), COUNT, dtype=dtype, device=META)
-    rows = backend.adapters.rows(max(ROWS), PLACES) if adapted else None
+    rows = backend.adapters.rows(max(ROWS), SLOTS) if adapted else None
     groups, own = Groups(COUNT, TOP), 4 // world if world else 1
     order = SumOrder(4, (0, own)) if world else ONE_SUM
     value = Experts(
@@ -189,7 +189,7 @@ def experts(
         routing=routing,
     )
     if isinstance(backend.supports(value), WithoutTerms):
-        raise NotImplementedError("refused: these experts have no places for adapters")
+        raise NotImplementedError("refused: these experts have no adapter slots")
     ranks = Other(world, seen) if world else None
     layer = backend.experts(value, ExpertsWeights(gate_up, down), LayerContext(ranks, rows))
     return Made(lambda count: layer(x[:count], logits[:count]), rows)
@@ -197,7 +197,7 @@ def experts(
 
 def embedding(backend: Card) -> Made:
     """Return the adapters of a table of embeddings."""
-    rows = backend.adapters.rows(max(ROWS), PLACES)
+    rows = backend.adapters.rows(max(ROWS), SLOTS)
     table = torch.empty(4096, 2048, dtype=torch.bfloat16, device=META)
     value = value_of(None, 2048, 4096, torch.bfloat16, terms=terms(True, [2048], torch.bfloat16, source="tokens"))
     layer = cast(Embedding, backend.layer(value, LayerWeights(table), LayerContext(rows=rows)))
@@ -270,7 +270,8 @@ def rows_of_tables() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _of(shape: LinearShape) -> str:
     dtype = str(shape.dtype).removeprefix("torch.")
-    more = [name for name in ("gated", "bias", "dealt", "narrow") if getattr(shape, name)]
+    named = {"gated": "gated", "bias": "bias", "shuffled": "dealt", "bf16_scales": "narrow"}  # as stored cells have it
+    more = [name for field, name in named.items() if getattr(shape, field)]
     return ", ".join(
         [f"{shape.outputs} x {shape.inputs}", dtype, shape.scheme.name if shape.scheme else "plain", *more]
     )
@@ -279,7 +280,7 @@ def _of(shape: LinearShape) -> str:
 def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
     """Run a layer of ``shape`` by the kernel ``choice``."""
     given = weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype)
-    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, dealt=shape.dealt)
+    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, shuffled=shape.shuffled)
     x = torch.empty(rows, shape.inputs, dtype=shape.dtype, device=META)
     return apply(choice, x, held, None, shape.gated)
 

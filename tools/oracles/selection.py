@@ -17,7 +17,7 @@ from preheat.backends.cuda.matmul.config import (
     ExpertsShape,
     LinearShape,
     experts_reference,
-    may_be_dealt,
+    may_be_shuffled,
     reference,
 )
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
@@ -63,9 +63,9 @@ def shapes() -> Iterator[LinearShape]:
     for scheme in SCHEMES.values():
         for outputs, inputs, gated in SIZES:
             for dtype in DTYPES:
-                dealt = scheme is not None and may_be_dealt(scheme, outputs, inputs, dtype)
-                for each in {False, dealt}:
-                    yield LinearShape(outputs, inputs, gated, dtype, scheme=scheme, dealt=each)
+                shuffled = scheme is not None and may_be_shuffled(scheme, outputs, inputs, dtype)
+                for each in {False, shuffled}:
+                    yield LinearShape(outputs, inputs, gated, dtype, scheme=scheme, shuffled=each)
 
 
 def found(only: str) -> dict[str, str]:
@@ -83,10 +83,10 @@ def found(only: str) -> dict[str, str]:
         cells[f"{name}, elsewhere"] = lambda s=shape: ranges(lambda rows: KernelConfigs()(s, rows))
         cells[f"{name}, reference"] = lambda s=shape: _short(reference(s))
         if not shape.gated and shape.inputs % 4 == 0:
-            for leaves in (1, 2, 4):
-                of = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype, scheme=shape.scheme, splits=leaves)
-                cells[f"{name}, {leaves} splits"] = lambda c=configs, s=of: ranges(lambda rows: c(s, rows))
-                cells[f"{name}, {leaves} splits, reference"] = lambda s=of: _short(reference(s))
+            for k_splits in (1, 2, 4):
+                of = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype, scheme=shape.scheme, splits=k_splits)
+                cells[f"{name}, {k_splits} splits"] = lambda c=configs, s=of: ranges(lambda rows: c(s, rows))
+                cells[f"{name}, {k_splits} splits, reference"] = lambda s=of: _short(reference(s))
     for scheme in SCHEMES.values():
         for dtype in DTYPES:
             for sizes in EXPERTS:
@@ -102,7 +102,8 @@ def found(only: str) -> dict[str, str]:
 def _named(kind: str, *sizes: Any) -> str:
     *numbers, shape = sizes
     dtype = str(shape.dtype).removeprefix("torch.")
-    more = [f"{name}" for name in ("gated", "dealt", "narrow") if getattr(shape, name, False)]
+    named = {"gated": "gated", "shuffled": "dealt", "bf16_scales": "narrow"}  # as stored cells have it
+    more = [name for field, name in named.items() if getattr(shape, field, False)]
     scheme = shape.scheme.name if shape.scheme else "plain"
     return ", ".join([f"{kind} {' x '.join(map(str, numbers))}", dtype, scheme, *more])
 

@@ -94,10 +94,10 @@ class RankSums:
 class Nccl(RankSums):
     """A rank on ``device``; :func:`preheat.backends.process_group.join_group` tells how it joins."""
 
-    def __init__(self, device: torch.device, meeting: Rendezvous, check: Callable[[], None]) -> None:
-        self.rank, self.world = meeting.rank, meeting.world
+    def __init__(self, device: torch.device, rendezvous: Rendezvous, check: Callable[[], None]) -> None:
+        self.rank, self.world = rendezvous.rank, rendezvous.world
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
-        join_group("nccl", meeting, check, device=device)
+        join_group("nccl", rendezvous, check, device=device)
         self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory of the connections
         torch.cuda.synchronize(device)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
+from preheat.backends.cuda.linear_hopper_small_m import small_m_codes, small_m_float8
 from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.matmul.config import Expanded, KernelConfig, Library, Tile, Wide
 from preheat.backends.cuda.matmul.gemm import multiply
@@ -27,8 +27,8 @@ from preheat.ops.quantization import QuantizedRows, plain_rows
 
 LAUNCHES: Mapping[tuple[type[KernelConfig], bool, str], Callable[..., None]] = {
     **dict.fromkeys(product([Tile], [False, True], ["plain", "codes", "float8"]), multiply),
-    (Tile, True, "codes"): few_codes,
-    (Tile, True, "float8"): few_float8,
+    (Tile, True, "codes"): small_m_codes,
+    (Tile, True, "float8"): small_m_float8,
     (Wide, False, "plain"): wide,
     (Wide, False, "float8"): wide_fp8,
 }

@@ -22,7 +22,7 @@ from preheat.backends.cuda.collective import RankSums, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
+from preheat.backends.cuda.lora_shrink import SLOT_STRIDE, Shrinking, ShrinkSizes, shrink
 from preheat.backends.cuda.matmul.config import Wide
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import TILE, Matmul, pair_dtype
@@ -30,7 +30,7 @@ from preheat.ops.values import TILE, Matmul, pair_dtype
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _gather(
-    tokens, sequences, last_token, a, shrunk, own, places, members, tiles, scales, rows, slots, vocab,
+    tokens, sequences, last_token, a, shrunk, own, adapter_slots, members, tiles, scales, rows, slots, vocab,
     TILES: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write the scaled columns of ``a`` for the tokens of one block.
@@ -38,17 +38,17 @@ def _gather(
     ``own`` gets the members of the block that are tokens; -1 replaces rows of images and rows beyond the last one.
     """
     block, lane, rank = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, RANKS)
-    place = tl.load(places + block)
+    adapter_slot = tl.load(adapter_slots + block)
     row = tl.load(members + block * ROWS + lane)
     begin(overlap)
-    if place >= 0:
+    if adapter_slot >= 0:
         token = tl.load(tokens + row, mask=(row >= 0) & (row < rows), other=-2)
         sequence = tl.load(sequences + row, mask=token == -1, other=0)
         token = tl.where(token == -1, tl.load(last_token + sequence, mask=token == -1, other=0), token)
         tl.store(own + block * ROWS + lane, tl.where(token >= 0, row, -1))
-        scale = tl.load(scales + place * PLACE_IN_TABLE)
-        for tile in range(tl.load(tiles + place * PLACE_IN_TABLE)):
-            column = a + ((place * TILES + tile) * RANKS + rank).to(tl.int64)[None, :] * vocab + token[:, None]
+        scale = tl.load(scales + adapter_slot * SLOT_STRIDE)
+        for tile in range(tl.load(tiles + adapter_slot * SLOT_STRIDE)):
+            column = a + ((adapter_slot * TILES + tile) * RANKS + rank).to(tl.int64)[None, :] * vocab + token[:, None]
             found = tl.load(column, mask=(token >= 0)[:, None], other=0.0).to(tl.float32)
             to = (tile * slots + block * ROWS + lane).to(tl.int64)[:, None] * RANKS + rank[None, :]
             tl.store(shrunk + to, found * scale)
@@ -68,17 +68,17 @@ class Packed(NamedTuple):
 
 @triton.jit(do_not_specialize=["slots"])
 def _add_roots(
-    parts, shrunk, places, tiles, scales, stride, slots, WORLD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
-    overlap: tl.constexpr,
+    parts, shrunk, adapter_slots, tiles, scales, stride, slots, WORLD: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write the scaled sum over all ranks of the shrunk rows of one block: [ROWS, RANKS] for each tile in use."""
     block = tl.program_id(0)
     slot, rank = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
-    place = tl.load(places + block)
+    adapter_slot = tl.load(adapter_slots + block)
     begin(overlap)
-    if place >= 0:
-        scale = tl.load(scales + place * PLACE_IN_TABLE)
-        for tile in range(tl.load(tiles + place * PLACE_IN_TABLE)):
+    if adapter_slot >= 0:
+        scale = tl.load(scales + adapter_slot * SLOT_STRIDE)
+        for tile in range(tl.load(tiles + adapter_slot * SLOT_STRIDE)):
             at = (tile * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
             tl.store(shrunk + at, root_of(parts, stride.to(tl.int64), at, at >= 0, WORLD) * scale)
 
@@ -91,7 +91,7 @@ def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:
     """
     slots = to.shrunk.shape[3]
     _add_roots[(slots // to.block,)](
-        parts, to.shrunk, to.places, to.tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=to.block,
+        parts, to.shrunk, to.adapter_slots, to.tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=to.block,
         RANKS=TILE, **options(num_warps=1, num_stages=1),
     )  # fmt: skip
 
@@ -118,25 +118,25 @@ class Factors:
         self,
         inputs: int,
         outputs: Sequence[int],
-        places: int,
+        adapter_slots: int,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
         *,
-        leaves: int = 1,
+        k_splits: int = 1,
         among: RankSums = RankSums(),  # noqa: B008 - it has no state
     ) -> None:
         parts, tiles = len(outputs), -(-max_rank // TILE)
-        self._among, self._sizes = among, ShrinkSizes(inputs, parts, -(-tiles // among.world), leaves)
+        self._among, self._sizes = among, ShrinkSizes(inputs, parts, -(-tiles // among.world), k_splits)
         self.bounds = np.cumsum([0, *outputs]).tolist()
-        self._a = torch.zeros(places, self._sizes.tiles, parts, TILE, inputs, dtype=dtype, device=device)
-        self._b = torch.zeros(places, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
+        self._a = torch.zeros(adapter_slots, self._sizes.tiles, parts, TILE, inputs, dtype=dtype, device=device)
+        self._b = torch.zeros(adapter_slots, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
         width = -(-parts // TABLE_PARTS) * TABLE_PARTS
-        self._table = torch.zeros(places, TABLE_ROWS, width, dtype=torch.int32, device=device)
+        self._table = torch.zeros(adapter_slots, TABLE_ROWS, width, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
         self._own = self._table[:, 2]
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
-        self._nothing, self._cleared = self._host(TABLE_ROWS, width, dtype=torch.int32), [True] * places
+        self._nothing, self._cleared = self._host(TABLE_ROWS, width, dtype=torch.int32), [True] * adapter_slots
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     @classmethod
@@ -148,7 +148,7 @@ class Factors:
         assert value.groups.experts or len(outputs) <= MOST_PARTS
         among = ranks if term.shared == "ranks" and isinstance(ranks, RankSums) else RankSums()
         splits = value.order.own_k_splits if value.order.is_split and not value.groups.experts else 1
-        return cls(value.inputs, outputs, term.slots, term.rank, held, device, leaves=splits, among=among)
+        return cls(value.inputs, outputs, term.slots, term.rank, held, device, k_splits=splits, among=among)
 
     @property
     def bytes(self) -> int:
@@ -180,18 +180,18 @@ class Factors:
             table[0, part], table[1].view(torch.float32)[part], table[2, part] = tiles, scale, own
         return Packed(a, b, table)
 
-    def write(self, place: int, packed: Packed) -> None:
-        """Put ``packed`` into adapter slot ``place``. Copies are asked for, not waited for."""
-        self._a[place, : len(packed.a)].copy_(packed.a, non_blocking=True)
-        self._b[place, : len(packed.b)].copy_(packed.b, non_blocking=True)
-        self._table[place].copy_(packed.table, non_blocking=True)
-        self._cleared[place] = False
+    def write(self, slot: int, packed: Packed) -> None:
+        """Put ``packed`` into adapter slot ``slot``. Copies are asked for, not waited for."""
+        self._a[slot, : len(packed.a)].copy_(packed.a, non_blocking=True)
+        self._b[slot, : len(packed.b)].copy_(packed.b, non_blocking=True)
+        self._table[slot].copy_(packed.table, non_blocking=True)
+        self._cleared[slot] = False
 
-    def clear(self, place: int) -> None:
-        """Leave the layer alone for rows of adapter slot ``place``."""
-        if not self._cleared[place]:
-            self._table[place].copy_(self._nothing, non_blocking=True)
-            self._cleared[place] = True
+    def clear(self, slot: int) -> None:
+        """Leave the layer alone for rows of adapter slot ``slot``."""
+        if not self._cleared[slot]:
+            self._table[slot].copy_(self._nothing, non_blocking=True)
+            self._cleared[slot] = True
 
     def room(self, x: Tensor, blocks: Blocks) -> tuple[Shrinking, Expansion]:
         """Return the operands of both products for ``x`` [rows, inputs].
@@ -199,7 +199,7 @@ class Factors:
         They have room for the sums and for the shrunk rows.
         """
         slots, sizes = blocks.count(len(x)) * blocks.size, self._sizes
-        room = sizes.parts, sizes.tiles, sizes.leaves * sizes.splits, slots, TILE
+        room = sizes.parts, sizes.tiles, sizes.k_splits * sizes.splits, slots, TILE
         sums = x.new_empty(room, dtype=torch.float32)
         shrunk = x.new_empty(1, sizes.parts, sizes.tiles, slots, TILE, dtype=torch.float32)
         given = Shrinking(x, self._a, sums, self._own, self._scales, blocks.arrived)
@@ -251,7 +251,7 @@ class Factors:
         shrunk = self._a.new_empty(1, 1, self._sizes.tiles, count * blocks.size, TILE, dtype=torch.float32)
         members = torch.empty_like(blocks.members)
         _gather[(count,)](
-            tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,
+            tokens, slots, last_token, self._a, shrunk, members, blocks.adapter_slots, blocks.members, self._tiles,
             self._scales, len(tokens), count * blocks.size, self._sizes.inputs, TILES=self._sizes.tiles,
             ROWS=blocks.size, RANKS=TILE, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
@@ -260,5 +260,5 @@ class Factors:
     def _expansion(self, shrunk: Tensor, blocks: Blocks, members: Tensor) -> Expansion:
         """Return the expansion of ``members``: all members of ``blocks``, or some."""
         by_rows = blocks.whose, blocks.starts, blocks.present
-        of_places = self._tiles, self._scales, self._bounds
-        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, *of_places, *by_rows)
+        of_slots = self._tiles, self._scales, self._bounds
+        return Expansion(shrunk, self._b, blocks.adapter_slots, members, blocks.slots, *of_slots, *by_rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.elementwise import plus, rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, ShrinkSizes, added_up
+from preheat.backends.cuda.lora_shrink import SLOT_STRIDE, ShrinkSizes, added_up
 from preheat.ops.values import TILE
 
 WIDTH, WARPS = 128, 4
@@ -34,19 +34,19 @@ class Expansion(NamedTuple):
     ranks; there is one rank unless the first matrices are divided. Or ``shrunk`` are sums still to be added up, [1,
     parts, tiles, splits of the inputs, slots, TILE].
 
-    ``b`` is [places, tiles, outputs, TILE]; a place is an adapter slot. ``places`` int32 [blocks] and ``members`` int32
-    [blocks * rows of one] are the blocks of rows; a launch has the first of them. ``slots`` int32 [rows] is the index
-    of each row in ``members``, -1 for none.
+    ``b`` is [adapter slots, tiles, outputs, TILE]. ``adapter_slots`` int32 [blocks] and ``members`` int32 [blocks *
+    rows of one] are the blocks of rows; a launch has the first of them. ``slots`` int32 [rows] is the index of each row
+    in ``members``, -1 for none.
 
-    ``tiles`` int32 [places, TABLE_PARTS] are the tiles in use. The tiles of a place begin ``PLACE_IN_TABLE`` numbers
-    behind the tiles of the place before. ``scales`` fp32 lie like the tiles. ``bounds`` int32 [parts + 1] are bounds of
-    outputs. ``whose``, ``starts`` and ``present`` int32 list adapters by rows, see
+    ``tiles`` int32 [adapter slots, TABLE_PARTS] are the tiles in use. The tiles of an adapter slot begin
+    ``SLOT_STRIDE`` numbers behind the tiles of the slot before. ``scales`` fp32 lie like the tiles. ``bounds`` int32
+    [parts + 1] are bounds of outputs. ``whose``, ``starts`` and ``present`` int32 list adapters by rows, see
     :class:`preheat.backends.cuda.lora_blocks.Blocks`.
     """
 
     shrunk: Tensor
     b: Tensor
-    places: Tensor
+    adapter_slots: Tensor
     members: Tensor
     slots: Tensor
     tiles: Tensor
@@ -59,7 +59,7 @@ class Expansion(NamedTuple):
     @property
     def block(self) -> int:
         """Rows of a block."""
-        return len(self.members) // len(self.places)
+        return len(self.members) // len(self.adapter_slots)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -78,47 +78,47 @@ def times(ws, shrunk, acc):
 
 
 @triton.jit
-def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.constexpr, used):
+def _tile_of(out, adapter_slot, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.constexpr, used):
     """Return a tile of the second matrix, [outputs, ranks]."""
-    at = ((place * TILES + tile).to(tl.int64) * height + out) * RANKS
+    at = ((adapter_slot * TILES + tile).to(tl.int64) * height + out) * RANKS
     return tl.load(adapters.b + at[:, None] + tl.arange(0, RANKS)[None, :], mask=used, other=0.0)
 
 
 @triton.jit
 def _shrunk_of(
-    slot, tile, place, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
-    PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    slot, tile, adapter_slot, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
+    PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the shrunk rows in ``slot``, [ranks, rows], for a tile of ranks of the adapter in ``place``."""
+    """Return the shrunk rows in ``slot``, [ranks, rows], for a tile of ranks of the adapter in ``adapter_slot``."""
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
     if SPLITS == 0:
         at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
         found = tl.load(adapters.shrunk + at)
     else:
-        at = ((own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
-        found = added_up(adapters.shrunk + at, slots * RANKS, LEAVES, SPLITS)
-        found *= tl.load(adapters.scales + place * PLACE_IN_TABLE + part)
+        at = ((own * K_SPLITS * SPLITS * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        found = added_up(adapters.shrunk + at, slots * RANKS, K_SPLITS, SPLITS)
+        found *= tl.load(adapters.scales + adapter_slot * SLOT_STRIDE + part)
     return found.T
 
 
 @triton.jit
 def _expanded(
-    result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    result, ws, out, slot, adapter_slot, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return ``result`` [outputs, rows] with the term of the adapter in ``place``.
+    """Return ``result`` [outputs, rows] with the term of the adapter in ``adapter_slot``.
 
     ``part`` has ``count`` tiles of ranks; ``ws`` is the first of them. ``height`` is the number of outputs of all
     parts.
     """
     if count > 0:
-        shrunk = _shrunk_of(slot, 0, place, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS)
+        shrunk = _shrunk_of(slot, 0, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, K_SPLITS, SPLITS)
         acc = times(ws, shrunk, tl.zeros(result.shape, tl.float32))
         if TILES > 1:
             for tile in tl.range(1, count, num_stages=1):
-                more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
+                more = _tile_of(out, adapter_slot, tile, adapters, height, TILES, RANKS, True)
                 shrunk = _shrunk_of(
-                    slot, tile, place, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS
+                    slot, tile, adapter_slot, part, adapters, slots, TILES, RANKS, WORLD, PARTS, K_SPLITS, SPLITS
                 )
                 acc = times(more, shrunk, acc)
         result = rounded(plus(result.to(tl.float32), acc), result)
@@ -142,7 +142,7 @@ def _column_of(column, adapters, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
     WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write a tile [COLUMNS, ROWS] of ``z``, with the rows of one block.
@@ -159,7 +159,7 @@ def _expand(
     if not gated:
         column, part = _column_of(column, adapters, PARTS, COLUMNS)
     slot = block * ROWS + tl.arange(0, ROWS)
-    place = tl.load(adapters.places + block, mask=block * ROWS < slots, other=-1)
+    adapter_slot = tl.load(adapters.adapter_slots + block, mask=block * ROWS < slots, other=-1)
     row = slot
     if not chosen:
         row = tl.load(adapters.members + slot, mask=slot < slots, other=-1)
@@ -167,11 +167,11 @@ def _expand(
         own = slot - slots
         free = tl.load(adapters.slots + own, mask=(own >= 0) & (own < rows), other=0) < 0
         row = tl.where(free, own, row)
-    count = tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
+    count = tl.load(adapters.tiles + adapter_slot * SLOT_STRIDE + part, mask=adapter_slot >= 0, other=0)
     count_up = count
     if gated:
         first, end, height = column * COLUMNS, columns, columns * 2
-        count_up = tl.load(adapters.tiles + place * PLACE_IN_TABLE + 1, mask=place >= 0, other=0)
+        count_up = tl.load(adapters.tiles + adapter_slot * SLOT_STRIDE + 1, mask=adapter_slot >= 0, other=0)
     else:
         bounds = adapters.bounds + part
         first, end, height = tl.load(bounds) + column * COLUMNS, tl.load(bounds + 1), columns
@@ -179,10 +179,10 @@ def _expand(
             first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
     out = first + tl.arange(0, COLUMNS)
     of = tl.minimum(out, end - 1)
-    ws = _tile_of(of, place, 0, adapters, height, TILES, RANKS, count > 0)
+    ws = _tile_of(of, adapter_slot, 0, adapters, height, TILES, RANKS, count > 0)
     ws_up = ws
     if gated:
-        ws_up = _tile_of(of + columns, place, 0, adapters, height, TILES, RANKS, count_up > 0)
+        ws_up = _tile_of(of + columns, adapter_slot, 0, adapters, height, TILES, RANKS, count_up > 0)
     if chosen:
         begin(overlap)
         row = tl.load(adapters.members + slot)
@@ -200,13 +200,13 @@ def _expand(
         if gated:
             up = tl.load(at + columns, mask=stored, other=0.0)
         result = _expanded(
-            result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS, LEAVES,
-            SPLITS,
+            result, ws, of, slot, adapter_slot, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS,
+            K_SPLITS, SPLITS,
         )  # fmt: skip
         if gated:
             up = _expanded(
-                up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS,
-                LEAVES, SPLITS,
+                up, ws_up, of + columns, slot, adapter_slot, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD,
+                PARTS, K_SPLITS, SPLITS,
             )  # fmt: skip
             result = silu_mul(result, up)
         tl.store(to, result, mask=stored)
@@ -238,7 +238,7 @@ def expand(
     width, warps = (WIDTH, WARPS) if outputs < HEAD_OUTPUTS else (HEAD_WIDTH, HEAD_WARPS)
     _expand[sum(triton.cdiv(part, width) for part in parts), blocks](
         y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=width, ROWS=size,
-        WORLD=world, PARTS=stacked, LEAVES=sums.leaves if sums else 1, SPLITS=sums.splits if sums else 0,
+        WORLD=world, PARTS=stacked, K_SPLITS=sums.k_splits if sums else 1, SPLITS=sums.splits if sums else 0,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=warps, num_stages=2),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from preheat.backends.cuda.lora_blocks import STRETCH
-from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE
+from preheat.backends.cuda.lora_shrink import SLOT_STRIDE
 from preheat.ops.values import TILE
 
 LISTED = gl.constexpr(STRETCH)
@@ -38,11 +38,11 @@ def _part_of(first, bounds, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _expanding(first, place, tile, adapters, height, OUTPUTS: gl.constexpr, TILES: gl.constexpr):
-    """Return a tile of ranks of the second matrix in ``place``, [ranks, outputs], from output ``first`` on."""
+def _expanding(first, adapter_slot, tile, adapters, height, OUTPUTS: gl.constexpr, TILES: gl.constexpr):
+    """Return a tile of ranks of the second matrix in ``adapter_slot``, [ranks, outputs], from output ``first`` on."""
     right: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     out = gl.arange(0, OUTPUTS, gl.SliceLayout(0, right))[None, :]
-    at = adapters.b + ((place * TILES + tile).to(gl.int64) * height + first) * RANKS
+    at = adapters.b + ((adapter_slot * TILES + tile).to(gl.int64) * height + first) * RANKS
     return gl.load(at + out * RANKS + gl.arange(0, RANKS, gl.SliceLayout(1, right))[:, None])
 
 
@@ -57,19 +57,19 @@ def _shrunk(whose, slot, tile, part, adapters, slots, TILES: gl.constexpr, WORLD
 
 @gluon.jit
 def _added(
-    result, shrunk, ws, whose, slot, first, place, part, adapters, slots, height, TILES: gl.constexpr,
+    result, shrunk, ws, whose, slot, first, adapter_slot, part, adapters, slots, height, TILES: gl.constexpr,
     WORLD: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return ``result`` with the term of the adapter in ``place`` for its rows.
+    """Return ``result`` with the term of the adapter in ``adapter_slot`` for its rows.
 
     ``shrunk`` and ``ws`` are of the first ranks.
     """
-    count = gl.load(adapters.tiles + place * PLACE_IN_TABLE + part)
-    mine = whose == place
+    count = gl.load(adapters.tiles + adapter_slot * SLOT_STRIDE + part)
+    mine = whose == adapter_slot
     acc = mma_v2(gl.where(mine[:, None], shrunk, 0.0), ws, gl.zeros(result.shape, gl.float32, SUMS))
     for tile in range(1, count if TILES > 1 else 1):
         more = _shrunk(whose, slot, tile, part, adapters, slots, TILES, WORLD, PARTS)
-        ws = _expanding(first, place, tile, adapters, height, result.shape[1], TILES)
+        ws = _expanding(first, adapter_slot, tile, adapters, height, result.shape[1], TILES)
         acc = mma_v2(gl.where(mine[:, None], more, 0.0), ws, acc)
     chosen = gl.convert_layout(mine & (count > 0), gl.SliceLayout(1, SUMS))
     # Not by `rounded`: behind its own instructions the compiler lets each product of the layer wait for the last one.
@@ -113,11 +113,14 @@ def add_adapters(
     shrunk_other = _shrunk(whose, slot, 0, two, adapters, slots, TILES, WORLD, PARTS)
     left, right = gl.convert_layout(left, SUMS), gl.convert_layout(right, SUMS)
     for at in range(start, stop):
-        place = gl.load(adapters.present + at)
-        ws = _expanding(first, place, 0, adapters, height, OUTPUTS, TILES)
-        ws_other = _expanding(other, place, 0, adapters, height, OUTPUTS, TILES)
-        left = _added(left, shrunk, ws, whose, slot, first, place, one, adapters, slots, height, TILES, WORLD, PARTS)
-        right = _added(
-            right, shrunk_other, ws_other, whose, slot, other, place, two, adapters, slots, height, TILES, WORLD, PARTS
+        adapter_slot = gl.load(adapters.present + at)
+        ws = _expanding(first, adapter_slot, 0, adapters, height, OUTPUTS, TILES)
+        ws_other = _expanding(other, adapter_slot, 0, adapters, height, OUTPUTS, TILES)
+        left = _added(
+            left, shrunk, ws, whose, slot, first, adapter_slot, one, adapters, slots, height, TILES, WORLD, PARTS
         )
+        right = _added(
+            right, shrunk_other, ws_other, whose, slot, other, adapter_slot, two, adapters, slots, height, TILES, WORLD,
+            PARTS,
+        )  # fmt: skip
     return left, right

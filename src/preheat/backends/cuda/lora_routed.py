@@ -41,8 +41,8 @@ CHUNK = 128
 
 @triton.jit
 def _rows_of(
-    experts, starts, counts, tokens, slots, places, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr,
-    ROWS: tl.constexpr,
+    experts, starts, counts, tokens, slots, adapter_slots, K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the expert of this program, its arranged rows [ROWS], their tokens and their adapter slots.
 
@@ -63,7 +63,7 @@ def _rows_of(
         there = (block < tl.load(starts + EXPERTS)) & (below < tl.load(counts + expert))
         token = tl.load(tokens + row, mask=there, other=0)
     slot = tl.load(slots + token, mask=there, other=-1)
-    own = tl.load(places + slot // ROWS, mask=slot >= 0, other=-1)
+    own = tl.load(adapter_slots + slot // ROWS, mask=slot >= 0, other=-1)
     return expert, row, token, own
 
 
@@ -95,7 +95,7 @@ def _sum_of_parts(
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _shrink_experts(
-    x, a, shrunk, tiles, scales, experts, starts, counts, tokens, slots, places, rows, most, inputs,
+    x, a, shrunk, tiles, scales, experts, starts, counts, tokens, slots, adapter_slots, rows, most, inputs,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, gathered: tl.constexpr,
@@ -107,25 +107,25 @@ def _shrink_experts(
     """
     begin(overlap)
     part, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
-    expert, row, token, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    expert, row, token, own = _rows_of(experts, starts, counts, tokens, slots, adapter_slots, K, EXPERTS, BLOCKED, ROWS)
     rank = tl.arange(0, RANKS)
     module = expert * PARTS + part
     source = token if gathered else row
     at = x + source.to(tl.int64)[:, None] * inputs
     to = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank[None, :]
-    for place in range(most):
-        mine = (own == place)[:, None]
-        if tl.max((own == place).to(tl.int32), 0) > 0:  # noqa: SIM102
-            if tile < tl.load(tiles + place * TABLE + module):
-                first_rank = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * RANKS
+    for adapter_slot in range(most):
+        mine = (own == adapter_slot)[:, None]
+        if tl.max((own == adapter_slot).to(tl.int32), 0) > 0:  # noqa: SIM102
+            if tile < tl.load(tiles + adapter_slot * TABLE + module):
+                first_rank = (module.to(tl.int64) + (adapter_slot * TILES + tile) * (EXPERTS * PARTS)) * RANKS
                 of = a + (first_rank + rank)[:, None] * inputs
                 total = _sum_of_parts(at, of, mine, inputs, ROWS, RANKS, WIDTH, CHUNK, EVEN)
-                tl.store(to, total * tl.load(scales + place * TABLE + module), mask=mine)
+                tl.store(to, total * tl.load(scales + adapter_slot * TABLE + module), mask=mine)
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _expand_experts(
-    y, shrunk, b, tiles, experts, starts, counts, tokens, slots, places, rows, most, columns, height,
+    y, shrunk, b, tiles, experts, starts, counts, tokens, slots, adapter_slots, rows, most, columns, height,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
@@ -136,18 +136,18 @@ def _expand_experts(
     """
     begin(overlap)
     part = tl.program_id(2)
-    expert, row, _, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    expert, row, _, own = _rows_of(experts, starts, counts, tokens, slots, adapter_slots, K, EXPERTS, BLOCKED, ROWS)
     rank, out = tl.arange(0, RANKS)[None, :], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     module = expert * PARTS + part
     at = y + row.to(tl.int64)[None, :] * (PARTS * columns) + part * columns + out[:, None]
-    for place in range(most):
-        mine = own == place
+    for adapter_slot in range(most):
+        mine = own == adapter_slot
         if tl.max(mine.to(tl.int32), 0) > 0:
-            count = tl.load(tiles + place * TABLE + module)
+            count = tl.load(tiles + adapter_slot * TABLE + module)
             if count > 0:
                 acc = tl.zeros([COLUMNS, ROWS], tl.float32)
                 for tile in tl.range(0, count, num_stages=1):
-                    top = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * height
+                    top = (module.to(tl.int64) + (adapter_slot * TILES + tile) * (EXPERTS * PARTS)) * height
                     ws = tl.load(b + (top + tl.minimum(out, columns - 1))[:, None] * RANKS + rank)
                     given = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank
                     acc = times(ws, tl.load(given, mask=mine[:, None], other=0.0).T, acc)
@@ -217,14 +217,14 @@ def _launched(
     }  # fmt: skip
     routed = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
     programs = arrangement.rows if blocked == 1 else arrangement.rows // BLOCK
-    return programs, (*routed, blocks.slots, blocks.places), sizes
+    return programs, (*routed, blocks.slots, blocks.adapter_slots), sizes
 
 
 @triton.jit
-def _place_of(token, members, places, ROWS: tl.constexpr):
+def _adapter_slot_of(token, members, adapter_slots, ROWS: tl.constexpr):
     """Return the adapter slot of a token, -1 for none."""
     member = tl.load(members + token)
-    return tl.load(places + member // ROWS, mask=member >= 0, other=-1)
+    return tl.load(adapter_slots + member // ROWS, mask=member >= 0, other=-1)
 
 
 @triton.jit
@@ -238,9 +238,9 @@ def _row_of(slot, rows_of, experts, BLOCKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _shrink_slots(
-    x, a, shrunk, tiles, rows_of, experts, members, places, rows, size, inputs,
+    x, a, shrunk, tiles, rows_of, experts, members, adapter_slots, rows, size, inputs,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
-    LEAVES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    K_SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
     """Write ``shrunk`` [tile of ranks, slot, rank] for one slot and tile.
@@ -249,18 +249,18 @@ def _shrink_slots(
     """
     begin(overlap)
     slot, tile = tl.program_id(0), tl.program_id(1)
-    place = _place_of(slot // K, members, places, ROWS)
-    if place >= 0:
+    adapter_slot = _adapter_slot_of(slot // K, members, adapter_slots, ROWS)
+    if adapter_slot >= 0:
         row, expert = _row_of(slot, rows_of, experts, BLOCKED)
-        if tile < tl.load(tiles + place * TABLE + expert):
+        if tile < tl.load(tiles + adapter_slot * TABLE + expert):
             lanes, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
-            top = (expert.to(tl.int64) + (place * TILES + tile) * EXPERTS) * RANKS
+            top = (expert.to(tl.int64) + (adapter_slot * TILES + tile) * EXPERTS) * RANKS
             of = a + (top + rank)[:, None] * inputs
             at, step = x + row.to(tl.int64) * size + lanes * 0, rows.to(tl.int64) * size
             total = _sum_of_parts(at, of, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
-            if LEAVES >= 2:
+            if K_SPLITS >= 2:
                 total += _sum_of_parts(at + step, of + size, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
-            if LEAVES == 4:
+            if K_SPLITS == 4:
                 at += 2 * step
                 of += 2 * size
                 right = _sum_of_parts(at, of, lanes == 0, size, ROWS, RANKS, WIDTH, CHUNK, False)
@@ -272,7 +272,7 @@ def _shrink_slots(
 
 @triton.jit
 def _expand_tokens(
-    y, parts, b, tiles, scales, rows_of, experts, weights, members, places, stride, columns,
+    y, parts, b, tiles, scales, rows_of, experts, weights, members, adapter_slots, stride, columns,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
     WORLD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
@@ -282,8 +282,8 @@ def _expand_tokens(
     """
     begin(overlap)
     token = tl.program_id(0)
-    place = _place_of(token, members, places, ROWS)
-    if place >= 0:
+    adapter_slot = _adapter_slot_of(token, members, adapter_slots, ROWS)
+    if adapter_slot >= 0:
         lanes, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)[None, :]
         out = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         given = (tl.minimum(out, columns - 1) * RANKS).to(tl.int64)[:, None] + rank
@@ -291,9 +291,9 @@ def _expand_tokens(
         for each in range(K):
             slot = token * K + each
             _, expert = _row_of(slot, rows_of, experts, BLOCKED)
-            count = tl.load(tiles + place * TABLE + expert)
+            count = tl.load(tiles + adapter_slot * TABLE + expert)
             if count > 0:
-                scale = tl.load(scales + place * TABLE + expert)
+                scale = tl.load(scales + adapter_slot * TABLE + expert)
                 acc = tl.zeros([COLUMNS, ROWS], tl.float32)
                 for tile in range(count):
                     at = (tile * tl.num_programs(0) * K + slot).to(tl.int64) * RANKS + rank + lanes * 0
@@ -301,7 +301,7 @@ def _expand_tokens(
                         root = tl.load(parts + at, mask=lanes == 0, other=0.0)
                     else:
                         root = root_of(parts, stride.to(tl.int64), at, (lanes == 0) & (rank >= 0), WORLD)
-                    top = (expert.to(tl.int64) + (place * TILES + tile) * EXPERTS) * columns * RANKS
+                    top = (expert.to(tl.int64) + (adapter_slot * TILES + tile) * EXPERTS) * columns * RANKS
                     acc = times(tl.load(b + top + given), (root * scale).T, acc)
                 total += acc * tl.load(weights + slot)
         stored = (out < columns)[:, None] & (lanes == 0).T
@@ -337,8 +337,9 @@ def shrink_slots(kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
     slots, width = kept.arrangement.weights.numel(), min(PART, max(triton.next_power_of_2(size), TILE))
     shrunk = a.new_empty(a.shape[1], slots, TILE, dtype=torch.float32)
     _shrink_slots[slots, len(shrunk)](
-        kept.rows, a, shrunk, tiles, *kept.routed, blocks.slots, blocks.places, rows, size, a.shape[4], LEAVES=count,
-        WIDTH=width, CHUNK=min(CHUNK, width), **_sizes(kept, factors), **options(num_warps=4, num_stages=3),
+        kept.rows, a, shrunk, tiles, *kept.routed, blocks.slots, blocks.adapter_slots, rows, size, a.shape[4],
+        K_SPLITS=count, WIDTH=width, CHUNK=min(CHUNK, width), **_sizes(kept, factors),
+        **options(num_warps=4, num_stages=3),
     )  # fmt: skip
     return shrunk
 
@@ -350,7 +351,7 @@ def expand_tokens(y: Tensor, parts: Tensor, kept: Kept, factors: Factors, blocks
     """
     _, b, tiles, scales = factors.matrices
     _expand_tokens[len(y), triton.cdiv(y.shape[1], WIDTH)](
-        y, parts, b, tiles, scales, *kept.routed, kept.arrangement.weights, blocks.slots, blocks.places,
+        y, parts, b, tiles, scales, *kept.routed, kept.arrangement.weights, blocks.slots, blocks.adapter_slots,
         parts.stride(0), y.shape[1], WORLD=len(parts), COLUMNS=WIDTH, **_sizes(kept, factors),
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
@@ -385,13 +386,13 @@ class RoutedFactors:
         down = {number // 3: each for number, each in parts.items() if number % 3 == 2}
         return self.gate_up.pack(gate_up) if gate_up else None, self.down.pack(down) if down else None
 
-    def write(self, place: int, packed: tuple[Packed | None, Packed | None]) -> None:
+    def write(self, slot: int, packed: tuple[Packed | None, Packed | None]) -> None:
         for factors, each in zip((self.gate_up, self.down), packed, strict=True):
             if each is None:
-                factors.clear(place)
+                factors.clear(slot)
             else:
-                factors.write(place, each)
+                factors.write(slot, each)
 
-    def clear(self, place: int) -> None:
-        self.gate_up.clear(place)
-        self.down.clear(place)
+    def clear(self, slot: int) -> None:
+        self.gate_up.clear(slot)
+        self.down.clear(slot)

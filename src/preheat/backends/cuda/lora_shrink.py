@@ -24,16 +24,16 @@ from preheat.ops.values import PART, TILE
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
 
-PLACE_IN_TABLE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
-"""Numbers in a table for each place."""
+SLOT_STRIDE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
+"""Numbers in a table for each adapter slot."""
 
 
 class Shrinking(NamedTuple):
     """The operands of the first product for the rows of a step.
 
-    ``x`` is [rows, inputs], ``a`` [places, tiles of this rank, parts, TILE, inputs]. ``sums`` fp32 [parts, tiles, parts
-    of the inputs, slots, TILE] is room. ``tiles`` int32 and ``scales`` fp32 [places, TABLE_PARTS] are as in
-    :class:`preheat.backends.cuda.lora_expand.Expansion`. ``arrived`` is int32 [blocks * parts].
+    ``x`` is [rows, inputs], ``a`` [adapter slots, tiles of this rank, parts, TILE, inputs]. ``sums`` fp32 [parts,
+    tiles, parts of the inputs, slots, TILE] is room. ``tiles`` int32 and ``scales`` fp32 [adapter slots, TABLE_PARTS]
+    are as in :class:`preheat.backends.cuda.lora_expand.Expansion`. ``arrived`` is int32 [blocks * parts].
     """
 
     x: Tensor
@@ -48,70 +48,71 @@ class Shrinking(NamedTuple):
 class ShrinkSizes:
     """Sizes of the first product of a layer.
 
-    The layer's ``parts`` have matrices of ``inputs``, in ``leaves`` equal K splits, and ``tiles`` tiles of ranks.
+    The layer's ``parts`` have matrices of ``inputs``, in ``k_splits`` equal K splits, and ``tiles`` tiles of ranks.
     """
 
     inputs: int
     parts: int
     tiles: int
-    leaves: int
+    k_splits: int
 
     @property
-    def leaf(self) -> int:
+    def split_inputs(self) -> int:
         """Inputs of a K split."""
-        return self.inputs // self.leaves
+        return self.inputs // self.k_splits
 
     @property
     def width(self) -> int:
         """Inputs of a split of a K split."""
-        return min(PART, max(int(triton.next_power_of_2(self.leaf)), TILE))
+        return min(PART, max(int(triton.next_power_of_2(self.split_inputs)), TILE))
 
     @property
     def splits(self) -> int:
         """Splits of a K split."""
-        return -(-self.leaf // self.width)
+        return -(-self.split_inputs // self.width)
 
     @cached_property
     def constants(self) -> dict[str, int | bool]:
         """Constants of the kernels."""
         return {
-            "PARTS": self.parts, "TILES": self.tiles, "LEAVES": self.leaves, "SPLITS": self.splits,
-            "WIDTH": self.width, "CHUNK": min(CHUNK, self.width), "RANKS": TILE, "EVEN": self.leaf % self.width == 0,
+            "PARTS": self.parts, "TILES": self.tiles, "K_SPLITS": self.k_splits, "SPLITS": self.splits,
+            "WIDTH": self.width, "CHUNK": min(CHUNK, self.width), "RANKS": TILE,
+            "EVEN": self.split_inputs % self.width == 0,
         }  # fmt: skip
 
 
 @triton.jit
-def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
+def _k_split_sum(sums, k_split: tl.constexpr, step, SPLITS: tl.constexpr):
     """Add the ``SPLITS`` sums of a K split, from the first to the last.
 
     ``step`` numbers lie between two sums.
     """
-    total = tl.load(sums + leaf * SPLITS * step, cache_modifier=".cg")
+    total = tl.load(sums + k_split * SPLITS * step, cache_modifier=".cg")
     for each in tl.static_range(1, SPLITS):
-        total += tl.load(sums + (leaf * SPLITS + each) * step, cache_modifier=".cg")
+        total += tl.load(sums + (k_split * SPLITS + each) * step, cache_modifier=".cg")
     return total
 
 
 @triton.jit
-def added_up(sums, step, LEAVES: tl.constexpr, SPLITS: tl.constexpr):
+def added_up(sums, step, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
     """Return shrunk rows: the K splits added in their tree, each the sum of its ``SPLITS``.
 
     ``step`` numbers lie between two sums.
     """
-    total = _leaf_sum(sums, 0, step, SPLITS)
-    if LEAVES >= 2:
-        total += _leaf_sum(sums, 1, step, SPLITS)
-    if LEAVES == 4:
-        right = _leaf_sum(sums, 2, step, SPLITS)
-        right += _leaf_sum(sums, 3, step, SPLITS)
+    total = _k_split_sum(sums, 0, step, SPLITS)
+    if K_SPLITS >= 2:
+        total += _k_split_sum(sums, 1, step, SPLITS)
+    if K_SPLITS == 4:
+        right = _k_split_sum(sums, 2, step, SPLITS)
+        right += _k_split_sum(sums, 3, step, SPLITS)
         total += right
     return total
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
-    given, shrunk, places, members, rows, inputs, size, slots,
-    PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    given, shrunk, adapter_slots, members, rows, inputs, size, slots,
+    PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, K_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     ACROSS: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
@@ -132,19 +133,19 @@ def _shrink(
     rank = across % RANKS
     start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
     slot = block * ROWS + tl.arange(0, ROWS)[:, None]
-    place = tl.load(places + block)
+    adapter_slot = tl.load(adapter_slots + block)
     row = tl.load(members + slot)
     if beside:
         begin_early(overlap)
     else:
         begin(overlap)
-    if place >= 0:
+    if adapter_slot >= 0:
         there = (row >= 0) & (row < rows)
         at = given.x + row.to(tl.int64) * inputs
-        counts = tl.load(given.tiles + place * PLACE_IN_TABLE + part)
+        counts = tl.load(given.tiles + adapter_slot * SLOT_STRIDE + part)
         count = tl.max(counts) if TOGETHER > 1 else counts
         for tile in range(tl.maximum(count, 1)):  # the first without waiting for how many there are
-            of = given.a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
+            of = given.a + (((adapter_slot * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
             acc = tl.zeros([ROWS, ACROSS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
                 here = start + first + k
@@ -155,17 +156,17 @@ def _shrink(
                     xs = tl.load(at + here[None, :], mask=there & (here < end)[None, :], other=0.0)
                     ws = tl.load(of + here[:, None], mask=(here < end)[:, None], other=0.0)
                 acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
-            to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
+            to = (((part * TILES + tile) * K_SPLITS * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
             tl.store(given.sums + to, acc, mask=tile < counts)
         if adds:
             tl.debug_barrier()  # all warps have written before one of them says so
-            if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == K_SPLITS * SPLITS - 1:
                 tl.debug_barrier()
-                scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
+                scale = tl.load(given.scales + adapter_slot * SLOT_STRIDE + part)
                 for tile in range(count):
                     own = part * TILES + tile
-                    of = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
-                    total = added_up(of, slots * RANKS, LEAVES, SPLITS)
+                    of = given.sums + (own * K_SPLITS * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
+                    total = added_up(of, slots * RANKS, K_SPLITS, SPLITS)
                     if scaled:
                         total *= scale
                     tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
@@ -190,8 +191,8 @@ def shrink(
     """
     slots, many = shrunk.shape[3], blocks.size > BLOCK
     together = sizes.parts if many else 1  # few rows gain more from more programs
-    _shrink[slots // blocks.size, sizes.leaves * sizes.splits, sizes.parts // together](
-        given, shrunk, blocks.places, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
+    _shrink[slots // blocks.size, sizes.k_splits * sizes.splits, sizes.parts // together](
+        given, shrunk, blocks.adapter_slots, blocks.members, len(given.x), sizes.inputs, sizes.split_inputs, slots,
         **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
         adds=adds, scaled=scaled, beside=beside, **options(num_warps=4 if many else 2, num_stages=3 if many else 4),
     )  # fmt: skip

@@ -202,7 +202,12 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
     if isinstance(weight, DeviceWeight):
         outputs, inputs = weight.shape
         shape = LinearShape(
-            outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow
+            outputs,
+            inputs,
+            dtype=weight.dtype,
+            scheme=weight.scheme,
+            shuffled=weight.shuffled,
+            bf16_scales=weight.bf16_scales,
         )
         new = random_weight(shape, x.device, seed)
         for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
@@ -244,9 +249,9 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
         weight.scales.fill_(2.0**-10)
         if weight.zeros is not None:
             weight.zeros.zero_()
-    if shape.dealt:
-        weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
-    return DeviceWeight.of(weight, dealt=shape.dealt, splits=max(shape.splits, 1))
+    if shape.shuffled:
+        weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.bf16_scales else torch.float16))
+    return DeviceWeight.of(weight, shuffled=shape.shuffled, splits=max(shape.splits, 1))
 
 
 def _bits(y: Tensor) -> Tensor:

@@ -16,5 +16,5 @@ class CudaSharing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def join(self, meeting: Rendezvous, check: Callable[[], None]) -> RankSums:
-        return RankSums() if meeting.world == 1 else Nccl(self._device, meeting, check)
+    def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> RankSums:
+        return RankSums() if rendezvous.world == 1 else Nccl(self._device, rendezvous, check)

@@ -17,9 +17,9 @@ SHARED_BYTES = 225_000
 class LinearShape(NamedTuple):
     """Everything about a layer that the choice of its kernel depends on, besides the number of rows.
 
-    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``dealt``: codes of four bits
-    lie in the order of Hopper's matrix unit; ``narrow``: and their scales are of bfloat16. ``splits``: into how many
-    splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
+    ``outputs`` are the rows of W. ``scheme`` says how they are quantized, if they are. ``shuffled``: codes of four bits
+    lie in the order of Hopper's matrix unit. ``bf16_scales``: the scales of shuffled codes are of bfloat16. ``splits``:
+    into how many splits the ``inputs`` of this rank are cut, so that ranks may share them; 0: they are not cut.
     """
 
     outputs: int
@@ -28,8 +28,8 @@ class LinearShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     scheme: Scheme | None = None
-    dealt: bool = False
-    narrow: bool = False
+    shuffled: bool = False
+    bf16_scales: bool = False
     splits: int = 0
 
     @property
@@ -67,7 +67,7 @@ class ExpertsShape(NamedTuple):
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
 
-    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_few`.
+    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_small_m`.
     """
 
     outputs: int
@@ -78,6 +78,7 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     bulk: bool = False
 
 
+# Stored tables and oracles name this kernel "wide", hence neither large_m nor LargeM.
 class Wide(msgspec.Struct, frozen=True):
     """The kernel for many rows on Hopper, with tiles of ``outputs`` x ``rows``.
 
@@ -154,12 +155,12 @@ def experts_reference(shape: ExpertsShape) -> ExpertsConfig:
 
 
 def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
-    """Return the shape of a layer; on ``hopper`` codes are dealt where they may be."""
+    """Return the shape of a layer; on ``hopper`` codes are shuffled where they may be."""
     dtype, scheme = getattr(torch, value.weight.dtype), value.weight.scheme
-    dealt = hopper and scheme is not None and may_be_dealt(scheme, value.outputs, value.inputs, dtype)
+    shuffled = hopper and scheme is not None and may_be_shuffled(scheme, value.outputs, value.inputs, dtype)
     gated, splits = value.finish.activation == "silu_and_mul", value.order.own_k_splits if value.order.is_split else 0
     return LinearShape(
-        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, dealt and not splits, splits=splits
+        value.outputs, value.inputs, gated, dtype, value.finish.bias, scheme, shuffled and not splits, splits=splits
     )
 
 
@@ -198,7 +199,7 @@ def wide_float8(shape: LinearShape) -> bool:
     )
 
 
-def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+def may_be_shuffled(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Whether codes of four bits may lie in the order of Hopper's matrix unit.
 
     Their groups have to be whole steps.
@@ -212,17 +213,17 @@ def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) 
     )
 
 
-def few_rows(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
-    return shape.dealt or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
+def fits_small_m(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_small_m` does for a layer, on Hopper."""
+    return shape.shuffled or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
 
 
-def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
+def small_m_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
     """Return a tile of the kernel for few rows with ``rows`` rows, a power of two between 8 and 64."""
     return Tile(64, rows, 128 if wide_float8(shape) else 256, 4, stages, bulk=True)
 
 
-def few_bytes(shape: LinearShape, tile: Tile) -> int:
+def small_m_bytes(shape: LinearShape, tile: Tile) -> int:
     """In shared memory: stages with codes, scales and zero points of two groups, and x."""
     weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 8)
     return tile.stages * (weights + tile.rows * tile.inputs * (1 if wide_float8(shape) else 2) + 16)

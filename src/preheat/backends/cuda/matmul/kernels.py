@@ -25,11 +25,11 @@ from preheat.backends.cuda.matmul.config import (
     Wide,
     codes_bytes,
     experts_reference,
-    few_bytes,
-    few_rows,
-    few_tile,
+    fits_small_m,
     fits_wide,
     reference,
+    small_m_bytes,
+    small_m_tile,
     whole_groups,
     wide_float8,
 )
@@ -39,8 +39,8 @@ from preheat.backends.cuda.matmul.rules import (
     MANY_ROWS,
     codes_rule,
     experts_rule,
-    few_rule,
     rounds,
+    small_m_rule,
     split_rule,
     tile_rule,
     wide_guesses,
@@ -91,7 +91,7 @@ def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
     """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
     if rows < MANY_ROWS:
         return None
-    plain = rule(shape._replace(scheme=None, dealt=False, narrow=False), rows)
+    plain = rule(shape._replace(scheme=None, shuffled=False, bf16_scales=False), rows)
     assert not isinstance(plain, Expanded)
     return Expanded(plain)
 
@@ -121,7 +121,7 @@ def fitting_tiles(
 
 def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
     """Yield tiles of codes. Tiles that multiply in float8 have at least 64 outputs and four warps."""
-    if shape.scheme is None or shape.dealt:
+    if shape.scheme is None or shape.shuffled:
         return
     height = min(max(16, _power(rows)), 256)
     widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
@@ -147,13 +147,13 @@ def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
     """
     if rows > 256:
         return
-    if shape.dealt:
-        yield few_rule(shape, rows)
+    if shape.shuffled:
+        yield small_m_rule(shape, rows)
         return
     for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
         for stages in (2, 3, 4, 6, 8, 12, 16):
-            tile = few_tile(shape, height, stages)
-            if few_bytes(shape, tile) < SHARED_BYTES:
+            tile = small_m_tile(shape, height, stages)
+            if small_m_bytes(shape, tile) < SHARED_BYTES:
                 yield tile
 
 
@@ -196,7 +196,7 @@ KERNELS = (
         "dequantized", lambda shape: shape.scheme is not None and shape.scheme.activations is None, _expanded,
         lambda shape, rows: [Expanded(Library())] if rows >= 128 else [],
     ),
-    Kernel("codes, few rows", few_rows, few_rule, _streamed, hopper=True),
+    Kernel("codes, few rows", fits_small_m, small_m_rule, _streamed, hopper=True),
     Kernel("codes", lambda shape: shape.scheme is not None, codes_rule, _on_codes),
     Kernel(
         "cuBLAS", lambda shape: shape.scheme is None, _library, lambda shape, rows: (Library(), Library(split=True))
@@ -254,7 +254,7 @@ class KernelConfigs:
         return made
 
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
-        known = shape._replace(bias=False, narrow=False)
+        known = shape._replace(bias=False, bf16_scales=False)
         return _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
 
     def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
@@ -270,7 +270,7 @@ class KernelConfigs:
         found = self(shape, rows)
         if rows > OWN_ROWS or not isinstance(found, Library):
             return found
-        return _up_to(self._own, shape._replace(bias=False, narrow=False), rows) or tile_rule(shape, rows)
+        return _up_to(self._own, shape._replace(bias=False, bf16_scales=False), rows) or tile_rule(shape, rows)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
         """Return the kernel for many rows on Hopper, if it pays that it adds low-rank terms itself.

@@ -28,7 +28,7 @@ from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, Tile, Wide, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_dealt, quantized_input, tensors_of
+from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, quantized_input, tensors_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -41,7 +41,7 @@ def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Tensor | Device
         return weight
     if order.is_split:
         return DeviceWeight.of(weight, splits=order.own_k_splits)
-    return DeviceWeight.of(weight, dealt=is_hopper(weight.codes.device) and can_be_dealt(weight))
+    return DeviceWeight.of(weight, shuffled=is_hopper(weight.codes.device) and can_be_shuffled(weight))
 
 
 class Layer:
@@ -66,7 +66,7 @@ class Layer:
         self._splits = value.order.own_k_splits if self._split else 1
         self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
         if isinstance(self._weight, DeviceWeight):
-            self.shape = self.shape._replace(dealt=self._weight.dealt, narrow=self._weight.narrow)
+            self.shape = self.shape._replace(shuffled=self._weight.shuffled, bf16_scales=self._weight.bf16_scales)
         self._rows: CudaAdapterRows = context.rows
         self.slots = Factors.of(value, device, context.ranks) if value.terms else None
 

@@ -16,9 +16,9 @@ from preheat.backends.cuda.matmul.config import (
     Tile,
     Wide,
     codes_bytes,
-    few_bytes,
-    few_tile,
     fits_wide,
+    small_m_bytes,
+    small_m_tile,
     whole_groups,
     without_unaligned_copies,
 )
@@ -39,16 +39,16 @@ MANY_ROWS = 512
 """From so many rows on, quantized weights are dequantized first: reading them is then little beside the product."""
 
 
-def few_rule(shape: LinearShape, rows: int) -> Tile:
+def small_m_rule(shape: LinearShape, rows: int) -> Tile:
     """Guess a tile with as many stages as fit for all programs of a processor.
 
     A tile has at least four stages, if four fit.
     """
     height = max(8, min(1 << (rows - 1).bit_length(), 64))
     programs = -(-shape.outputs // 64) * -(-rows // height)
-    size = few_bytes(shape, few_tile(shape, height, 1))
+    size = small_m_bytes(shape, small_m_tile(shape, height, 1))
     room = SHARED_BYTES // min(4, -(-programs // PROCESSORS))
-    return few_tile(shape, height, max(min(4, SHARED_BYTES // size), min(16, room // size)))
+    return small_m_tile(shape, height, max(min(4, SHARED_BYTES // size), min(16, room // size)))
 
 
 def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:

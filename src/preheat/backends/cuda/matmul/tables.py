@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     tile: Tile | None = None
     wide: Wide | None = None
     scheme: Scheme | None = None
-    dealt: bool = False
+    shuffled: bool = msgspec.field(default=False, name="dealt")  # the name in stored tables
     expanded: bool = False
 
     @property
@@ -61,9 +61,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> LinearShape:
-        """Shape of the layer, without a bias and narrow scales: they make no difference to the choice."""
+        """Shape of the layer, without a bias and scales of bfloat16: they make no difference to the choice."""
         dtype = getattr(torch, self.dtype)
-        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, dealt=self.dealt)
+        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, shuffled=self.shuffled)
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             tile=choice if isinstance(choice, Tile) else None,
             wide=choice if isinstance(choice, Wide) else None,
             scheme=shape.scheme,
-            dealt=shape.dealt,
+            shuffled=shape.shuffled,
             expanded=expanded,
         )
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options, widened
-from preheat.backends.cuda.matmul.config import may_be_dealt, whole_groups
+from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops.kinds import Scheme
@@ -34,9 +34,9 @@ class DeviceWeight:
     are fp32 [groups, outputs]. Experts, if there are any, are the first dimension. Zero points are fp32, because the
     compiler would load zero points of two bytes where they are needed, and not ahead.
 
-    ``dealt``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or of
-    bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_few` reads such a weight; other kernels get it
-    dequantized.
+    ``shuffled``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or
+    of bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_small_m` reads shuffled weights; other
+    kernels get them dequantized.
 
     ``splits``: how many splits the inputs have. The codes of each split fill whole steps.
     """
@@ -49,27 +49,36 @@ class DeviceWeight:
     zeros: Tensor | None
     index: Tensor | None
     static: Tensor | None
-    dealt: bool = False
+    shuffled: bool = False
     splits: int = 1
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, *, dealt: bool = False, splits: int = 1) -> DeviceWeight:
+    def of(cls, weight: QuantizedWeight, *, shuffled: bool = False, splits: int = 1) -> DeviceWeight:
         """Lay out ``weight`` for the kernels: scales of neighboring outputs are neighbors.
 
-        A weight may be ``dealt`` only if :func:`can_be_dealt` is true of it.
+        A weight may be ``shuffled`` only if :func:`can_be_shuffled` is true of it.
         """
         codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
         if weight.scheme.code == "int4":
-            codes = _packed(codes, dealt, splits)
+            codes = _packed(codes, shuffled, splits)
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
-        if dealt and _same(scales, torch.bfloat16):
+        if shuffled and _same(scales, torch.bfloat16):
             scales = scales.bfloat16()
         return cls(
-            weight.scheme, weight.dtype, weight.shape, codes, scales, zeros, weight.index, weight.static, dealt, splits
+            weight.scheme,
+            weight.dtype,
+            weight.shape,
+            codes,
+            scales,
+            zeros,
+            weight.index,
+            weight.static,
+            shuffled,
+            splits,
         )
 
     @property
-    def narrow(self) -> bool:
+    def bf16_scales(self) -> bool:
         """Whether scales are stored in bfloat16."""
         return self.scales.dtype == torch.bfloat16
 
@@ -89,9 +98,9 @@ class DeviceWeight:
         )
 
 
-def can_be_dealt(weight: QuantizedWeight) -> bool:
+def can_be_shuffled(weight: QuantizedWeight) -> bool:
     """Whether a layer's ``weight`` may lie in the order of Hopper's matrix unit. Its scales have to allow it."""
-    if len(weight.shape) != 2 or not may_be_dealt(weight.scheme, *weight.shape, weight.dtype):
+    if len(weight.shape) != 2 or not may_be_shuffled(weight.scheme, *weight.shape, weight.dtype):
         return False
     return any(_same(weight.scales, dtype) for dtype in (torch.float16, torch.bfloat16))
 
@@ -101,18 +110,18 @@ def _same(scales: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(scales.to(dtype).float(), scales)
 
 
-def _packed(codes: Tensor, dealt: bool, splits: int) -> Tensor:
+def _packed(codes: Tensor, shuffled: bool, splits: int) -> Tensor:
     """Pack two int8 codes between -8 and 7 into a byte.
 
     The inputs of each split are filled up with zeros to whole steps. The bytes of a step lie in order. Where they are
-    ``dealt``, a lane of the matrix unit finds its sixteen bytes side by side: bytes of inputs 16 a + 8 b + 2 c + d lie
-    in the order of c, a, d, b.
+    ``shuffled``, a lane of the matrix unit finds its sixteen bytes side by side: bytes of inputs 16 a + 8 b + 2 c + d
+    lie in the order of c, a, d, b.
     """
     parts = codes.unflatten(-1, (splits, -1))
     padded = torch.nn.functional.pad(parts, (0, -parts.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
     low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
     both = low | high << 4
-    if dealt:
+    if shuffled:
         both = both.unflatten(-1, (4, 2, 4, 2)).movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).flatten(-4)
     return both.flatten(-2)
 
@@ -164,7 +173,7 @@ def decoded(numbers, scale, zero, zeros, dtype: tl.constexpr):
 @triton.jit
 def _dequantize(
     codes, scales, zeros, index, weight, outputs, inputs, size, groups, row_bytes, split_bytes, FOUR: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, DEALT: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, SHUFFLED: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one step of one split for ``OUTPUTS`` outputs."""
     begin(overlap)
@@ -182,7 +191,7 @@ def _dequantize(
     to = weight + out.to(tl.int64)[:, None] * inputs + split * size
     if FOUR:
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
-        if DEALT:
+        if SHUFFLED:
             pair = pair.reshape(OUTPUTS, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(OUTPUTS, HALF)
         for half in tl.static_range(2):
             at = k + half * HALF
@@ -206,7 +215,7 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     steps = triton.cdiv(inputs // weight.splits, STEP.value)
     _dequantize[(triton.cdiv(outputs, 32), steps, weight.splits)](
         weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
-        DEALT=weight.dealt, FOUR=weight.scheme.code == "int4", GROUP=weight.scheme.group,
+        SHUFFLED=weight.shuffled, FOUR=weight.scheme.code == "int4", GROUP=weight.scheme.group,
         EVEN=whole_groups(weight.scheme), **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return result

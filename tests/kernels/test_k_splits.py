@@ -30,13 +30,13 @@ def made(weight: Tensor, splits: int, bias: Tensor | None = None) -> Layer:
     return layer
 
 
-def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 4) -> Tensor:
+def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, k_splits: int = 4) -> Tensor:
     """Return the layer's outputs on ``world`` ranks."""
     if world == 1:
-        return made(weight, leaves, bias)(x)
+        return made(weight, k_splits, bias)(x)
     parts = []
     for mine, part in zip(x.chunk(world, 1), weight.chunk(world, 1), strict=True):
-        layer = made(part.contiguous(), leaves // world)
+        layer = made(part.contiguous(), k_splits // world)
         y = torch.empty(len(x), len(weight))
         parts.append(layer.partial(mine.contiguous(), y))
     return add_ranks(torch.stack(parts), bias, x.dtype)
@@ -54,7 +54,7 @@ def test_the_number_of_ranks_changes_no_bit(dtype, rows, outputs, inputs, biased
     torch.testing.assert_close(one.double(), exact, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.5)
 
 
-def test_leaves_are_added_in_a_tree():
+def test_k_splits_are_added_in_a_tree():
     """The numbers tell the tree from a sum in order, within one rank and among four and eight."""
     x = torch.tensor([[1e8, 1.0, -1e8, 1.0]]).repeat_interleave(16, 1)
     x[:, torch.arange(64) % 16 != 0] = 0

@@ -47,7 +47,7 @@ ZERO = gl.constexpr(136.0)
 """The number for a code of zero behind the exponent of 128, with its sign bit turned over."""
 
 
-def _conversion(narrow: bool) -> str:
+def _conversion(bf16_scales: bool) -> str:
     """Return the assembly that converts eight codes in a word, less a zero point, times a scale.
 
     The bytes of a word have the codes of inputs 0, 8, 1, 9 (and 64 more) of a lane's chunk. Pairs of neighbors are
@@ -58,7 +58,7 @@ def _conversion(narrow: bool) -> str:
         lines.append(f"shr.b32 word, $4, {shift};" if shift else "mov.b32 word, $4;")
         lines.append("lop3.b32 word, word, 0x000f000f, 0x43084308, 0x6a;")
         lines.append("sub.rn.bf16x2 word, word, $5;")
-        if narrow:
+        if bf16_scales:
             lines.append(f"mul.rn.bf16x2 ${pair}, word, $7;")
         else:
             lines.append("mul.rn.bf16x2 low, word, $9;")
@@ -69,7 +69,7 @@ def _conversion(narrow: bool) -> str:
 WARP_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Layout of sums for the fewest rows: each warp has its own instruction, with shorter chains of products."""
 
-CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
+CONVERSION, BF16_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
 
 
 @gluon.jit
@@ -184,7 +184,7 @@ def _weights(codes, zeros, ss, zs, place, part: gl.constexpr, SUMS: gl.constexpr
     high = scale.to(gl.bfloat16)
     if ss.dtype == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
-            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
+            BF16_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
             dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
         )  # fmt: skip
     else:
@@ -305,7 +305,7 @@ def _room(tensor, STAGES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
-def _few_float8(
+def _small_m_float8(
     x, codes, x_scales, scales, bias, y, rows, columns, steps, gated: gl.constexpr, STAGES: gl.constexpr,
     overlap: gl.constexpr,
 ):  # fmt: skip
@@ -326,7 +326,7 @@ def _few_float8(
 
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
-def _few_codes(
+def _small_m_codes(
     x, codes, scales, zeros, bias, y, rows, columns, steps, gated: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -345,13 +345,13 @@ def _few_codes(
     )
 
 
-def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a dealt ``weight``; all are contiguous."""
+def small_m_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """Write ``y`` [rows, columns] for ``x`` [rows, inputs] and a shuffled ``weight``; all are contiguous."""
     inputs, group = x.shape[1], weight.scheme.group
     parts = DEPTH.value // group if group and group < DEPTH.value else 1
     chunks = DEPTH.value // CHUNK.value
     zeros = None if weight.zeros is None else _pairs(weight.zeros, gated, (parts, 4, 2, 8))
-    _few_codes[_grid(tile, y, gated)](
+    _small_m_codes[_grid(tile, y, gated)](
         _chunks(x, chunks, tile.rows),
         _rows(weight.codes, gated, DEPTH.value // 2),
         _pairs(weight.scales, gated, (parts, 4, 2, 8)),
@@ -368,9 +368,11 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
     )
 
 
-def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+def small_m_float8(
+    tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor
+) -> None:
     """Write ``y`` [rows, columns] for float8 rows ``x`` [rows, inputs]; all are contiguous."""
-    _few_float8[_grid(tile, y, gated)](
+    _small_m_float8[_grid(tile, y, gated)](
         descriptor(x.codes.view(len(x), -1, STEP.value).transpose(0, 1), 1, tile.rows, STEP.value),
         _rows(weight.codes, gated, STEP.value),
         x.scales,
