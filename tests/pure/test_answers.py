@@ -290,7 +290,7 @@ def test_no_grammar_waits_for_a_mark_that_is_text(tokenizers: dict[str, Tokenize
     assert answered(tokenizer, form, "<think>{}") == ("", "<think>{}", [])
     assert form_of(tokenizer, None, "olmo3", "<think></think>", asked=JSON).phase is Phase.ENDED
     for options in ({"asked": JSON}, {"choice": ToolChoice(TOOLS, "required")}):
-        with pytest.raises(InvalidRequest, match="--reasoning-parser olmo3 marks reasoning by text .* turn the reasoning off"):
+        with pytest.raises(InvalidRequest, match="--reasoning-parser olmo3 marks reasoning by text"):
             form_of(tokenizer, None, "olmo3", "<think>\n", **options)
     assert form_of(tokenizers["plain"], None, "olmo3", "<think>\n", asked=JSON).phase is Phase.WITHIN  # it is a token
 
