@@ -15,9 +15,10 @@ ALWAYS = 1 << 30
 
 @dataclass(slots=True)
 class LlvmWork(AttentionWork):
-    """``tables`` int64 [tokens]: the address of each token's row of the block table."""
+    """The address of each token's row of the block table, ``tables`` int64 [tokens]; tokens from ``real`` on pad."""
 
     tables: np.ndarray
+    real: int
 
 
 class LlvmAttention:
@@ -42,7 +43,7 @@ class LlvmAttention:
         rows = np.repeat(step.slots, step.extend)
         addresses[: len(rows)] = table.ctypes.data + rows.astype(np.int64) * table.strides[0]
         decodes = step.num_decode == len(step.slots)
-        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses)
+        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses, len(rows))
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """Do nothing: the work holds addresses."""
@@ -51,9 +52,8 @@ class LlvmAttention:
         assert isinstance(work, LlvmWork)
         count = len(work.tables)
         self._tables[:count] = work.tables
-        self._positions[:count] = inputs.positions[:count].numpy()
-        real = work.tables != self._pad.ctypes.data
-        self._positions[:count] *= real
+        self._positions[: work.real] = inputs.positions[: work.real].numpy()
+        self._positions[work.real : count] = 0
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         """Return a function that nobody calls: a layer's compiled function attends."""

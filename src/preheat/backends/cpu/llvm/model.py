@@ -55,6 +55,7 @@ class Functions:
         self._frames = [self._frame(layer, tables) for layer in layers]
         self._last = zeros(_FRAME_WORDS, np.int64)
         self._last[LAYER_FRAME["norm"]] = self._keep(floats(final_norm.weight))
+        self._addresses = [frame.ctypes.data for frame in self._frames]
         for layer in panels:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
         self.attention = LlvmAttention(self._positions, self._tables, limits.max_blocks_per_seq)
@@ -125,12 +126,12 @@ class Functions:
         The output is valid until the next front. ``residual`` [tokens, hidden] is not changed.
         """
         attended = self._attended[: len(residual)]
-        self._run(self._fronts[index], self._frames[index].ctypes.data, residual, attended)
+        self._run(self._fronts[index], self._addresses[index], residual, attended)
         return attended
 
     def back(self, index: int, attended: Tensor, residual: Tensor) -> None:
         """Add the rest of the layer to ``residual`` [tokens, hidden]."""
-        self._run(self._backs[index], self._frames[index].ctypes.data, residual, attended)
+        self._run(self._backs[index], self._addresses[index], residual, attended)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] after the last layer and the final norm."""
@@ -189,6 +190,8 @@ def _missing(layer: LayerParts, limits: Limits) -> Iterator[str]:
     norms = [layer.input_norm, layer.post_norm, attention.qk_norm]
     if any(norm is not None and getattr(norm, "kind", None) != "rms" for norm in norms):
         yield "norms other than RMS have no function"
+    if getattr(layer.input_norm, "eps", None) != getattr(layer.post_norm, "eps", None):
+        yield "norms of one layer with an eps each have no function"
     if layer.out_norms:
         yield "norms of a block's output have no function"
     if attention.rope is None or attention.alibi is not None:
