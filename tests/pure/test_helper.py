@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,25 @@ time.sleep(60)
     while not gone(child):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 2])
+def test_a_helper_whose_parent_hangs_up_says_nothing(jobs):
+    """A line that closes with an unread answer is reset; one that closes without is at its end."""
+    ours, theirs = Pipe()
+    given = kind()
+    words = [given.entry, str(theirs.fileno()), str(given.cpu_seconds), str(given.memory)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "preheat.utils.helper", *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs.fileno()], env=env
+    ) as child:
+        theirs.close()
+        if jobs:
+            ours.send_bytes(given.config)
+            for _ in range(jobs):
+                ours.send_bytes(b"who")
+            assert ours.poll(20)
+        ours.close()
+        assert child.stderr is not None
+        assert (child.stderr.read(), child.wait(20)) == (b"", 0)

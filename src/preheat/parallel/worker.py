@@ -174,7 +174,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
 
     ``line`` leads to the leader. There is a ``door`` if the ranks are on several nodes.
     """
-    orders: Orders = pickle.loads(line.recv_bytes())
+    try:
+        orders: Orders = pickle.loads(line.recv_bytes())
+    except (EOFError, ConnectionError):  # the leader has exited
+        os._exit(1)
     set_up_logging(orders.settings)
     threading.Thread(target=_exit_with_leader, args=[line, orders.site], daemon=True, name="leader-exit").start()
     reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
@@ -190,6 +193,8 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
         reporter.answer(WireError.of(error))
         _fail(reporter, error)
     except BaseException as error:
+        if _left(line):
+            os._exit(1)  # a rank fails when its leader exits
         logger.exception("Rank %d failed", rank)
         _fail(reporter, error)
 
@@ -204,6 +209,13 @@ def _nothing() -> None:
 def _fail(reporter: Reporter, error: BaseException) -> None:
     reporter.fail(f"{type(error).__name__}: {error}")
     leave(1)
+
+
+def _left(line: Connection) -> bool:
+    """Return whether the leader has closed its end of the line."""
+    ends = select.poll()
+    ends.register(line, select.POLLRDHUP)
+    return bool(ends.poll(0))
 
 
 def _exit_with_leader(line: Connection, site: Site) -> None:

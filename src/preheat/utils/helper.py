@@ -183,7 +183,8 @@ def main() -> None:
     threading.Thread(target=_leave_with_parent, daemon=True, name="parent-exit").start()
     line = Connection(int(line_number))
     module, _, function = entry.partition(":")
-    work: Work = getattr(importlib.import_module(module), function)(line.recv_bytes())
+    make = getattr(importlib.import_module(module), function)
+    work: Work = make(_heard(line))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(int(memory))
     try:
@@ -191,16 +192,34 @@ def main() -> None:
             _do(work, line, float(cpu_seconds))
     except MemoryError:
         os._exit(_NO_MEMORY)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)
 
 
 def _do(work: Work, line: Connection, cpu_seconds: float) -> None:
     """Do the next job. Beyond its CPU time a signal ends this process."""
-    job = line.recv_bytes()
+    job = _heard(line)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    line.send_bytes(work(job))
+    result = work(job)
+    with _leaving():
+        line.send_bytes(result)
     signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _heard(line: Connection) -> bytes:
+    """Return the next message."""
+    with _leaving():
+        return line.recv_bytes()
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Exit without a word if the parent closes the line.
+
+    A line that closes with a message unread is reset: the next call fails as a ConnectionError, not as EOFError.
+    """
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        os._exit(0)
 
 
 def _leave_with_parent() -> None:
