@@ -21,7 +21,7 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install '
 from llvmlite import binding, ir
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.llvm import emit, functions, machine, team
+from preheat.backends.cpu.llvm import emit, functions, job, machine, products, team
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, Product
 from preheat.backends.cpu.llvm.memory import panels, zeros
 
@@ -78,7 +78,7 @@ def loaded(how: Product, target: str = "") -> machine.Code:
     module = ir.Module("test")
     module.triple = binding.get_default_triple()
     functions.alone(module, "alone", how)
-    functions.jobs(module, COUNTERS)
+    job.jobs(module, COUNTERS)
     return machine.Code(machine.compile_code(str(module), None, target)[0], target)
 
 
@@ -154,7 +154,7 @@ def test_threads_end_with_their_team():
 
 def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
     checkpoint("llama", tmp_path)
-    right = functions.sums
+    right = products.sums
 
     def cut(e, how, weight, unit, x, rows, vectors):
         found = right(e, how, weight, unit, x, rows, vectors)
@@ -162,7 +162,7 @@ def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
             return found
         return [[e.b.fmul(each, e.v(1 + 2**-20)) for each in line] for line in found]
 
-    monkeypatch.setattr(functions, "sums", cut)
+    monkeypatch.setattr(products, "sums", cut)
     llm = LLM(str(tmp_path), **LLVM)
     assert differing([run(llm, [prompt])[0] for prompt in prompts()], run(llm, prompts())) > 0
 
@@ -209,7 +209,7 @@ def test_code_is_kept_for_the_next_boot(tmp_path):
     module = ir.Module("kept")
     module.triple = binding.get_default_triple()
     functions.alone(module, "alone", how)
-    functions.jobs(module, COUNTERS)
+    job.jobs(module, COUNTERS)
     made, known = machine.compile_code(str(module), tmp_path)
     assert not known and len(list(tmp_path.iterdir())) == 1
     machine._MADE.clear()

@@ -11,7 +11,7 @@ from llvmlite import binding, ir
 from torch import Tensor
 
 from preheat.backends.base import LayerParts, Linear, Norm
-from preheat.backends.cpu.llvm import functions
+from preheat.backends.cpu.llvm import functions, job
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LANES, LAYER_FRAME, PANEL, SPLIT, LayerKind, Product
 from preheat.backends.cpu.llvm.layer import PanelLayer, addresses, floats
@@ -151,7 +151,7 @@ def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], hidden: int,
     for how, number in alone.items():
         functions.alone(module, f"alone{number}", how)
     functions.norms(module, "norm", hidden, eps)
-    functions.jobs(module, COUNTERS)
+    job.jobs(module, COUNTERS)
     return str(module)
 
 
