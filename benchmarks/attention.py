@@ -168,5 +168,5 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--block-size", type=int, default=64)
     flags.add_argument("--kv-cache-dtype", choices=STORED, default="auto")
     heads = AttentionSizes(**vars(flags.parse_args(words)))
-    pick_backend("cuda").prepare(Settings(), None)
+    pick_backend("cuda").prepare(Settings(), "eager", None)
     save("attention", {"sizes": asdict(heads), "cases": measure(heads)})

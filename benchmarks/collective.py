@@ -66,7 +66,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)
-    backend.prepare(Settings(device="cuda"), None)
+    backend.prepare(Settings(device="cuda"), "eager", None)
     assert backend.sharing is not None
     ranks = cast(RankSums, backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None))
     group = dist.distributed_c10d._get_default_group().group_name

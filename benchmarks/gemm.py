@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--replays", type=int, default=9)
     flags.add_argument("--bandwidth", type=float, help="of the device's memory, in GB/s")
     args = flags.parse_args(words)
-    pick_backend("cuda").prepare(Settings(), None)
+    pick_backend("cuda").prepare(Settings(), "eager", None)
     found = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
     spec = read_spec(read_config(find_checkpoint(args.model, None, with_weights=False)))
     layers = dict.fromkeys(shape_of(matmul_of(linear, "bfloat16")) for _, linear in spec.linears())

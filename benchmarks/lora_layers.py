@@ -128,7 +128,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--rank", type=int, default=16)
     flags.add_argument("--replays", type=int, default=30)
     args = flags.parse_args(words)
-    pick_backend("cuda").prepare(Settings(), None)
+    pick_backend("cuda").prepare(Settings(), "eager", None)
     configs = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
     kinds = {"plain": 0, "one": 1, "mixed": args.adapters}
     figures: dict[str, dict[str, dict[str, float]]] = {}

@@ -21,7 +21,7 @@ from preheat.elastic import Elastic, cache_contents
 from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
-from preheat.errors import NotInvariant
+from preheat.errors import NotInvariant, SettingsError
 from preheat.execution.build import build, select_linear_kernels
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
@@ -36,12 +36,12 @@ from preheat.lora.service import Adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
-from preheat.model.loader import LoadedModel, load_model
+from preheat.model.loader import LoadedModel, load_model, obstacle
 from preheat.model.traits import check_traits
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
-from preheat.plan.modes import check_options, resolve, with_defaults
+from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
 from preheat.schedule.kv_events import KvEvents
@@ -86,7 +86,7 @@ def boot(
     ``started`` is the time when the boot began, in monotonic seconds.
     """
     backend, settings, mode = _open_device(settings, backend or pick_backend(settings.device))
-    share = Share.open(settings, backend)
+    share = Share.open(settings, backend, mode)
     try:
         return _boot(settings, transport, before_ready, started, trace=trace, backend=backend, mode=mode, share=share)
     except BaseException:
@@ -188,10 +188,26 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on the other requests in its batch")
     mode = resolve(backend.facts, settings)
-    check_traits(with_defaults(settings, backend.facts), backend.facts, mode)
+    stated, other = with_defaults(settings, backend.facts), instead(backend.facts, settings)
+    if other is None:
+        check_traits(stated, backend.facts, mode)
     settings = for_ranks(for_replica(settings, backend.facts), backend.facts)
-    backend.prepare(settings, cache_root(settings))
+    backend.prepare(settings, mode, cache_root(settings))
+    if other is not None and (reason := _obstacle(stated, backend, mode)):
+        logger.info("Execution mode %s instead of %s: %s", other, mode, reason)
+        mode = other
+        check_traits(stated, backend.facts, mode)
+        backend.prepare(settings, mode, cache_root(settings))
     return backend, settings, mode
+
+
+def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
+    """Return why the model and the settings do not run in ``mode``, None if they do."""
+    try:
+        check_traits(settings, backend.facts, mode)
+    except SettingsError as error:
+        return str(error)
+    return obstacle(settings, backend)
 
 
 def _load(

@@ -45,14 +45,16 @@ NO_LLVM = "its functions are for processors of a host"
 class Modes:
     """Execution modes of a backend.
 
-    ``default`` is taken unless an option asks for another mode. ``runs`` describes each mode that runs, and
-    ``rejected`` gives the reason for each mode that does not. ``enforced`` is the mode for ``enforce_eager`` alone.
+    ``default`` is taken unless an option asks for another mode, and ``otherwise`` for a model that the default mode
+    does not run; None: the default mode runs every model. ``runs`` describes each mode that runs, and ``rejected``
+    gives the reason for each mode that does not. ``enforced`` is the mode for ``enforce_eager`` alone.
     """
 
     default: Mode
     runs: Mapping[Mode, str]
     rejected: Mapping[Mode, str]
     enforced: Mode = "eager"
+    otherwise: Mode | None = None
 
 
 @dataclass(frozen=True)
@@ -758,8 +760,11 @@ class Backend(Operations, Protocol):
     def supports_bfloat16(self) -> bool:
         """Return whether the device multiplies bfloat16 natively."""
 
-    def prepare(self, settings: Settings, cache: Path | None) -> None:
-        """Set process-wide state once, before any computation; ``cache`` is the folder of stores and tables."""
+    def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
+        """Set process-wide state before any computation; ``cache`` is the folder of stores and tables.
+
+        It is called once for each ``mode`` that the boot tries.
+        """
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work."""

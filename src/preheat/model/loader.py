@@ -31,7 +31,7 @@ from preheat.backends.base import (
 from preheat.backends.names import HOST
 from preheat.errors import ModelError
 from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
-from preheat.model.config import resolve_dtype
+from preheat.model.config import RunDtype, resolve_dtype
 from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import FORMATS, LinearFormat
@@ -111,11 +111,7 @@ def load_model(
     ``stage`` is the stage to load of a pipeline. With a ``collective`` only its rank's shard is loaded.
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
-    config = read_config(folder, settings.hf_overrides)
-    spec = spec_of(config, settings)
-    if (pooling := pooling_of(settings, folder, config)) is not None:
-        spec = without_head(spec, pooling.max_length)
-    name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
+    spec, name, remark = _stated(settings, backend, folder)
     if remark:
         logger.info("%s", remark)
     dtype: torch.dtype = getattr(torch, name)
@@ -169,6 +165,26 @@ def _numerics(sizes: Mapping[str, int], scales: Sequence[str]) -> dict[str, obje
     Empty for another checkpoint.
     """
     return {"weights": {"bytes": dict(sizes), "scales": list(scales)}} if len(sizes) > 1 else {}
+
+
+def obstacle(settings: Settings, backend: Backend) -> str | None:
+    """Return why the backend cannot run a layer of the settings' model, by its config.json alone; None if it can."""
+    spec, name, _ = _stated(settings, backend, find_model(settings, with_weights=False))
+    spec, _ = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts)
+    try:
+        check_supported(spec, name, backend.supports)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _stated(settings: Settings, backend: Backend, folder: Path) -> tuple[ModelSpec, RunDtype, str | None]:
+    """Return the model that the ``folder`` states, the dtype in which it runs, and a remark on the dtype."""
+    config = read_config(folder, settings.hf_overrides)
+    spec = spec_of(config, settings)
+    if (pooling := pooling_of(settings, folder, config)) is not None:
+        spec = without_head(spec, pooling.max_length)
+    return spec, *resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
 
 
 def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:

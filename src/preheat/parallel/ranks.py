@@ -25,6 +25,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
 
+from preheat.backends.base import Mode
 from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.groups import world_size
@@ -128,6 +129,7 @@ class Orders:
     """The first message to a rank; ``cache`` is the folder of stores."""
 
     settings: Settings
+    mode: Mode
     cache: Path | None
     device: int
     site: Site
@@ -136,10 +138,10 @@ class Orders:
 class Ranks:
     """The ranks 1 and up of ``settings``, started by ``launcher``.
 
-    ``cache`` is the folder of stores.
+    They run in ``mode``; ``cache`` is the folder of stores.
     """
 
-    def __init__(self, settings: Settings, cache: Path | None, launcher: Launcher) -> None:
+    def __init__(self, settings: Settings, mode: Mode, cache: Path | None, launcher: Launcher) -> None:
         self.world = world_size(settings)
         self.on_a_node = max(Counter(launcher.nodes).values())
         started = launcher.launch()
@@ -151,7 +153,7 @@ class Ranks:
         self._sender = self._site.sender([each.line for each in started], self.check)
         self.close = weakref.finalize(self, self._watch.leave)
         for each in started:
-            self._order(each, Orders(settings, cache, each.device, self._site))
+            self._order(each, Orders(settings, mode, cache, each.device, self._site))
         self._watch.start()
 
     def _order(self, rank: Started, orders: Orders) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from preheat.backends.base import Backend, Collective, Facts
+from preheat.backends.base import Backend, Collective, Facts, Mode
 from preheat.backends.cold import Counted
 from preheat.backends.rendezvous import OneNode
 from preheat.execution.build import Build, build
@@ -41,8 +41,8 @@ class Share:
     build: Build
 
     @classmethod
-    def open(cls, settings: Settings, backend: Backend) -> Share:
-        """Start the other ranks, if there are any.
+    def open(cls, settings: Settings, backend: Backend, mode: Mode) -> Share:
+        """Start the other ranks, if there are any, in ``mode``.
 
         They load their shards while this one does.
         """
@@ -52,7 +52,7 @@ class Share:
         assert backend.sharing is not None, "its facts say that it lacks ranks"
         if world == 1:
             return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
-        ranks = Ranks(settings, cache_root(settings), _launcher(settings, backend))
+        ranks = Ranks(settings, mode, cache_root(settings), _launcher(settings, backend))
         groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         shares_draws = groups.collective if backend.facts.asynchronous else None

@@ -57,7 +57,7 @@ class Worker:
         settings = self._settings = orders.settings
         self._reporter = reporter
         self._backend: Backend = pick_backend(settings.device, orders.device)
-        self._backend.prepare(settings, orders.cache)
+        self._backend.prepare(settings, orders.mode, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
         self._groups = Groups.join(settings, self._backend.sharing, rendezvous, _nothing)
         self._draws = self._groups.collective if self._backend.facts.asynchronous else None

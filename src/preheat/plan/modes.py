@@ -75,6 +75,11 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
     return mode
 
 
+def instead(facts: Facts, settings: Settings) -> Mode | None:
+    """Return the mode for a model that the default mode does not run; None if a mode is asked for."""
+    return facts.modes.otherwise if asked(settings) is None else None
+
+
 def with_defaults(settings: Settings, facts: Facts) -> Settings:
     """Return ``settings`` with a backend's defaults where none are set.
 

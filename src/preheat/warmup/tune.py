@@ -15,7 +15,7 @@ from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
 from preheat.model.values import values_of
 from preheat.ops.values import Experts, Matmul
-from preheat.plan.modes import step_limits
+from preheat.plan.modes import resolve, step_limits
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
 
@@ -27,7 +27,7 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     far. Raises SettingsError where there is nothing to choose from, or no place for the table.
     """
     backend, folder = pick_backend(settings.device), cache_root(settings)
-    backend.prepare(settings, folder)
+    backend.prepare(settings, resolve(backend.facts, settings), folder)
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())

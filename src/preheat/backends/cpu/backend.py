@@ -119,11 +119,11 @@ class CpuBackend:
         """
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
-    def prepare(self, settings: Settings, cache: Path | None) -> None:
+    def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
         """Fix the thread count."""
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
-        self._compiled = settings.execution_mode == "llvm"
+        self._compiled = mode == "llvm"
 
     def synchronize(self) -> None:
         """Do nothing: no operation runs on after its call returns."""

@@ -147,7 +147,7 @@ class CudaBackend:
         """Return True: every accepted GPU supports it."""
         return True
 
-    def prepare(self, settings: Settings, cache: Path | None) -> None:
+    def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
         """Fix every setting that decides bits, and leave the legacy stream.
 
         Every other stream would wait for the legacy stream.

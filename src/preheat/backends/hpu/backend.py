@@ -130,7 +130,7 @@ class HpuBackend:
         """Return True: every Gaudi multiplies bfloat16."""
         return True
 
-    def prepare(self, settings: Settings, cache: Path | None) -> None:
+    def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
         """Load the bridge in the requested mode.
 
         Raises SettingsError for a fake that the settings do not ask for, and for a real bridge if they ask for the
