@@ -16,7 +16,7 @@ from preheat.model.files import BUNDLED_PATH
 from preheat.model.residence import Dropped
 from preheat.model.update import is_packed, tensors_of
 from preheat.settings import Settings
-from preheat.utils.memory import used_memory
+from preheat.utils.memory import PAGE_BYTES, used_memory
 from tests.adapters import write_adapter
 from tests.cpu.test_boot_check import SMALL
 from tests.cpu.test_weight_update import GREEDY, PROMPT, tokens
@@ -52,12 +52,18 @@ def test_level_1_gives_back_the_cache(engine):
 
 def test_level_2_frees_the_weights_and_needs_new_weights(engine, changed, fresh):
     weights = list(tensors_of(engine.loop.executor.decoder.weights))
-    size = sum(each.numel() * each.element_size() for each in weights)
+    at = {id(each): each.data_ptr() for each in weights if not is_packed(each)}
+    large = [each for each in weights if is_packed(each) or each.nbytes > 4 * PAGE_BYTES]
+    assert all(each.to_dense().any() for each in large)
     engine.loop.executor.cache.data.fill_(0)
     before = used_memory()
     engine.sleep(2)
     assert used_memory() < before - 0.9 * cache_bytes(engine)
-    assert sum(each.numel() if is_packed(each) else each.untyped_storage().nbytes() for each in weights) < size / 100
+    assert all(
+        each.numel() == 1 if is_packed(each) else not each.flatten()[2 * PAGE_BYTES : -PAGE_BYTES].any()
+        for each in large
+    )
+    assert all(each.data_ptr() == at[id(each)] for each in weights if not is_packed(each))
     with pytest.raises(InvalidRequest, match="/update_weights first"):
         engine.wake_up()
     with pytest.raises(ModelError, match="missing tensors, and the weights are dropped"):

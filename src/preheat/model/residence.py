@@ -1,8 +1,7 @@
 """Tensors that give their memory back and take it again.
 
-Programs and views keep them meanwhile. A tensor in torch's memory loses its storage, and later gets one of the same
-size: views of it see the new one. A tensor laid out by a library is replaced by an empty one, and filled when it is
-replaced again. Addresses change, so no captured graph may contain them.
+Programs and views keep them meanwhile. A tensor in torch's memory loses its pages, and keeps its address. A tensor laid
+out by a library is replaced by an empty one, and filled when it is replaced again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from preheat.model.update import is_packed
-from preheat.utils.memory import trim
+from preheat.utils.memory import release, trim
 
 
 class Dropped:
@@ -24,18 +23,13 @@ class Dropped:
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for tensor in tensors:
             if is_packed(tensor):
                 tensor.data = torch.zeros(1, 1, dtype=tensor.dtype).to_mkldnn()
                 continue
             storage = tensor.untyped_storage()
-            if size := storage.nbytes():  # 0 if another tensor of the same storage came before
-                self._storages.append((storage, size))
-                storage.resize_(0)
+            release(storage.data_ptr(), storage.nbytes())
         trim()
 
     def restore(self) -> None:
-        """Take memory again. Its contents are undefined, and packed tensors stay empty."""
-        for storage, size in self._storages:
-            storage.resize_(size)
+        """Do nothing: the first write takes memory again. Packed tensors stay empty until then."""

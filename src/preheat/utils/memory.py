@@ -12,6 +12,9 @@ from pathlib import Path
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BLOCK = 1 << 18
+_MADV_DONTNEED = 4  # of mman.h, on Linux and macOS
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 RESET_PEAK = "5"
 """The value that makes the kernel forget the peak of the resident set, written to clear_refs."""
 
@@ -83,6 +86,16 @@ def give_back_large_blocks() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+
+
+def release(address: int, size: int) -> None:
+    """Give the whole pages of ``size`` bytes from ``address`` on back to the kernel, and keep the addresses.
+
+    The numbers there are lost. The kernel gives a page again when it is written.
+    """
+    first, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + size) // PAGE_BYTES * PAGE_BYTES
+    if first < end:
+        _madvise(first, end - first, _MADV_DONTNEED)
 
 
 def trim() -> None:
