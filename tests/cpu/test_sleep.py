@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from preheat import LLM, LoRARequest
-from preheat.backends.layer import Layer
 from preheat.errors import InvalidRequest, ModelError, NotInvariant, NotReady, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.residence import Dropped
@@ -89,7 +88,8 @@ def test_only_a_sleep_that_loses_weights_makes_layers_as_new(engine, monkeypatch
     Any other sleep keeps them.
     """
     counter = torch.ones(3)
-    monkeypatch.setattr(Layer, "state", lambda self: (counter,))
+    layer = type(engine.loop.executor.decoder.weights.layers[0].attention.o)
+    monkeypatch.setattr(layer, "state", lambda self: (counter,))
     engine.sleep(1)
     engine.wake_up()
     engine.update_weights(BUNDLED_PATH)
