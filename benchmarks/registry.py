@@ -19,6 +19,7 @@ SINGLE = {
     "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
     "collective": "adding up over several GPUs in a stated order, beside NCCL and torch, by size",
     "compile_mode": "execution mode `compile` against `eager` on a CPU",
+    "cpu_engines": "tokens a second of several engines on a CPU, in turns, each stopped while others run",
     "defrag": "decoding from a scattered KV cache, with and without compaction",
     "elastic": "new weights in place, blocks back from the host, sleep and wake",
     "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
