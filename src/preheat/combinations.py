@@ -163,7 +163,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache eagle3 images", "a compiled function runs a whole plain layer, whose weights stay where they are"),
+    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache eagle3 images",
+            "a compiled function runs a whole plain layer, whose weights stay where they are"),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
 

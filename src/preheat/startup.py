@@ -22,7 +22,7 @@ from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.frontend import Frontend
+from preheat.frontend.frontend import Frontend, FrontendOptions
 from preheat.frontend.input_processor import override_params, recommended_params
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
@@ -88,9 +88,7 @@ def boot_front(
             settings.chat_template_content_format,
         )
         template.check()
-        return Frontend(
-            tokenizer,
-            send,
+        options = FrontendOptions(
             template=template,
             recommended=_recommended(settings, files),
             max_logprobs=settings.max_logprobs,
@@ -110,6 +108,7 @@ def boot_front(
                 settings.reasoning_parser,
             ),
         )
+        return Frontend(tokenizer, send, options)
 
 
 def _traces(settings: Settings) -> RequestTraces | None:

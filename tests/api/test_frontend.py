@@ -46,7 +46,7 @@ from preheat.errors import (
 )
 from preheat.frontend import frontend as frontend_module
 from preheat.frontend.adapters import Adapters
-from preheat.frontend.frontend import Frontend
+from preheat.frontend.frontend import Frontend, FrontendOptions
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class Played:
 
     def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
         self.sent: list[ToEngine] = []
-        self.frontend = Frontend(tokenizer, self.sent.append, **options)
+        self.frontend = Frontend(tokenizer, self.sent.append, FrontendOptions(**options))
         self.frontend.handle(READY)
 
     def ask(self, prompt: str | list[int] = "hi", stream: bool = False, **params: object) -> RequestState:
@@ -100,7 +100,7 @@ def played(tokenizer: Tokenizer) -> Played:
 def test_adapters_are_asked_for(tokenizer: Tokenizer) -> None:
     sent: list[ToEngine] = []
     settings = Settings(enable_lora=True, lora_modules=("first=/a",), max_cpu_loras=3, served_model_name=("tiny",))
-    frontend = Frontend(tokenizer, sent.append, adapters=Adapters(sent.append, settings))
+    frontend = Frontend(tokenizer, sent.append, FrontendOptions(adapters=Adapters(sent.append, settings)))
     frontend.handle(READY)
     told: list[PreheatError | None] = []
     frontend.adapters.load(LoraModule("second", "/b"), told.append)

@@ -7,6 +7,7 @@ between steps of the loop, the server from its event loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -62,62 +63,67 @@ ID_BYTES = 8
 """Bytes of a token id in a list."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontendOptions:
+    """What a frontend serves, beside text in and text out.
+
+    ``template`` and ``recommended`` (sampling defaults): the model's own unless given. ``max_queued``: most sequences
+    that may wait for their first step. ``log_requests``: see :mod:`preheat.frontend.request_log`. ``formats``: how
+    answers are read; by default, all text is content. ``max_logprobs``, ``seed`` and ``priorities``: see
+    :class:`InputProcessor`. ``images``: the reader of requests' images, if the model sees images. ``pooling``: how the
+    engine makes embeddings; it then generates nothing. ``adapters``: the adapters that requests may name.
+    ``embed_size``: the row length of prompts that are embeddings; None: such prompts are refused. ``traces``: the
+    receiver of requests' spans.
+    """
+
+    template: ChatTemplate | None = None
+    recommended: Mapping[str, object] | None = None
+    max_logprobs: int = 20
+    max_queued: int | None = None
+    metrics: Metrics | None = None
+    seed: int | None = None
+    log_requests: bool = False
+    images: Images | None = None
+    formats: AnswerFormats | None = None
+    priorities: bool = False
+    pooling: Pooling | None = None
+    embed_size: int | None = None
+    adapters: Adapters | None = None
+    traces: RequestTraces | None = None
+
+
 class Frontend:
     """Server of one model's requests.
 
     ``prepare`` checks a request, :meth:`start` sends it, ``abort`` ends it at any time.
     ``send`` hands a message to the engine; :meth:`handle` takes each message that comes back. ``ready``: the engine's
-    limits, once it can run. ``template`` and ``recommended`` (sampling defaults): the model's own unless given.
-    ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
-    :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; by default, all text is content.
-    ``max_logprobs``, ``seed`` and ``priorities``: see :class:`InputProcessor`. ``images``: the reader of requests'
-    images, if the model sees images. ``pooling``: how the engine makes embeddings; it then generates nothing.
-    ``adapters``: the adapters that requests may name. ``embed_size``: the row length of prompts that are embeddings;
-    None: such prompts are refused. ``traces``: the receiver of requests' spans.
+    limits, once it can run.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        send: Callable[[ToEngine], None],
-        *,
-        template: ChatTemplate | None = None,
-        recommended: Mapping[str, object] | None = None,
-        max_logprobs: int = 20,
-        max_queued: int | None = None,
-        metrics: Metrics | None = None,
-        seed: int | None = None,
-        log_requests: bool = False,
-        images: Images | None = None,
-        formats: AnswerFormats | None = None,
-        priorities: bool = False,
-        pooling: Pooling | None = None,
-        embed_size: int | None = None,
-        adapters: Adapters | None = None,
-        traces: RequestTraces | None = None,
+        self, tokenizer: Tokenizer, send: Callable[[ToEngine], None], options: FrontendOptions = FrontendOptions()
     ) -> None:
-        self.pooling, self._embed_size = pooling, embed_size
-        self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
-        self.formats = formats or AnswerFormats(tokenizer)
-        self.metrics, self.images, self.traces = metrics or Metrics("preheat"), images, traces
-        self.adapters = adapters or Adapters(send)
+        self.tokenizer, self.template = tokenizer, options.template or ChatTemplate(tokenizer)
+        self.formats = options.formats or AnswerFormats(tokenizer)
+        self.metrics, self.images, self.traces = options.metrics or Metrics("preheat"), options.images, options.traces
+        self.adapters, self.pooling = options.adapters or Adapters(send), options.pooling
         self.input = InputProcessor(
             tokenizer,
             self.limits,
-            recommended=_own(tokenizer) if recommended is None else recommended,
-            max_logprobs=max_logprobs,
-            seed=seed,
-            images=images,
-            priorities=priorities,
+            recommended=_own(tokenizer) if options.recommended is None else options.recommended,
+            max_logprobs=options.max_logprobs,
+            seed=options.seed,
+            images=options.images,
+            priorities=options.priorities,
             reasoning=self.formats.reasoning,
         )
-        self.output = OutputProcessor(send, self.metrics, log=log_requests, traces=traces)
+        self.output = OutputProcessor(send, self.metrics, log=options.log_requests, traces=options.traces)
         self.prepare, self.fail_all = self.input.prepare, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
         self.state = EngineState()
-        self._send, self._max_queued = send, max_queued
+        self._send, self._options = send, options
         self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
@@ -181,11 +187,11 @@ class Frontend:
     @property
     def prompt_embeds(self) -> PromptEmbeds:
         """The reader of prompts that are embeddings. Raises InvalidRequest if they are not taken."""
-        if self._embed_size is None:
+        if self._options.embed_size is None:
             raise InvalidRequest(
                 "prompt_embeds needs a server that was started with --enable-prompt-embeds", param="prompt_embeds"
             )
-        return PromptEmbeds(self._embed_size, lambda: self.limits().max_model_len)
+        return PromptEmbeds(self._options.embed_size, lambda: self.limits().max_model_len)
 
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine. Raises TooManyRequests, and sends none, if the queue is full."""
@@ -217,15 +223,16 @@ class Frontend:
     def _check_room(self, states: Sequence[RequestState], asked: int) -> None:
         """Raise InvalidRequest or TooManyRequests unless ``states``, ``asked`` sequences, may be sent."""
         self.limits()
-        if self._max_queued is None:
+        most = self._options.max_queued
+        if most is None:
             return
-        if asked > self._max_queued:
+        if asked > most:
             raise InvalidRequest(
-                f"The request asks for {asked} sequences (prompts x n), but at most {self._max_queued} can wait "
+                f"The request asks for {asked} sequences (prompts x n), but at most {most} can wait "
                 "(--max-queued-requests): ask for fewer"
             )
         waiting = self.metrics.waiting + self._starting
-        if waiting + asked > self._max_queued:
+        if waiting + asked > most:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
         if (size := _bytes_of(states)) > MOST_BYTES:
             raise InvalidRequest(

@@ -17,7 +17,7 @@ import msgspec
 from preheat.core import OWN_ID, Delta, Finish, Ready, Request, SamplingParams, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
-from preheat.frontend.frontend import Frontend
+from preheat.frontend.frontend import Frontend, FrontendOptions
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.transport import InlineTransport
@@ -169,9 +169,10 @@ def spare_frontend(frontend: Frontend, send: Callable[[ToEngine], None]) -> Fron
 
     It shares only the tokenizer, the chat template, the formats, the pooling and the image reader with the real one.
     """
-    spare = Frontend(
-        frontend.tokenizer, send, template=frontend.template, recommended={}, images=frontend.images,
-        formats=frontend.formats, pooling=frontend.pooling,
+    options = FrontendOptions(
+        template=frontend.template, recommended={}, images=frontend.images, formats=frontend.formats,
+        pooling=frontend.pooling,
     )  # fmt: skip
+    spare = Frontend(frontend.tokenizer, send, options)
     spare.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
     return spare
