@@ -163,7 +163,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache eagle3 images",
+    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc eagle3",
             "a compiled function runs a whole plain layer, whose weights stay where they are"),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
@@ -222,6 +222,9 @@ _WORKS: tuple[Works, ...] = (
     _together("compile pooling"),
     _together("llvm text_drafts structured budget beam_search prompt_embeds offload events operator"),
     _together("llvm split structured"),
+    _together("llvm images fp8_cache text_drafts structured budget beam_search offload events operator"),
+    _together("llvm images split"),
+    _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
     _together("llvm pooling sleep updates"),
     _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),

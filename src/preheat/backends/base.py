@@ -522,8 +522,8 @@ class Attention(Protocol):
 class LayerParts:
     """The parts of one decoder layer.
 
-    ``gate_up`` and ``down`` are the feed-forward block, None if it is of another kind. ``out_norms``: the outputs of
-    attention and of the block are normed.
+    ``gate_up`` and ``down`` are the feed-forward block, None if it is of another kind. ``o_norm`` norms the output of
+    attention before its addition to the residual stream, ``down_norm`` the output of the block.
     """
 
     attention: AttentionLayer
@@ -533,7 +533,8 @@ class LayerParts:
     o: Linear
     gate_up: Linear | None
     down: Linear | None
-    out_norms: bool
+    o_norm: Norm | None
+    down_norm: Norm | None
 
 
 class LayerFunctions(Protocol):
@@ -788,10 +789,12 @@ class Backend(Operations, Protocol):
         """Return the dtype of the residual stream of a model that was loaded in ``dtype``."""
 
     def functions(
-        self, layers: Sequence[LayerParts], final_norm: Norm, head: Linear, limits: Limits, cache: Path | None
-    ) -> LayerFunctions | None:
+        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits,
+        cache: Path | None,
+    ) -> LayerFunctions | None:  # fmt: skip
         """Return whole layers as functions; None: a layer is regions and operations. Code is kept in ``cache``.
 
+        ``others`` are the linear layers outside of ``layers``: the head's, and a vision tower's.
         Raises ModelError, with the reason, for a layer that has no function.
         """
 

@@ -530,7 +530,8 @@ def layer_parts(decoder: Decoder, attention: Sequence[AttentionLayer]) -> list[L
                 o=layer.attention.o,
                 gate_up=None if mlp is None else mlp.gate_up,
                 down=None if mlp is None else mlp.down,
-                out_norms=layer.attention_out_norm is not None or layer.mlp_out_norm is not None,
+                o_norm=layer.attention_out_norm,
+                down_norm=layer.mlp_out_norm,
             )
         )
     return found

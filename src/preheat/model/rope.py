@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.model.specs import RopeSpec
+from preheat.utils.angles import cos_sin, log, power
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
@@ -16,7 +17,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
 
     Sequences have up to ``length`` tokens.
     """
-    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    powers = torch.from_numpy(power(rope.theta, exponents.tolist()))
     if rope.kind == "longrope":
         factors = rope.long_factor if length > rope.original_length else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
@@ -37,20 +39,21 @@ def attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope":
-        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length)) if rope.factor > 1 else 1.0
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return math.sqrt(1 + log(rope.factor) / log(rope.original_length)) if rope.factor > 1 else 1.0
+    return 0.1 * log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
 def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -> Tensor:
     """Return [length, 2, 1, head_dim]: cosines at index 0, sines at 1, as ``ops.rotary`` takes them.
 
-    Angles are fp32 products of position and frequency, as in training, rounded to ``dtype`` at the end. The sines of
-    the first half are negated, so that "rotate half" becomes a swap of the halves. Dimensions that do not turn, at the
-    end of each half, have cosine 1 and sine 0.
+    Angles are fp32 products of position and frequency, as in training. Their cosines and sines are the same on every
+    machine (:mod:`preheat.utils.angles`), times the attention factor in fp32, rounded to ``dtype`` at the end. The
+    sines of the first half are negated, so that "rotate half" becomes a swap of the halves. Dimensions that do not
+    turn, at the end of each half, have cosine 1 and sine 0.
     """
     turned = rope.turned(head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, turned, length))
-    cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
+    cos, sin = (torch.from_numpy(each) * attention_factor(rope) for each in cos_sin(angles.numpy()))
     if turned < head_dim:
         rest = (0, (head_dim - turned) // 2)
         cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
@@ -76,7 +79,7 @@ def _yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
 
     def dimension(rotations: float) -> float:
         """Return the dimension that turns ``rotations`` times within the original length."""
-        return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return head_dim * log(rope.original_length / (rotations * 2 * math.pi)) / (2 * log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

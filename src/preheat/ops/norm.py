@@ -53,6 +53,16 @@ class RMSNorm:
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
         self._share = torch.tensor(1.0 / weight.shape[-1], dtype=torch.float32, device=weight.device)
 
+    @property
+    def factors(self) -> Tensor:
+        """Factors of a normed row, fp32, of the shape of ``weight``."""
+        return self.weight.float()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Numbers added to a normed row, fp32, if there are any."""
+        return None
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
         return _norm(x, self.weight, self._share, self._eps)
@@ -97,6 +107,10 @@ class PlusOneNorm(RMSNorm):
         super().__init__(weight, eps)
         self._wide = 1.0 + weight.float()
 
+    @property
+    def factors(self) -> Tensor:
+        return self._wide
+
     def __call__(self, x: Tensor) -> Tensor:
         return _plus_one_norm(x, self._wide, self._share, self._eps)
 
@@ -112,6 +126,10 @@ class LayerNorm(RMSNorm):
     def __init__(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> None:
         super().__init__(weight, eps)
         self._wide, self._bias = weight.float(), None if bias is None else bias.float()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return _layer_norm(x, self._wide, self._bias, self._share, self._eps)

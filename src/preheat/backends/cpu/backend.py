@@ -49,6 +49,7 @@ from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import obstacle
 from preheat.backends.cpu.llvm import layer
 from preheat.backends.cpu.llvm.layer import PanelLayer
+from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, slots_of
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
@@ -61,7 +62,7 @@ from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
-from preheat.ops.norm import RMSNorm, make_norm
+from preheat.ops.norm import make_norm
 from preheat.ops.values import Experts, Matmul, Refused, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
@@ -148,15 +149,16 @@ class CpuBackend:
         return torch.float32 if self._compiled else dtype
 
     def functions(
-        self, layers: Sequence[LayerParts], final_norm: Norm, head: Linear, limits: Limits, cache: Path | None
-    ) -> LayerFunctions | None:
+        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits,
+        cache: Path | None,
+    ) -> LayerFunctions | None:  # fmt: skip
         if not self._compiled:
             return None
         from preheat.backends.cpu.llvm.model import Functions
 
         threads, folder = torch.get_num_threads(), None if cache is None else cache / "llvm"
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
-        return Functions(layers, final_norm, head, limits, threads=threads, folder=folder, rows=rows)
+        return Functions(layers, final_norm, others, limits, threads=threads, folder=folder, rows=rows)
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
@@ -202,8 +204,9 @@ class CpuBackend:
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> CpuExperts:
         return CpuExperts(value, weights, context, expert_slots(value, context))
 
-    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
-        return make_norm(weight, eps, kind, bias)
+    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm:
+        norm = make_norm(weight, eps, kind, bias)
+        return PackedNorm(norm) if self._compiled else norm
 
     def embed(
         self,

@@ -1,98 +1,45 @@
-"""Rotary positions, the paged cache, and attention of one token with the queries of one key head."""
+"""Rotary positions, and attention of one token with queries of one key head over the paged cache.
+
+Contract. Attention works split by split of 256 keys at absolute positions. A score is a sum over the head's dimensions
+in order, times the layer's scale. ALiBi's term, slope * (key's position - query's), is rounded, then added. Weights are
+exp(score - the split's maximum). Their sum is in 16 lanes, then a tree; values are added key by key. Splits are merged
+in rising order. The result is divided by the sum of weights, then multiplied by the scale of stored values, if any.
+"""
 
 from __future__ import annotations
 
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm.emit import HALF, HALVES, INT, LANES, LONG, WORD, WORDS, Function, Value
+from preheat.backends.cpu.llvm.cache import SCORE, VALUE, Cache
+from preheat.backends.cpu.llvm.emit import FLOATS, INT, LANES, WORD, WORDS, Function, Value
 from preheat.backends.cpu.llvm.kinds import SPLIT, LayerKind
 from preheat.backends.cpu.llvm.norms import norm_row
 
 VALUES_AT_ONCE = 16
 """Most vectors of a value that are summed at once."""
 
+QUERIES_AT_ONCE = 8
+"""Most queries that read keys and values together. Changes no bits."""
+
+
+def queries_at_once(how: LayerKind) -> int:
+    """Return the number of queries of a unit of work; all of them have one key head."""
+    group = how.heads // how.kv_heads
+    return max(count for count in range(1, QUERIES_AT_ONCE + 1) if group % count == 0)
+
 
 def turn(e: Function, how: LayerKind, head: Value, cos: Value, sin: Value, position: Value) -> None:
     """Turn a head in place: partners are half a head apart."""
     half = how.dim // 2
-    for column in range(0, half, LANES):
-        at = e.add(e.mul(position, half), column)
-        c, s = e.vector(cos, at), e.vector(sin, at)
-        first, second = e.vector(head, column), e.vector(head, column + half)
-        e.store(e.b.fsub(e.b.fmul(first, c), e.b.fmul(second, s)), head, column)
-        e.store(e.b.fadd(e.b.fmul(second, c), e.b.fmul(first, s)), head, column + half)
 
+    def column(at: Value, mask: Value | None) -> None:
+        angle = e.add(e.mul(position, half), at)
+        c, s = e.vector(cos, angle, mask), e.vector(sin, angle, mask)
+        first, second = e.vector(head, at, mask), e.vector(head, e.add(at, half), mask)
+        e.put(e.b.fsub(e.b.fmul(first, c), e.b.fmul(second, s)), head, at, mask)
+        e.put(e.b.fadd(e.b.fmul(second, c), e.b.fmul(first, s)), head, e.add(at, half), mask)
 
-class Cache:
-    """One layer's cache [blocks, 2, kv heads, slots, dim] for one key head of a sequence.
-
-    A block's keys lie in tiles of 16: for each dimension the 16 keys side by side. Values lie row by row.
-    """
-
-    def __init__(self, e: Function, how: LayerKind, cache: Value, table: Value, head: Value) -> None:
-        self.e, self.how, self._cache, self._table, self._head = e, how, cache, table, head
-        self._narrow = how.cached == "bfloat16"
-        self._kind = HALF if self._narrow else ir.FloatType()
-
-    def _base(self, position: Value, values: int) -> Value:
-        """Return the element where a block's keys or values begin.
-
-        The block holds ``position``; ``values`` is 0 for the head's keys and 1 for its values.
-        """
-        e, how = self.e, self.how
-        block = e.b.sext(e.load(self._table, e.div(position, how.block_size), WORD), LONG)
-        row = e.add(e.mul(e.add(e.mul(block, 2), values), how.kv_heads), self._head)
-        return e.mul(row, how.block_size * how.dim)
-
-    def keys(self, position: Value) -> Value:
-        """Return the address of the tile of keys that begins at ``position``.
-
-        ``position`` is a multiple of 16.
-        """
-        e, how = self.e, self.how
-        inside = e.mul(e.rem(position, how.block_size), how.dim)
-        return e.at(self._cache, e.add(self._base(position, 0), inside), self._kind)
-
-    def value(self, position: Value) -> Value:
-        """Return the address of the value of ``position``."""
-        e, how = self.e, self.how
-        inside = e.mul(e.rem(position, how.block_size), how.dim)
-        return e.at(self._cache, e.add(self._base(position, 1), inside), self._kind)
-
-    def read(self, address: Value, at: Value) -> Value:
-        """Load 16 numbers as floats, from element ``at`` on."""
-        if not self._narrow:
-            return self.e.vector(address, at)
-        return self.e.widened(self.e.b.load(self.e.at(address, at, HALF), typ=HALVES, align=2))
-
-    def write(self, position: Value, key: Value, value: Value) -> None:
-        """Store a key and a value of ``dim`` floats."""
-        e, how = self.e, self.how
-        wrong = e.variable(e.v(0.0))
-        e.set(wrong, e.v(0.0))
-        out = self.value(position)
-        for column in range(0, how.dim, LANES):
-            given = e.vector(value, column)
-            nothing = e.b.fsub(given, given)  # zero, or NaN where the number is not finite
-            e.set(wrong, e.b.fadd(e.get(wrong), nothing))
-            finite = e.b.fcmp_ordered("ord", nothing, nothing)
-            self._store(e.b.select(finite, given, e.v(0.0)), out, column)
-        odd = e.splat(e.tree(e.get(wrong), e.b.fadd))
-        tile = self.keys(e.sub(position, e.rem(position, LANES)))
-        lane = e.rem(position, LANES)
-        for column in range(0, how.dim, LANES):
-            marked = e.b.fadd(e.vector(key, column), odd)
-            numbers = e.narrowed(marked) if self._narrow else marked
-            for place in range(LANES):
-                each = e.b.extract_element(numbers, ir.Constant(INT, place))
-                at = e.add((column + place) * LANES, lane)
-                e.store(each, tile, at, self._kind, align=2 if self._narrow else 4)
-
-    def _store(self, numbers: Value, out: Value, column: int) -> None:
-        if self._narrow:
-            self.e.store(self.e.narrowed(numbers), self.e.at(out, column, HALF), 0, HALVES, align=2)
-        else:
-            self.e.store(numbers, out, column)
+    e.over(half, column)
 
 
 def append(
@@ -100,31 +47,38 @@ def append(
 ) -> None:
     """Norm and turn the queries and the key of key head ``head``, and store its key and value."""
     group = how.heads // how.kv_heads
-    queries = [e.at(qkv, e.mul(e.add(e.mul(head, group), number), how.dim)) for number in range(group)]
     key = e.at(qkv, e.mul(e.add(head, how.heads), how.dim))
     value = e.at(qkv, e.mul(e.add(head, how.heads + how.kv_heads), how.dim))
-    for each, weight in (*((query, "q_norm") for query in queries), (key, "k_norm")):
+
+    def place_head(at: Value, weight: str) -> None:
         if how.qk_norm is not None:
-            norm_row(e, how.dim, how.qk_norm, each, parts[weight], each)
-        turn(e, how, each, parts["cos"], parts["sin"], place)
+            norm_row(e, how.qk_norm, at, parts[weight], at)
+        if how.turns:
+            turn(e, how, at, parts["cos"], parts["sin"], place)
+
+    with e.loop(0, group) as number:
+        place_head(e.at(qkv, e.mul(e.add(e.mul(head, group), number), how.dim)), "q_norm")
+    place_head(key, "k_norm")
     cache.write(place, key, value)
 
 
 class Attend:
-    """Attention of one token with the queries of one key head.
+    """Attention of one token with some queries of one key head, from the query ``first`` on.
 
     ``qkv`` are the token's queries, keys and values, ``scores`` is room for a KV split, ``out`` takes the results.
+    ``slopes`` are ALiBi's, of all heads.
     """
 
     def __init__(
-        self, e: Function, how: LayerKind, cache: Cache, head: Value, buffers: tuple[Value, Value, Value]
-    ) -> None:
+        self, e: Function, how: LayerKind, cache: Cache, first: Value, buffers: tuple[Value, Value, Value],
+        slopes: Value,
+    ) -> None:  # fmt: skip
         self.e, self.how, self.cache = e, how, cache
         qkv, self.scores, out = buffers
-        self.group = how.heads // how.kv_heads
-        numbers = [e.mul(e.add(e.mul(head, self.group), number), how.dim) for number in range(self.group)]
-        self.queries = [e.at(qkv, number) for number in numbers]
-        self.outs = [e.at(out, number) for number in numbers]
+        heads = [e.add(first, number) for number in range(queries_at_once(how))]
+        self.queries = [e.at(qkv, e.mul(number, how.dim)) for number in heads]
+        self.outs = [e.at(out, e.mul(number, how.dim)) for number in heads]
+        self.slopes = [e.splat(e.load(slopes, number)) for number in heads] if how.alibi else []
 
     def write(self, place: Value, window: Value) -> None:
         """Attend from position ``place``, over the ``window`` tokens up to it, or over all if the window is 0."""
@@ -133,18 +87,20 @@ class Attend:
         end = e.add(place, 1)
         tops = [self._begun(e.f(float("-inf"))) for _ in self.queries]
         masses = [self._begun(e.f(0.0)) for _ in self.queries]
+        columns = self.cache.columns()
         for out in self.outs:
-            for column in range(0, self.how.dim, LANES):
-                e.store(e.v(0.0), out, column)
+            for column, _, mask in columns:
+                e.put(e.v(0.0), out, column, mask)
         with e.loop(e.mul(e.div(first, SPLIT), SPLIT), end, SPLIT) as split:
             span = split, e.most(split, first), e.least(e.add(split, SPLIT), end)
-            peaks = self._scores(*span)
+            peaks = self._scores(*span, place)
             for number, peak in enumerate(peaks):
                 self._merge(number, (tops[number], masses[number], peak), *span)
         for out, mass in zip(self.outs, masses, strict=True):
-            total = e.splat(e.get(mass))
-            for column in range(0, self.how.dim, LANES):
-                e.store(e.b.fdiv(e.vector(out, column), total), out, column)
+            total, scale = e.splat(e.get(mass)), self.cache.scale(VALUE)
+            for column, _, mask in columns:
+                found = e.b.fdiv(e.vector(out, column, mask), total)
+                e.put(found if scale is None else e.b.fmul(found, scale), out, column, mask)
 
     def _begun(self, value: Value) -> Value:
         """Return a variable that begins anew wherever the code comes by."""
@@ -152,14 +108,15 @@ class Attend:
         self.e.set(variable, value)
         return variable
 
-    def _scores(self, split: Value, low: Value, high: Value) -> list[Value]:
-        """Write the scores of the keys of ``split``; return each query's maximum.
+    def _scores(self, split: Value, low: Value, high: Value, place: Value) -> list[Value]:
+        """Write the scores of the keys of ``split`` for a query at ``place``; return each query's maximum.
 
         Keys before ``low`` and from ``high`` on are hidden: their score is -inf, whatever their slots hold.
         """
         e, how = self.e, self.how
         lows, highs = (e.splat(e.b.trunc(each, WORD), WORDS) for each in (low, high))
         peaks = [self._begun(e.v(float("-inf"))) for _ in self.queries]
+        scale, own = self.cache.scale(SCORE), e.splat(e.b.trunc(place, WORD), WORDS)
         with e.loop(e.mul(e.div(low, LANES), LANES), high, LANES) as at:
             keys = self.cache.keys(at)
             totals = [self._begun(e.v(0.0)) for _ in self.queries]
@@ -170,7 +127,11 @@ class Attend:
             position = e.b.add(e.splat(e.b.trunc(at, WORD), WORDS), e.lanes())
             seen = e.b.and_(e.b.icmp_signed(">=", position, lows), e.b.icmp_signed("<", position, highs))
             for number, (total, peak) in enumerate(zip(totals, peaks, strict=True)):
-                score = e.b.select(seen, e.b.fmul(e.get(total), e.v(how.scale)), e.v(float("-inf")))
+                score = e.b.fmul(e.get(total), scale)
+                if how.alibi:
+                    distance = e.b.sitofp(e.b.sub(position, own), FLOATS)
+                    score = e.b.fadd(score, e.b.fmul(self.slopes[number], distance))
+                score = e.b.select(seen, score, e.v(float("-inf")))
                 e.store(score, self.scores, e.add(number * SPLIT, e.sub(at, split)))
                 e.set(peak, e.greater(e.get(peak), score))
         return [e.tree(e.get(peak), e.greater) for peak in peaks]
@@ -188,18 +149,18 @@ class Attend:
         before, here = (self._exp(e.b.fsub(each, highest)) for each in (e.get(top), peak))
         e.set(mass, e.fma(e.get(mass), before, e.b.fmul(own, here)))
         e.set(top, highest)
-        step = min(self.how.dim, VALUES_AT_ONCE * LANES)
-        for first in range(0, self.how.dim, step):
-            columns = range(first, min(first + step, self.how.dim), LANES)
-            totals = [self._begun(e.v(0.0)) for _ in columns]
+        columns = self.cache.columns()
+        for first in range(0, len(columns), VALUES_AT_ONCE):
+            some = columns[first : first + VALUES_AT_ONCE]
+            totals = [self._begun(e.v(0.0)) for _ in some]
             with e.loop(low, high) as position:
                 value = self.cache.value(position)
                 factor = e.splat(e.load(scores, e.sub(position, split)))
-                for total, column in zip(totals, columns, strict=True):
-                    e.set(total, e.fma(self.cache.read(value, column), factor, e.get(total)))
-            for total, column in zip(totals, columns, strict=True):
+                for total, (column, _, _) in zip(totals, some, strict=True):
+                    e.set(total, e.fma(self.cache.read_part(value, column), factor, e.get(total)))
+            for total, (column, _, mask) in zip(totals, some, strict=True):
                 kept = e.b.fmul(e.get(total), e.splat(here))
-                e.store(e.fma(e.vector(out, column), e.splat(before), kept), out, column)
+                e.put(e.fma(e.vector(out, column, mask), e.splat(before), kept), out, column, mask)
 
     def _weights(self, scores: Value, peak: Value, split: Value, low: Value, high: Value) -> Value:
         """Replace the scores of a split by their weights, and return the sum of the weights."""

@@ -20,7 +20,7 @@ Value = Any
 LANES = 16
 FLOAT, HALF, INT, WORD, LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(32), ir.IntType(64)
 POINTER = ir.PointerType()
-FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF))
+FLOATS, WORDS, HALVES, FLAGS = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF, ir.IntType(1)))
 
 SPINS_BEFORE_YIELD = 500
 ALL_CLAIMED = 0xFFFFFFFF
@@ -99,9 +99,37 @@ class Function:
     def load(self, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> Value:
         return self.b.load(self.at(pointer, index, kind), typ=kind, align=align)
 
-    def vector(self, pointer: Value, index: Value = 0) -> Value:
-        """Load 16 floats from element ``index`` on."""
-        return self.b.load(self.at(pointer, index), typ=FLOATS, align=4)
+    def vector(self, pointer: Value, index: Value = 0, mask: Value | None = None) -> Value:
+        """Load 16 floats from element ``index`` on.
+
+        Lanes outside of ``mask`` are zero, and their memory is not read.
+        """
+        if mask is None:
+            return self.b.load(self.at(pointer, index), typ=FLOATS, align=4)
+        load = self._external("llvm.masked.load.v16f32.p0", FLOATS, POINTER, INT, FLAGS, FLOATS)
+        return self.b.call(load, [self.at(pointer, index), ir.Constant(INT, 4), mask, self.v(0.0)])
+
+    def put(self, x: Value, pointer: Value, index: Value = 0, mask: Value | None = None) -> None:
+        """Store the lanes of ``x`` in ``mask``, or all 16, from element ``index`` on."""
+        if mask is None:
+            self.store(x, pointer, index)
+            return
+        store = self._external("llvm.masked.store.v16f32.p0", ir.VoidType(), FLOATS, POINTER, INT, FLAGS)
+        self.b.call(store, [x, self.at(pointer, index), ir.Constant(INT, 4), mask])
+
+    def first(self, count: Value) -> Value:
+        """Return a mask of the first ``count`` lanes."""
+        if isinstance(count, int):
+            return ir.Constant(FLAGS, [int(lane < count) for lane in range(LANES)])
+        return self.b.icmp_signed("<", self.lanes(), self.splat(self.b.trunc(count, WORD), WORDS))
+
+    def over(self, size: int, body: Callable[[Value, Value | None], None]) -> None:
+        """Run ``body(column, mask)`` for the vectors of a row; the mask of the last one covers the rest of the row."""
+        whole = size - size % LANES
+        with self.loop(0, whole, LANES) as column:
+            body(column, None)
+        if whole < size:
+            body(self.i(whole), self.first(size - whole))
 
     def store(self, value: Value, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> None:
         self.b.store(value, self.at(pointer, index, kind), align=align)
@@ -217,22 +245,6 @@ class Function:
         known = b.fcmp_ordered("ord", power, power)
         whole = b.fptosi(b.select(known, power, self.v(0.0)), WORDS)
         return b.fmul(y, b.bitcast(b.shl(b.add(whole, self.w(127)), self.w(23)), FLOATS))
-
-    def widened(self, halves: Value) -> Value:
-        """Return 16 bfloat16 numbers, given as integers, as floats."""
-        return self.b.bitcast(self.b.shl(self.b.zext(halves, WORDS), self.w(16)), FLOATS)
-
-    def narrowed(self, x: Value) -> Value:
-        """Return the bfloat16 numbers nearest to ``x``, as integers.
-
-        Ties go to the even number; NaN stays NaN.
-        """
-        b = self.b
-        bits = b.bitcast(x, WORDS)
-        odd = b.and_(b.lshr(bits, self.w(16)), self.w(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, self.w(0x7FFF))), self.w(16))
-        quiet = b.or_(b.lshr(bits, self.w(16)), self.w(0x40))
-        return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), HALVES)
 
     # --- threads ---
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from preheat.ops.kinds import Activation, NormKind
+
 PANEL = 32
 """Outputs of a weight that lie side by side for each input."""
 
@@ -12,33 +14,68 @@ LANES = 16
 Stored = Literal["float32", "bfloat16"]
 
 
+Cached = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+"""Numbers of a KV cache."""
+
+
 class Product(NamedTuple):
-    """A weight [outputs, inputs] in panels; ``gated``: outputs are gates and ups, and SwiGLU follows."""
+    """A weight [outputs, inputs] in panels, and the steps after its sums: a bias, then an activation, then ``clip``.
+
+    With a gated activation the outputs are gates and ups. Results are kept between -``clip`` and ``clip``.
+    """
 
     inputs: int
     outputs: int
     stored: Stored
     bias: bool = False
-    gated: bool = False
+    activation: Activation | None = None
+    clip: float | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the outputs are gates and ups."""
+        return self.activation is not None and self.activation.endswith("_and_mul")
 
     @property
     def results(self) -> int:
-        """Numbers that a row has after SwiGLU."""
+        """Numbers that a row has after the activation."""
         return self.outputs // 2 if self.gated else self.outputs
+
+    @property
+    def padded(self) -> int:
+        """Outputs of whole panels; gates and ups have panels of their own."""
+        return -(-self.results // PANEL) * PANEL * (2 if self.gated else 1)
+
+
+class RowNorm(NamedTuple):
+    """A norm of rows of ``size`` numbers; ``bias``: a bias follows the factors."""
+
+    kind: NormKind
+    size: int
+    eps: float
+    bias: bool = False
 
 
 class LayerKind(NamedTuple):
-    """A decoder layer. ``window`` and rope tables are data; ``qk_norm``: each head of queries and keys is normed."""
+    """A decoder layer. Windows, scales, slopes and rope tables are data.
+
+    ``turns``: queries and keys have rotary positions. ``alibi``: scores have ALiBi's terms. ``qk_norm`` norms each head
+    of queries and keys. ``o_norm`` norms the output of attention, ``down_norm`` the output of the other block.
+    """
 
     hidden: int
     heads: int
     kv_heads: int
     dim: int
-    scale: float
-    eps: float
-    qk_norm: float | None
-    cached: Stored
+    cached: Cached
     block_size: int
+    turns: bool
+    alibi: bool
+    norm: RowNorm
+    qk_norm: RowNorm | None
+    o_norm: RowNorm | None
+    post_norm: RowNorm
+    down_norm: RowNorm | None
     qkv: Product
     o: Product
     gate_up: Product
@@ -48,7 +85,7 @@ class LayerKind(NamedTuple):
 FRAME = {
     name: at
     for at, name in enumerate(
-        "x attended qkv inner normed scores positions tables rows threads counters".split()
+        "x attended qkv inner normed scores positions tables rows threads counters added".split()
     )
 }  # fmt: skip
 """Fields of the frame of a step, words of 64 bits."""
@@ -66,10 +103,14 @@ LAYER_FRAME = {
     name: at
     for at, name in enumerate(
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
-        "down_bias".split()
+        "down_bias o_norm down_norm slopes scales".split()
     )
 }  # fmt: skip
-"""Fields of a layer's frame: addresses, and the window in tokens, 0 for none."""
+"""Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
+
+A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``scales`` are the scores' factor,
+and the factors of stored keys and values.
+"""
 
 SPLIT = 256
 """Keys of a KV split: a split has a softmax of its own, and splits are merged in rising order."""

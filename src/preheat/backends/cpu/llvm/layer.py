@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import LayerWeights
-from preheat.backends.cpu.llvm.kinds import LANES, PANEL, Product, Stored
+from preheat.backends.cpu.llvm.kinds import Product, Stored
 from preheat.backends.cpu.llvm.memory import panels, vector
 from preheat.ops.values import Matmul, Ok, Refused, Support, Value
 
 Run = Callable[[Tensor], Tensor]
-
-_PLAIN_ACTIVATIONS = (None, "silu_and_mul")
 
 
 def supports(value: Value) -> Support:
@@ -36,19 +34,13 @@ def _missing(value: Value) -> Iterator[str]:
         yield "layers that ranks share have no function"
     if value.terms:
         yield "layers with adapters have no function"
-    if value.finish.activation not in _PLAIN_ACTIVATIONS or value.finish.clip is not None:
-        yield f"{value.finish.activation or 'clipped outputs'} has no function"
-    if value.finish.activation is not None and value.outputs % (2 * PANEL):
-        yield f"{value.outputs // 2} gates are no multiple of {PANEL}, the outputs of a panel"
-    if value.inputs % LANES:
-        yield f"{value.inputs} inputs of a layer are no multiple of {LANES}"
 
 
 def product_of(value: Matmul) -> Product:
-    """Return the kind of function that runs the layer of ``value``; outputs fill whole panels."""
+    """Return the kind of function that runs the layer of ``value``."""
     stored: Stored = "bfloat16" if value.weight.dtype == "bfloat16" else "float32"
-    outputs = -(-value.outputs // PANEL) * PANEL
-    return Product(value.inputs, outputs, stored, value.finish.bias, value.finish.activation is not None)
+    bias, activation, clip = value.finish
+    return Product(value.inputs, value.outputs, stored, bias, activation, clip)
 
 
 class PanelLayer:

@@ -26,19 +26,21 @@ def panels(how: Product, weight: Tensor) -> Tensor:
     Rows of zeros fill the last panel. Bfloat16 numbers j and j + 16 of a panel are the halves of a word. Of a gated
     weight, a panel of gates is followed by the panel of their ups.
     """
-    if how.gated:
-        gates, ups = (half.reshape(-1, PANEL, how.inputs) for half in weight.chunk(2))
-        weight = torch.stack((gates, ups), 1).reshape(how.outputs, how.inputs)
-    weight = F.pad(weight, (0, 0, 0, how.outputs - len(weight)))
+    rows = _in_panels(how, weight)
     if how.stored == "float32":
-        return weight.float().view(-1, PANEL, how.inputs).transpose(1, 2).contiguous()
-    halves = weight.view(-1, 2, LANES, how.inputs)
-    return halves.permute(0, 3, 2, 1).contiguous()
+        return rows.float().transpose(1, 2).contiguous()
+    return rows.view(-1, 2, LANES, how.inputs).permute(0, 3, 2, 1).contiguous()
 
 
 def vector(how: Product, bias: Tensor) -> Tensor:
     """Return ``bias`` [outputs] as floats, in the order of the panels."""
-    if how.gated:
-        gates, ups = (half.reshape(-1, PANEL) for half in bias.chunk(2))
-        bias = torch.stack((gates, ups), 1).reshape(-1)
-    return F.pad(bias.float(), (0, how.outputs - len(bias))).contiguous()
+    return _in_panels(how, bias.float().unsqueeze(1)).reshape(-1).contiguous()
+
+
+def _in_panels(how: Product, rows: Tensor) -> Tensor:
+    """Return ``rows`` [outputs, size] as panels [panels, 32, size], filled up with zeros."""
+    parts = rows.chunk(2) if how.gated else (rows,)
+    missing = how.padded // len(parts) - how.results
+    filled = [F.pad(part, (0, 0, 0, missing)) if missing else part for part in parts]
+    pieces = [part.view(-1, PANEL, rows.shape[1]) for part in filled]
+    return torch.stack(pieces, 1).view(-1, PANEL, rows.shape[1]) if how.gated else pieces[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from preheat.backends.cpu.llvm.activations import ACTIVATIONS, kept_between
 from preheat.backends.cpu.llvm.emit import FLOATS, HALF, LANES, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Phase
 from preheat.backends.cpu.llvm.kinds import PANEL, Product, Stored
@@ -49,7 +50,7 @@ def widest(how: Product, rows: int) -> int:
     The outputs must be a multiple of a unit's vectors. Gates lie beside their ups, so a gated unit has at least 4.
     """
     least = 4 if how.gated else 2
-    options = [each for each in (8, 4, 2) if least <= each <= VECTORS[rows] and how.outputs % (each * LANES) == 0]
+    options = [each for each in (8, 4, 2) if least <= each <= VECTORS[rows] and how.padded % (each * LANES) == 0]
     return options[0]
 
 
@@ -74,7 +75,7 @@ def product(
     for rows in (ROWS_AT_ONCE, 1):
         vectors = widest(how, rows)
         stop = e.add(start, e.mul(e.div(e.sub(e.rows, start), rows), rows))
-        count = e.choose(e.less(start, stop), how.outputs // (LANES * vectors), 0)
+        count = e.choose(e.less(start, stop), how.padded // (LANES * vectors), 0)
         phases.append(phase := e.phase(count))
         with e.units(*phase) as unit:
             if made is not None and make is not None:
@@ -93,17 +94,24 @@ def _finish(
     e: Function, how: Product, bias: Value | None, unit: Value, row: Value, line: list[Value],
     finish: Callable[[Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """Add the bias of a unit's outputs, apply SwiGLU, and store."""
-    first = e.mul(unit, LANES * len(line))
+    """Add the bias of a unit's outputs, apply the activation, clip, and store."""
     if bias is not None:
+        first = e.mul(unit, LANES * len(line))
         line = [e.b.fadd(each, e.vector(bias, e.add(first, LANES * at))) for at, each in enumerate(line)]
-    if not how.gated:
-        for at, each in enumerate(line):
-            finish(row, e.add(first, LANES * at), each)
-        return
-    for pair in range(len(line) // 4):  # a panel of gates, then the panel of their ups
-        for half in (0, 1):
-            gate, up = line[4 * pair + half], line[4 * pair + 2 + half]
-            silu = e.b.fdiv(gate, e.b.fadd(e.v(1.0), e.exp(e.b.fneg(gate))))
-            column = e.add(e.mul(unit, LANES * len(line) // 2), LANES * (2 * pair + half))
-            finish(row, column, e.b.fmul(silu, up))
+    if how.activation is not None:
+        activate = ACTIVATIONS[how.activation]
+        if how.gated:  # a panel of gates, then the panel of their ups
+            gates, ups = ([line[4 * (at // 2) + part + at % 2] for at in range(len(line) // 2)] for part in (0, 2))
+            line = [e.b.fmul(activate(e, gate), up) for gate, up in zip(gates, ups, strict=True)]
+        else:
+            line = [activate(e, each) for each in line]
+    if how.clip is not None:
+        line = [kept_between(e, each, how.clip) for each in line]
+    first = e.mul(unit, LANES * len(line))
+    for at, each in enumerate(line):
+        finish(row, e.add(first, LANES * at), each)
+
+
+def edge(e: Function, width: int, column: Value) -> Value | None:
+    """Return a mask of the lanes from ``column`` on that a row of ``width`` results has, None where it has all."""
+    return None if width % PANEL == 0 else e.first(e.sub(width, column))
