@@ -42,6 +42,7 @@ SINGLE = {
     "scheduler": "a step of the scheduler, and a long queue",
     "server_cpu": "the CPU time that the HTTP process spends on a streamed token",
     "speculation": "what each proposer gets right, and what it gains or costs; that it changes no token",
+    "sum_chains": "one sum for an output or four interleaved ones, in a product of one row on a CPU",
     "start": "from the command to the open port and to ready, and what is imported on the way",
     "traffic": "bucket sizes solved from recorded traffic against exponential ones",
     "vs_llama_cpp": "tokens a second against llama.cpp, on a CPU",

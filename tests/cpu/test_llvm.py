@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from preheat import LLM
-from preheat.errors import ModelError, PreheatError, SettingsError
+from preheat.errors import ModelError, SettingsError
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, differing, prompts, run
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.llvm import emit, functions, job, machine, products, team
+from preheat.backends.cpu.llvm import emit, functions, job, machine, products, targets, team
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, Product
 from preheat.backends.cpu.llvm.memory import panels, zeros
 
@@ -50,12 +50,12 @@ def test_weights_in_bfloat16_have_the_bits_of_the_same_weights_in_float32():
 # --- single functions ---
 
 
-def loaded(how: Product, target: str = "") -> machine.Code:
+def loaded(how: Product) -> machine.Code:
     module = ir.Module("test")
-    module.triple = binding.get_default_triple()
+    module.triple = targets.here().triple
     functions.alone(module, "alone", how)
     job.jobs(module, COUNTERS)
-    return machine.Code(machine.compile_code(str(module), None, target)[0], target)
+    return machine.Code(machine.compile_code(str(module), None)[0])
 
 
 class Alone:
@@ -75,20 +75,14 @@ class Alone:
         return out
 
 
-def product(how: Product, weight: Tensor, x: Tensor, target: str = "") -> Tensor:
-    return Alone(loaded(how, target), how, weight)(x)
+def product(how: Product, weight: Tensor, x: Tensor) -> Tensor:
+    return Alone(loaded(how), how, weight)(x)
 
 
-@pytest.mark.parametrize("target", machine.TARGETS)
-def test_other_processors_have_the_same_bits(target, monkeypatch):
-    """Code for AVX2, and for SSE without fused multiply-add, which the C library then computes."""
-    how, weight, x = (
-        Product(160, 128, "bfloat16", activation="silu_and_mul"),
-        torch.randn(128, 160).bfloat16(),
-        torch.randn(6, 160),
-    )
+def test_a_gated_product_is_right():
+    how = Product(160, 128, "bfloat16", activation="silu_and_mul")
+    weight, x = torch.randn(128, 160).bfloat16(), torch.randn(6, 160)
     here = product(how, weight, x)
-    assert torch.equal(product(how, weight, x, target), here)
     whole = (x.double() @ weight.double().T).chunk(2, dim=-1)
     exact = whole[0] * torch.sigmoid(whole[0]) * whole[1]
     assert float((here - exact).abs().max() / exact.abs().max()) < 1e-6
@@ -100,7 +94,8 @@ def test_denormal_numbers_count_whatever_the_caller_set():
     assert 0 < float(expected.min()) < 2e-38
     torch.set_flush_denormal(True)
     try:
-        assert torch.equal(product(how, weight, x), expected)
+        found = product(how, weight, x)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))  # floats would compare as zeros here
         assert float((x * 1e-30).max()) == 0.0
     finally:
         torch.set_flush_denormal(False)
@@ -162,16 +157,6 @@ def test_a_flag_that_allows_other_orders_is_seen(monkeypatch):
     assert not torch.equal(product(how, weight, x), plain)
 
 
-def test_code_that_cannot_be_made_ends_the_boot_with_a_message(tmp_path, monkeypatch):
-    """LLVM ends its process: that process is a child."""
-    checkpoint(tmp_path)
-    right = machine.compile_code
-    broken = lambda source, *rest: right(source.replace("ret void", "ret i32 0"), *rest)  # noqa: E731
-    monkeypatch.setattr("preheat.backends.cpu.llvm.model.compile_code", broken)
-    with pytest.raises(PreheatError, match="cannot compile the model's layers"):
-        LLM(str(tmp_path), **LLVM)
-
-
 def test_a_late_compilation_is_a_cold_event():
     watched = CpuBackend().cold_sources()["llvm"]
     with ExitStack() as undo:
@@ -182,22 +167,6 @@ def test_a_late_compilation_is_a_cold_event():
         loaded(Product(16, 96, "float32"))
         assert len(source.new_events()) >= 1
         assert source.new_events() == ()
-
-
-def test_code_is_kept_for_the_next_boot(tmp_path):
-    how = Product(16, 32, "float32")
-    module = ir.Module("kept")
-    module.triple = binding.get_default_triple()
-    functions.alone(module, "alone", how)
-    job.jobs(module, COUNTERS)
-    made, known = machine.compile_code(str(module), tmp_path)
-    assert not known and len(list(tmp_path.iterdir())) == 1
-    machine._MADE.clear()
-    assert machine.compile_code(str(module), tmp_path) == (made, True)
-    (kept,) = tmp_path.iterdir()
-    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
-    machine._MADE.clear()
-    assert machine.compile_code(str(module), tmp_path) == (made, False)  # made anew
 
 
 def test_a_model_without_functions_is_refused_with_the_reason(tmp_path):

@@ -82,6 +82,20 @@ def test_more_threads_than_cores_and_an_old_torch_are_reported(monkeypatch):
         assert doctor._torch().verdict == verdict
 
 
+def test_llvm_its_processor_and_its_vectors_are_named(monkeypatch):
+    targets = pytest.importorskip("preheat.backends.cpu.llvm.targets", reason="llvmlite is not installed")
+    found = of(cpu.findings())["LLVM"]
+    bits = targets.here().bits
+    assert found.found == f"{targets.version()} for {targets.here().processor}, vectors of {bits} bits"
+    monkeypatch.setattr(targets, "here", lambda: targets.TARGETS["sse"])
+    slow = of(cpu.findings())["LLVM"]
+    assert (slow.verdict, slow.found) == (
+        "note", f"{targets.version()} for x86-64-v2, vectors of 128 bits, no fused multiply-add"
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "preheat.backends.cpu.llvm", None)
+    assert of(cpu.findings())["LLVM"].advice == "execution mode llvm needs llvmlite: pip install 'preheat[llvm]'"
+
+
 def test_doctors_exit_status_follows_its_verdicts(capsys):
     assert main(["doctor", "--port=0", "--device=cpu"]) == 0
     assert "none failed" in capsys.readouterr().out

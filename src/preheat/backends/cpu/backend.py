@@ -81,8 +81,13 @@ class CpuBackend:
 
     @property
     def fingerprint(self) -> str:
-        """Instruction set of torch's kernels here."""
-        return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+        """Instruction set of torch's kernels here, and the processor that functions are compiled for."""
+        found = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+        if not self._compiled:
+            return found
+        from preheat.backends.cpu.llvm import targets
+
+        return f"{found}, {targets.here().title}"
 
     def free_memory(self) -> int:
         return memory.free_memory()

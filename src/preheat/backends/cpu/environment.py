@@ -17,7 +17,7 @@ WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def findings() -> Iterator[Finding]:
-    """Yield findings on cores, instruction set, threads, memory and compiler."""
+    """Yield findings on cores, instruction set, threads, memory and compilers."""
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     yield Finding("CPU cores", f"{allowed} of {cores} may be used" if allowed < cores else str(cores))
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -31,6 +31,7 @@ def findings() -> Iterator[Finding]:
         yield Finding("memory", found, "note", "only small models fit; a container's limit counts")
     else:
         yield Finding("memory", found)
+    yield _llvm()
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         yield Finding("C++ compiler", "none", "note", "execution mode compile needs one: install g++ or set CXX")
 
@@ -46,3 +47,17 @@ def _instructions() -> Finding:
         return Finding("instruction set", "none that torch can use to be fast", "note", "expect a slow engine here")
     dtype = "bfloat16" if best in WIDE[:2] else "float32, as there are no bfloat16 instructions"
     return Finding("instruction set", f"{best}; models run in {dtype} by default")
+
+
+def _llvm() -> Finding:
+    """Return the processor that LLVM compiles for, as execution mode llvm would."""
+    try:
+        from preheat.backends.cpu.llvm import targets
+    except ImportError:
+        advice = "execution mode llvm needs llvmlite: pip install 'preheat[llvm]'"
+        return Finding("LLVM", "not installed", "note", advice)
+    here = targets.here()
+    if here.fused:
+        return Finding("LLVM", here.title.removeprefix("LLVM "))
+    advice = "the C library multiplies and adds in place of the processor: --execution-mode eager may be faster"
+    return Finding("LLVM", f"{here.title.removeprefix('LLVM ')}, no fused multiply-add", "note", advice)

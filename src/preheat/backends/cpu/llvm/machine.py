@@ -5,7 +5,9 @@ LLVM ends its process when it cannot generate code, so a child compiles.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from ctypes import CFUNCTYPE, c_int64, c_void_p
@@ -16,18 +18,14 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from preheat.backends.cpu.llvm import targets
+from preheat.backends.cpu.llvm.targets import Target, version
 from preheat.errors import PreheatError
-from preheat.utils.files import read_file, write_whole
+from preheat.utils.files import read_file, why_unread, write_whole
 
-TARGETS = {
-    "avx2": ("x86-64-v3", "-avx512f"),
-    "sse": ("x86-64-v2", "-fma,-avx"),
-}
-"""Processors that tests compile for beside this one: name and features. Without fused multiply-add the C library's
-``fmaf`` takes its place.
-"""
+logger = logging.getLogger(__name__)
 
-_MADE: dict[tuple[str, str], bytes] = {}
+_MADE: dict[tuple[str, Target], bytes] = {}
 """The machine code that this process has: an engine is built twice, once to be measured."""
 
 compilations = 0
@@ -40,10 +38,10 @@ _KEY_BYTES, _MOST_BYTES = 16, 1 << 26
 class Code:
     """Loaded machine code. Keep it as long as its functions may run."""
 
-    def __init__(self, machine_code: bytes, target: str = "") -> None:
+    def __init__(self, machine_code: bytes) -> None:
         _initialize()
-        host = _machine(target)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), host)
+        here = llvm.Target.from_default_triple().create_target_machine()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), here)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
         self._engine.finalize_object()
         self.start = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self.address("start"))
@@ -56,74 +54,93 @@ class Code:
         return found
 
 
-def compile_code(source: str, folder: Path | None, target: str = "") -> tuple[bytes, bool]:
-    """Return the machine code of LLVM's ``source``, and whether ``folder`` had it. ``target``: see :data:`TARGETS`.
+def compile_code(source: str, folder: Path | None, target: Target | None = None) -> tuple[bytes, bool]:
+    """Return the machine code of LLVM's ``source``, and whether ``folder`` had it.
 
-    Raises PreheatError if LLVM cannot compile it.
+    Code for another processor, or by another LLVM, is never taken from the folder. A folder that cannot be written is
+    named in the log. ``target``: the processor, or None for this machine's. Raises PreheatError if LLVM cannot compile
+    the source.
     """
+    target = target or targets.here()
     if (known := _MADE.get((source, target))) is not None:
         return known, True
-    key = blake2b(repr((source, target, describe(target))).encode(), digest_size=_KEY_BYTES).hexdigest()
-    kept = None if folder is None else folder / f"{key}.o"
-    if (found := _read(kept)) is not None:
+    key = _digest(repr((source, *target, version())).encode())
+    kept = None if folder is None else folder / f"{key.hex()}.o"
+    if (found := _read(kept, key)) is not None:
         return _MADE.setdefault((source, target), found), True
     made = _MADE[source, target] = _in_child(source, target)
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, _digest(made) + made)
+        _keep(kept, _digest(key + made) + made)
     return made, False
 
 
-def _read(path: Path | None) -> bytes | None:
-    """Return the machine code in ``path``, None if it has none or other bytes than were written."""
-    if path is None or not path.exists():
+def _read(path: Path | None, key: bytes) -> bytes | None:
+    """Return the machine code in ``path``, None if it has none or other bytes than were written for ``key``."""
+    if path is None:
         return None
     try:
         data = read_file(path, path.parent, most=_MOST_BYTES)
-    except OSError:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read, so its functions are compiled again: %s", path, why_unread(error))
         return None
     code = data[_KEY_BYTES:]
-    return code if data[:_KEY_BYTES] == _digest(code) else None
+    if data[:_KEY_BYTES] == _digest(key + code):
+        return code
+    logger.warning("%s is damaged, so its functions are compiled again", path)
+    return None
+
+
+def _keep(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except OSError as error:
+        logger.warning("The next boot compiles again: %s cannot be written: %s", path, why_unread(error))
 
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=_KEY_BYTES).digest()
 
 
-def _in_child(source: str, target: str) -> bytes:
+def _in_child(source: str, target: Target) -> bytes:
     global compilations  # noqa: PLW0603 - the counter of cold events, which lives as long as the process
     compilations += 1
-    command = [sys.executable, "-P", "-m", "preheat.backends.cpu.llvm.machine", target]
+    command = [sys.executable, "-P", "-m", "preheat.backends.cpu.llvm.machine", *target]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, input=source.encode(), capture_output=True, timeout=_SECONDS, check=False, env=environment
-    )
-    if done.returncode or not done.stdout:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise PreheatError(
-            f"execution mode llvm: LLVM {version()} cannot compile the model's layers for {describe(target)} (status "
-            f"{done.returncode}: {said[0]}); use --execution-mode eager"
+    try:
+        done = subprocess.run(
+            command, input=source.encode(), capture_output=True, timeout=_SECONDS, check=False, env=environment
         )
+    except subprocess.TimeoutExpired:
+        raise _failed(target, f"it was not done after {_SECONDS:.0f} seconds") from None
+    except OSError as error:
+        raise _failed(target, f"{sys.executable} cannot be run: {error.strerror}") from None
+    if done.returncode or not done.stdout:
+        raise _failed(target, f"{_ending(done.returncode)}: {_said(done.stderr.decode(errors='replace'))}")
     return done.stdout
 
 
-def version() -> str:
-    """Return LLVM's version."""
-    return ".".join(map(str, llvm.llvm_version_info))
+def _said(text: str) -> str:
+    """Return the line of ``text`` with the error: the last one that names an error, else the last."""
+    lines = text.strip().splitlines() or ["it said nothing"]
+    return next((line.strip() for line in reversed(lines) if "error" in line.lower()), lines[-1])
 
 
-def describe(target: str = "") -> str:
-    """Return the processor that code is compiled for, with LLVM's version."""
-    name, features = _processor(target)
-    return f"{name}, {features}, LLVM {version()}"
+def _ending(status: int) -> str:
+    """Return how a process ended, by its status."""
+    if status >= 0:
+        return f"status {status}"
+    hint = ", perhaps for want of memory" if -status == signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-status).name}{hint}"
 
 
-@cache
-def _processor(target: str) -> tuple[str, str]:
-    if target:
-        return TARGETS[target]
-    features = llvm.get_host_cpu_features().flatten()
-    return llvm.get_host_cpu_name(), f"{features},-prefer-256-bit"
+def _failed(target: Target, why: str) -> PreheatError:
+    return PreheatError(
+        f"execution mode llvm: LLVM {version()} cannot compile the model's layers for {target.processor} "
+        f"({target.triple}): {why}; use --execution-mode eager"
+    )
 
 
 @cache
@@ -132,21 +149,27 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def _machine(target: str) -> Any:
-    name, features = _processor(target)
-    return llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3)
+def optimized(source: str, target: Target) -> tuple[Any, Any]:
+    """Return the optimized module of ``source``, and LLVM's machine that writes code of it.
 
-
-def main() -> None:
-    """Compile standard input to standard output."""
-    _initialize()
-    machine = _machine(sys.argv[1])
-    module = llvm.parse_assembly(sys.stdin.read())
+    An error of LLVM's ends the process.
+    """
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    chosen = llvm.Target.from_triple(target.triple)
+    machine = chosen.create_target_machine(cpu=target.processor, features=target.features, opt=3)
+    module = llvm.parse_assembly(source)
     module.verify()
     tuning = llvm.create_pipeline_tuning_options(speed_level=2)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
+    return module, machine
+
+
+def main() -> None:
+    """Compile standard input to standard output, for the target that the arguments name."""
+    module, machine = optimized(sys.stdin.read(), Target(*sys.argv[1:]))
     sys.stdout.buffer.write(machine.emit_object(module))
 
 

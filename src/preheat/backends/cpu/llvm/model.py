@@ -8,11 +8,11 @@ from typing import cast
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from torch import Tensor
 
 from preheat.backends.base import LayerParts, Norm
-from preheat.backends.cpu.llvm import functions, job
+from preheat.backends.cpu.llvm import functions, job, targets
 from preheat.backends.cpu.llvm.attend import queries_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, SPLIT, Cached, LayerKind, Product, RowNorm
@@ -152,7 +152,7 @@ class Functions:
 def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm) -> str:
     """Return the functions of a model in LLVM's language."""
     module = ir.Module("preheat")
-    module.triple = binding.get_default_triple()
+    module.triple = targets.here().triple
     for kind, number in kinds.items():
         functions.front(module, f"front{number}", kind)
         functions.back(module, f"back{number}", kind)

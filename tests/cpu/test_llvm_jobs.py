@@ -1,0 +1,65 @@
+"""A thread that is late for a job finds nothing to do, at each moment; without the closing of jobs it finds work."""
+
+from __future__ import annotations
+
+import re
+from ctypes import CFUNCTYPE, c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+from llvmlite import ir
+
+from preheat.backends.cpu.llvm import functions, job, machine, targets
+from preheat.backends.cpu.llvm.kinds import COUNTERS, JOB, Product
+from tests.cpu.test_llvm import Alone
+
+HOW = Product(64, 128, "float32")
+EMPTY = 7.0
+
+
+def code(*, closed: bool) -> machine.Code:
+    """Return one product and the functions of jobs; a job that is not ``closed`` keeps its counters."""
+    module = ir.Module("jobs")
+    module.triple = targets.here().triple
+    functions.alone(module, "alone", HOW)
+    job.jobs(module, COUNTERS)
+    source = str(module)
+    if not closed:
+        marks = re.findall(r'(%"[.\d]+") = or i64 .*, 4294967295', source)
+        assert len(marks) == 1
+        source, stores = re.subn(rf"^  store atomic i64 {re.escape(marks[0])}, .*\n", "", source, flags=re.MULTILINE)
+        assert stores == 2
+    return machine.Code(machine.compile_code(source, None)[0])
+
+
+def late(alone: Alone, number: int, x: Tensor, out: Tensor) -> None:
+    """Run a thread's part of job ``number``, when the fields of the frame are already the next job's."""
+    alone.team.set("rows", len(x))
+    alone.team.point("x", x)
+    alone.team.point("attended", out)
+    part = CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64)(alone.address)
+    part(alone.team._shared.address, alone.frame.ctypes.data, 0, number)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("rows", [(1, 8), (4, 5)])
+def test_a_thread_between_two_jobs_finds_nothing_to_do(closed, rows):
+    """The thread has read a job's number; then the job ends, and the caller fills the frame for the next one."""
+    alone = Alone(code(closed=closed), HOW, torch.randn(128, 64))
+    alone(torch.randn(rows[0], 64))
+    number, out = int(alone.team._frame[JOB]), torch.full((rows[1], 128), EMPTY)
+    late(alone, number, torch.randn(rows[1], 64), out)
+    assert bool((out == EMPTY).all()) == closed
+
+
+def test_a_thread_with_the_number_of_an_older_job_finds_nothing_to_do():
+    alone = Alone(code(closed=True), HOW, torch.randn(128, 64))
+    for _ in range(3):
+        alone(torch.randn(2, 64))
+        out = torch.full((8, 128), EMPTY)
+        for number in range(int(alone.team._frame[JOB]) + 1):
+            late(alone, number, torch.randn(8, 64), out)
+        assert bool((out == EMPTY).all())

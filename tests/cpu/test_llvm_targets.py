@@ -1,0 +1,241 @@
+"""Code for every processor: whole models compile, the instructions that decide bits are there, and the bits are one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.errors import PreheatError
+from tests.cpu import emulated
+from tests.cpu.machine_code import instructions, undefined, written
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+from llvmlite import ir
+
+from preheat.backends.cpu.llvm import emit, functions, job, machine, model, products, targets
+from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, LAYER_FRAME, LINE, Product
+from preheat.backends.cpu.llvm.memory import panels
+from preheat.backends.cpu.llvm.targets import TARGETS
+from tests.cpu.test_llvm import LLVM, checkpoint, product
+
+HERE = [name for name, target in TARGETS.items() if target.runs_here]
+GIVEN = {"sched_yield", "memset", "memcpy", "memmove"}
+"""Symbols of the C library that compute nothing."""
+
+WIDE = {512: "%zmm", 256: "%ymm", 128: "%xmm"}
+GATED = Product(160, 128, "bfloat16", activation="silu_and_mul")
+BUNDLED = {
+    "device": "cpu", "dtype": "bfloat16", "execution_mode": "llvm", "skip_warmup": True, "boot_check": "off",
+    "on_cold": "off", "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 16,
+    "num_gpu_blocks_override": 30, "max_logprobs": 50,
+}  # fmt: skip
+
+
+X87 = """define void @"x87"(ptr %x) {
+  %a = load x86_fp80, ptr %x
+  %b = fmul x86_fp80 %a, %a
+  store x86_fp80 %b, ptr %x
+  ret void
+}
+
+"""
+
+
+PROMPTS = [list(range(20, 60)), list(range(70, 75))]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=50)
+
+
+class _Seen(PreheatError):
+    """The functions of a model, before they are compiled."""
+
+
+@pytest.fixture(scope="module")
+def source_for(tmp_path_factory):
+    """Return a function from a target to the functions of a whole model, in LLVM's language."""
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint(folder)
+
+    def make(target: targets.Target) -> str:
+        def stop(source: str, folder: Path | None) -> None:
+            raise _Seen(source)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "here", lambda: target)
+            patch.setattr(model, "compile_code", stop)
+            with pytest.raises(_Seen) as seen:
+                LLM(str(folder), **LLVM | {"dtype": "bfloat16"})
+        return str(seen.value)
+
+    return make
+
+
+# --- the code of each processor, read and not run ---
+
+
+def faults(source: str, target: targets.Target) -> set[str]:
+    """Compile ``source`` for ``target``, and return the faults in its code that would change bits."""
+    text, code = written(source, target)
+    names, needed = instructions(text), undefined(code)
+    fused = any(name.startswith("fmla" if target.arm else "vfmadd") for name in names)
+    found = set()
+    if needed - GIVEN - ({"fmaf"} if not target.fused else set()):
+        found.add("library")
+    if fused != target.fused or ("fmaf" in needed) == target.fused:
+        found.add("multiply-add")
+    if not target.arm and any(name.startswith("f") for name in names):
+        found.add("x87")
+    if text.count("0xfffffffffeffffff" if target.arm else "$-32833") != 2:  # in start and in work
+        found.add("denormals")
+    if not target.arm and next(bits for bits, register in WIDE.items() if register in text) != target.bits:
+        found.add("width")
+    return found
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_functions_of_a_model_compile_for(name, source_for):
+    source = source_for(TARGETS[name])
+    assert {"front0", "back0", "alone0", "norm", "start", "work"} <= set(re.findall(r'define .*@"(\w+)"', source))
+    assert faults(source, TARGETS[name]) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "find", "put", "fault"),
+    [
+        ("avx2", "", "", None),
+        ("sse", '@"llvm.fma.', '@"llvm.fmuladd.', "multiply-add"),
+        ("avx2", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
+        ("neon", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
+        ("sse", "-32833", "-1", "denormals"),
+        ("neon", "-16777217", "-1", "denormals"),
+        ("avx2", 'define i64 @"work"', f'{X87}define i64 @"work"', "x87"),
+    ],
+)
+def test_a_fault_planted_in_code_is_seen(name, find, put, fault):
+    target = TARGETS[name]
+    module = ir.Module("test")
+    module.triple = target.triple
+    functions.alone(module, "alone", GATED)
+    job.jobs(module, COUNTERS)
+    source = str(module)
+    assert find in source
+    assert faults(source.replace(find, put), target) == ({fault} if fault else set())
+
+
+# --- one digest ---
+
+
+def digest(target: targets.Target, threads: int, folder: str = "bundled", **options) -> str:
+    """Boot an engine whose functions are for ``target``, and return the digest of its logprobs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "here", lambda: target)
+        llm = LLM(folder, **BUNDLED | {"num_threads": threads} | options)
+        found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    bits = blake2b(digest_size=8)
+    for output in found:
+        for entry in output.outputs[0].logprobs:
+            bits.update(np.array([(token, value.logprob) for token, value in entry.items()]).tobytes())
+    return bits.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bundled_model_has_one_digest(dtype):
+    """Over threads, and over the processors whose code this machine runs."""
+    ways = [(targets.here(), 1), (targets.here(), 4), *((TARGETS[name], 2) for name in HERE)]
+    assert len({digest(*way, dtype=dtype) for way in ways}) == 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoint(folder)
+    return str(folder)
+
+
+def tiny_digests(ways: Iterable[tuple[targets.Target, int]], folder: str) -> set[str]:
+    machine._MADE.clear()
+    return {digest(*way, folder, dtype="float32", skip_tokenizer_init=True) for way in ways}
+
+
+def test_a_sum_that_threads_split_is_seen(tiny, monkeypatch):
+    right, threads = products.sums, [(targets.here(), count) for count in (1, 2, 4)]
+    assert len(tiny_digests(threads, tiny)) == 1
+
+    def split(e, how, *rest):
+        """Add two sums of half the inputs, if there is more than one thread."""
+        cut = e.choose(e.less(1, e.field(e.frame, FRAME["threads"])), how.inputs // 2, how.inputs)
+        loop, parts = e.loop, []
+        for first, last in ((0, cut), (cut, how.inputs)):
+            e.loop = lambda *_, first=first, last=last: loop(first, last)
+            parts.append(right(e, how, *rest))
+        del e.loop
+        return [[e.b.fadd(*pair) for pair in zip(*lines, strict=True)] for lines in zip(*parts, strict=True)]
+
+    monkeypatch.setattr(products, "sums", split)
+    assert len(tiny_digests(threads, tiny)) == 2
+
+
+@pytest.mark.skipif("sse" not in HERE, reason="needs two widths of vectors: a processor of x86-64")
+def test_a_sum_in_the_vectors_of_the_machine_is_seen(tiny, monkeypatch):
+    ways = [(TARGETS["sse"], 1), (targets.here(), 1)]
+    assert len(tiny_digests(ways, tiny)) == 1
+
+    def tree(e, x, join):
+        """Join the registers of the machine from the first to the last, then the lanes of one."""
+        lanes = targets.here().bits // 32
+        each = [e.b.extract_element(x, ir.Constant(emit.INT, lane)) for lane in range(emit.LANES)]
+        while len(each) > lanes:
+            each = [join(*pair) for pair in zip(each[:lanes], each[lanes : 2 * lanes], strict=True)] + each[2 * lanes :]
+        while len(each) > 1:
+            half = len(each) // 2
+            each = [join(*pair) for pair in zip(each[:half], each[half:], strict=True)]
+        return each[0]
+
+    monkeypatch.setattr(emit.Function, "tree", tree)
+    assert len(tiny_digests(ways, tiny)) == 2
+
+
+def test_denormals_that_are_flushed_are_seen(monkeypatch):
+    how, weight, x = Product(16, 32, "float32"), torch.full((32, 16), 1e-30), torch.full((1, 16), 1e-10)
+    expected = product(how, weight, x).view(torch.int32)
+    monkeypatch.setattr(emit, "_X86_FLUSHES", 0)
+    monkeypatch.setattr(emit, "_ARM_FLUSHES", 0)
+    torch.set_flush_denormal(True)
+    try:
+        assert not torch.equal(product(how, weight, x).view(torch.int32), expected)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+# --- Arm, under an emulator ---
+
+
+@pytest.mark.skipif(not (emulated.EMULATOR and emulated.LINKER), reason=emulated.MISSING)
+@pytest.mark.parametrize("planted", [False, True])
+def test_an_emulated_arm_has_the_same_bits(planted, tmp_path, monkeypatch):
+    """A gated product: multiply-adds, exponentials, divisions. Control: another exponential."""
+    chance = torch.Generator().manual_seed(5)
+    weight, x = (torch.randn(*size, generator=chance) for size in ((128, 160), (6, 160)))
+    here = product(GATED, weight.bfloat16(), x)
+    memory = emulated.Memory()
+    places = {"x": memory.put(x.numpy()), "counters": memory.put(np.zeros(COUNTERS * LINE, np.int64))}
+    packed = memory.put(panels(GATED, weight.bfloat16()).view(torch.int16).numpy())
+    places["attended"] = memory.put(np.zeros(here.shape, np.float32))
+    frame = {FRAME[name]: -1 - place for name, place in places.items()} | {FRAME["rows"]: 6, FRAME["threads"]: 1}
+    if planted:
+        monkeypatch.setattr(emit, "_EXP", tuple(term * (1 + 1e-6) for term in emit._EXP))
+    module = ir.Module("test")
+    module.triple = TARGETS["neon"].triple
+    functions.alone(module, "alone", GATED)
+    job.jobs(module, COUNTERS)
+    module = re.sub(r'declare i32 @"sched_yield"\(\)\n', "", str(module))
+    source = module + emulated.program("alone", memory, frame, {LAYER_FRAME["qkv"]: -1 - packed})
+    after = emulated.run(machine.compile_code(source, None, TARGETS["neon"])[0], memory, tmp_path)
+    found = np.frombuffer(after, np.float32, here.numel(), places["attended"]).reshape(here.shape)
+    assert np.array_equal(found, here.numpy()) != planted
