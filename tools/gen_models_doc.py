@@ -29,9 +29,9 @@ HEAD = """# Models
 See whether a model runs: its `config.json` must name one of these architectures. Any other is refused, with the missing
 feature if it is known. A field that asks for a missing computation is refused by its name.
 
-Checkpoints are safetensors, with the names of the Hub or of transformers 5. A tensor that nothing reads is an error.
-If `tie_word_embeddings` is true and the file has another output head than the embeddings, the head is used, as with
-transformers 5.
+Checkpoints are safetensors, with the names of the Hub or of transformers 5, or [GGUF files](gguf.md). A tensor that
+nothing reads is an error. If `tie_word_embeddings` is true and the file has another output head than the embeddings,
+the head is used, as with transformers 5.
 
 """
 

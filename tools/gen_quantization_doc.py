@@ -29,6 +29,8 @@ FORMATS = (
     ("awq", "gemm, 4 bits", W4A16, ""),
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
+    ("gguf", "Q8_0 of [GGUF files](gguf.md)", W8A16, ""),
+    ("gguf", "Q4_0 of GGUF files", W4A16, ""),
 )
 """The supported formats of weights.
 

@@ -48,6 +48,7 @@ from preheat.schedule.kv_events import KvEvents
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
+from preheat.utils.caches import cache_root
 from preheat.utils.dynamo import compile_seconds
 from preheat.utils.kv_events import kv_events_config
 from preheat.utils.structured import library_version
@@ -67,7 +68,7 @@ from preheat.warmup.graphs import choose_graphs
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
 from preheat.warmup.steps import Steps
-from preheat.warmup.store import Store, boot_parts, cache_root, fingerprint
+from preheat.warmup.store import Store, boot_parts, fingerprint
 
 logger = logging.getLogger(__name__)
 

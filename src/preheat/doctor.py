@@ -21,8 +21,8 @@ from typing import Any
 import preheat
 from preheat.backends.registry import ENVIRONMENTS
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.caches import cache_root
 from preheat.utils.finding import Finding
-from preheat.warmup.store import cache_root
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette",
             "uvicorn", "uvloop", "transformers", "vllm")  # fmt: skip

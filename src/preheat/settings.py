@@ -66,7 +66,7 @@ class Settings:
 
     model: str = _model(
         BUNDLED,
-        "A directory, a Hugging Face model id, or `bundled` for the model that comes with preheat.",
+        "A directory, a GGUF file, a Hugging Face model id, or `bundled` for the model that comes with preheat.",
         several="models",
     )
     models: tuple[str, ...] = _server(
@@ -77,7 +77,7 @@ class Settings:
     model_options: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
         None, "Options of each of several models: a JSON object from the model's name to an object of options."
     )
-    tokenizer: str | None = _model(None, "Directory or id of the tokenizer, if it is not in the model's directory.")
+    tokenizer: str | None = _model(None, "Directory, id or GGUF file of the tokenizer, if it is not the model's.")
     skip_tokenizer_init: bool = _model(
         False, "Load no tokenizer: prompts are token ids, and answers are token ids without text."
     )

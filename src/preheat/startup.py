@@ -43,13 +43,13 @@ from preheat.plan.modes import with_defaults
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
+from preheat.utils.caches import cache_root
 from preheat.utils.gc import collect_and_freeze, keep_imports
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
 from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required
-from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
     from preheat.backends.base import Backend

@@ -49,6 +49,10 @@ def schemes(spec: ModelSpec) -> dict[str, Scheme]:
 
 
 LAYERS = [f"layers.{i}.{part}" for i in (0, 1) for part in ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")]
+MODULES = [
+    f"model.layers.{i}.{part}_proj" for i in (0, 1)
+    for part in (*(f"self_attn.{each}" for each in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+]  # fmt: skip
 SAID: dict[str, tuple[dict[str, Any], Scheme]] = {
     "FP8_DYNAMIC": (ct(), FP8),
     "weights only": (ct(inputs=None), Scheme(code="fp8", scales="channel")),
@@ -68,6 +72,8 @@ SAID: dict[str, tuple[dict[str, Any], Scheme]] = {
              Scheme(code="int8", scales="channel", zeros=True)),
     "gptq with desc_act": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
                            Scheme(code="int4", scales="group", group=128, zeros=True, indexed=True)),
+    "gguf": ({"quant_method": "gguf", "modules": dict.fromkeys(MODULES, "Q4_0")},
+             Scheme(code="int4", scales="group", group=32)),
 }  # fmt: skip
 
 

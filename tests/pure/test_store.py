@@ -21,9 +21,10 @@ from preheat.model.files import BUNDLED_PATH, weight_files
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
+from preheat.utils.caches import cache_root
 from preheat.warmup import store as store_module
 from preheat.warmup.record import ItemRecord, Record
-from preheat.warmup.store import RECORD, Store, boot_parts, cache_root, file_part, fingerprint
+from preheat.warmup.store import RECORD, Store, boot_parts, file_part, fingerprint
 
 LIMITS = Limits(
     max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, max_num_prefill_seqs=None, block_size=64,

@@ -14,6 +14,7 @@ from typing import Any
 from preheat.errors import ModelError
 from preheat.settings import Settings
 from preheat.utils import files
+from preheat.utils.caches import cache_root
 from preheat.utils.text import some
 
 BUNDLED = "bundled"
@@ -26,8 +27,11 @@ MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_con
 """Files of ModelOpt, AutoGPTQ and AutoAWQ with the quantization that ``config.json`` lacks."""
 
 GGUF = ".gguf"
-_GGUF = re.compile(r"\.gguf$|-gguf:[\w.-]+$", re.IGNORECASE)
-"""A GGUF file, and vLLM's name for one in a repository."""
+GGUF_WEIGHTS = f"model{GGUF}"
+"""The ending of a GGUF file's name, and the link to the file in its folder (:mod:`preheat.model.gguf.folder`)."""
+
+_IN_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+-gguf)(?::([\w.-]+))?", re.IGNORECASE)
+"""The name of a repository of GGUF files on the Hub, and of a type of tensors in it."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,7 +45,13 @@ Of all folders only additional_chat_templates is needed; "all but" has to be spe
 
 
 def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
-    """Return the directory of the settings' model; see :func:`find_checkpoint`."""
+    """Return the directory of the settings' model; see :func:`find_checkpoint`.
+
+    A GGUF file has a directory in the cache.
+    """
+    if (file := _gguf_file(settings, settings.model, settings.revision)) is not None:
+        own = settings.tokenizer is None and not settings.skip_tokenizer_init
+        return _folder_of_gguf(settings, file, tokenizer=own)
     return find_checkpoint(
         settings.model, settings.revision, with_weights=with_weights, download_dir=settings.download_dir,
         token=settings.hf_token,
@@ -55,10 +65,46 @@ def find_tokenizer(settings: Settings) -> Path:
     """
     if settings.tokenizer is None:
         return find_model(settings, with_weights=False)
+    if (file := _gguf_file(settings, settings.tokenizer, what="tokenizer")) is not None:
+        return _folder_of_gguf(settings, file, tokenizer=True)
     return find_checkpoint(
         settings.tokenizer, with_weights=False, download_dir=settings.download_dir, token=settings.hf_token,
         what="tokenizer",
     )  # fmt: skip
+
+
+def _gguf_file(settings: Settings, model: str, revision: str | None = None, what: str = "model") -> Path | None:
+    """Return the GGUF file that ``model`` names, by its path or on the Hub; None if it names no such file.
+
+    A file on the Hub is downloaded unless it is cached. Raises ModelError if there is not one file of the named type.
+    """
+    path = Path(model).expanduser()
+    if os.path.isdir(path):
+        return None
+    if model.lower().endswith(GGUF):
+        return path
+    if (named := _IN_REPOSITORY.fullmatch(model)) is None:
+        return None
+    repository, kind = named.groups()
+    if kind is None:
+        raise ModelError(f"{what} {model!r} has files of several types: name one, as in {model}:Q4_K_M", param=what)
+    patterns = [f"*{each}{GGUF}" for each in (kind.upper(), kind.lower())]
+    folder = _download(
+        repository, revision, patterns=patterns, folder=settings.download_dir, token=settings.hf_token, what=what
+    )
+    ending = re.compile(rf"(.*[-_.])?{re.escape(kind)}\{GGUF}", re.IGNORECASE)
+    found = sorted(path for path in folder.glob(f"*{GGUF}") if ending.fullmatch(path.name))
+    found = [path for path in found if not path.name.startswith("mmproj")]
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ModelError(f"{what} {model!r}: one whole file of type {kind} is needed, and there is {names}", param=what)
+    return found[0]
+
+
+def _folder_of_gguf(settings: Settings, file: Path, *, tokenizer: bool) -> Path:
+    from preheat.model.gguf.folder import folder_of
+
+    return folder_of(file, cache_root(settings), tokenizer=tokenizer)
 
 
 def find_checkpoint(
@@ -81,24 +127,21 @@ def find_checkpoint(
     if model == BUNDLED:
         return BUNDLED_PATH
     path = Path(model).expanduser()
-    if _GGUF.search(model):
-        raise ModelError(
-            f"{what} {files.shown(model)!r} is a GGUF file, a format of llama.cpp: give the checkpoint that it was "
-            "made from, a directory or an organization/name with config.json and safetensors. Quantized checkpoints "
-            "can be GPTQ, AWQ, FP8 or compressed-tensors, see docs/quantization.md.",
-            param=what,
-        )
     if not os.path.isdir(path):  # also false for a name that is too long
         if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
             raise ModelError(
                 f"{what} {files.shown(model)!r} is neither a directory nor an organization/name on the Hub", param=what
             )
-        path = _download(model, revision, with_weights=with_weights, folder=download_dir, token=token, what=what)
+        patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
+        path = _download(model, revision, patterns=patterns, folder=download_dir, token=token, what=what)
     if what == "model" and not os.path.lexists(path / "config.json"):
-        gguf = "gguf" in model.lower() or any(path.glob(f"*{GGUF}"))
-        hint = ", but GGUF files, a format of llama.cpp: give the checkpoint that they were made from" if gguf else ""
+        hint = f", but GGUF files: give the path of one, such as {found}" if (found := _any_gguf(path)) else ""
         raise ModelError(f"model {model!r}: {path} holds no config.json{hint}", param=what)
     return path
+
+
+def _any_gguf(directory: Path) -> Path | None:
+    return next(iter(sorted(directory.glob(f"*{GGUF}"))), None)
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -140,14 +183,16 @@ def _stored_quantization(directory: Path) -> dict[str, Any] | None:
 
 
 def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]:
-    """Return the safetensors files of a checkpoint, in name order.
+    """Return the files with a checkpoint's weights, in name order.
 
-    An index names the files; without one all count. Each file must lead to a regular file, through links too, within
-    the folder ``below`` if it is given.
+    They are safetensors files, or the one GGUF file. An index names the files; without one all count. Each file must
+    lead to a regular file, through links too, within the folder ``below`` if it is given.
     """
     index = _weight_map(directory, below)
     if index is not None:
         names = sorted(set(index.values()))
+    elif os.path.lexists(directory / GGUF_WEIGHTS):
+        names = [GGUF_WEIGHTS]
     elif os.path.lexists(directory / SINGLE):
         names = [SINGLE]
     else:
@@ -191,11 +236,10 @@ def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | N
 
 
 def _download(
-    model: str, revision: str | None, *, with_weights: bool, folder: str | None, token: str | None, what: str
+    model: str, revision: str | None, *, patterns: list[str], folder: str | None, token: str | None, what: str
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
         return Path(
             snapshot_download(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.backends.base import LayerWeights
+from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, OnlineFp8, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
 
@@ -130,6 +131,7 @@ FORMATS: Mapping[str, LinearFormat] = {
     "gptq": Gptq(1),
     "gptq_v2": Gptq(0),
     "gptq-symmetric": Gptq(None),
+    "gguf": GgufCodes(),
 }
 """The formats by the name in :attr:`LinearSpec.format`."""
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from preheat.backends.base import Facts
 from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
+from preheat.model.gguf.kinds import GROUP, PACKED
 from preheat.model.specs import (
     TIED_HEAD,
     ExpertsSpec,
@@ -416,6 +417,19 @@ def _plain_by_dynamic(config: _Fields) -> tuple[str, ...]:
     return expressions
 
 
+def gguf(config: _Fields) -> Quantization:
+    """Read the types of packed modules in a GGUF file; all other modules are plain."""
+    modules = config.below("modules", config.get("modules", {}))
+    schemes = {kind: Scheme(code=code, scales="group", group=GROUP) for kind, code in PACKED.items()}
+    for name in modules.values:
+        modules.one_of(name, [*PACKED])
+    return Quantization(
+        lambda module: next(
+            (Stored("gguf", schemes[modules.values[name]]) for name in module if name in modules.values), None
+        )
+    )
+
+
 def compressed_tensors(config: _Fields) -> Quantization:
     """Read several groups of targets, each with its scheme."""
     for name in ("sparsity_config", "transform_config"):
@@ -516,5 +530,6 @@ METHODS: Mapping[str, Callable[[_Fields], Quantization]] = {
     "modelopt": modelopt,
     "awq": awq,
     "gptq": gptq,
+    "gguf": gguf,
 }
 """The methods by ``quant_method``."""

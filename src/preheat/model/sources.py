@@ -6,6 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -15,13 +16,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from preheat.errors import ModelError
-from preheat.model.files import indexed_names, weight_files
+from preheat.model.files import GGUF_WEIGHTS, indexed_names, weight_files
 from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
 from preheat.model.formats_quantized import Shape
+from preheat.model.gguf.tensors import GgufTensors
 from preheat.model.kv_scales import STORED
 from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
 from preheat.utils.files import regular_file
 from preheat.utils.text import some
+
+AT_ONCE = 1 << 24
+"""Numbers of a GGUF tensor that are filled at once: 64 MB in float32, beside the tensor's own place."""
 
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
 """Endings of the names of scales, zero points and group indices."""
@@ -130,12 +135,24 @@ class StoredTensors:
                     self._places[name] = _Place(file, stored, part)
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
+        if out.dim() != 2 or out.numel() <= AT_ONCE or not isinstance(self._places[name].file, GgufTensors):
+            self._fill(name, out, piece)
+            return
+        whole = piece or Piece(self.shapes[name], (0, len(out)))
+        step = max(1, AT_ONCE // out.shape[1])
+        for at in range(0, len(out), step):
+            part = out[at : at + step]
+            first = whole.rows[0] + at
+            self._fill(name, part, replace(whole, rows=(first, first + len(part))))
+
+    def _fill(self, name: str, out: Tensor, piece: Piece | None) -> None:
         source = self._places[name].read(piece)
         if source.numel() == 1:
             source = source.view(out.shape)  # a number may be stored with any number of dimensions
         self._copy(source, out)
         if name.endswith(SCALES):
-            self._scales[name] = zlib.crc32(source.contiguous().view(-1).view(torch.uint8).numpy().data)
+            data = source.contiguous().view(-1).view(torch.uint8).numpy().data
+            self._scales[name] = zlib.crc32(data, self._scales.get(name, 0))
         if (total := _sum(out)) is not None:
             if name in self._sums:  # another piece of the same tensor; a sum with NaN or infinity stays not finite
                 total = total + self._sums[name][0]
@@ -208,10 +225,12 @@ class SafetensorsFiles(StoredTensors):
 
 
 def open_tensors(path: Path) -> Any:
-    """Open the safetensors file ``path``.
+    """Open the safetensors file ``path``, or a link of this name to a GGUF file.
 
     Raises ModelError for a file that is none.
     """
+    if path.name == GGUF_WEIGHTS:
+        return GgufTensors(path)
     try:
         return safe_open(regular_file(path), framework="pt")
     except OSError as error:
@@ -287,6 +306,8 @@ def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
         out.fill_(-0x77777778)  # the nibble 8, eight times
     elif name.endswith("g_idx"):
         out.fill_(-1)
+    elif out.dtype == torch.int8:
+        out.random_(-8, 8, generator=generator)  # fits four bits, too
     else:
         out.random_(-(2**31), 2**31 - 1, generator=generator)
 

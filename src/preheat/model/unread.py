@@ -88,6 +88,7 @@ METHODS: Mapping[str, Neutral] = {
     "awq": {"do_fuse": _OFF, "modules_to_fuse": _OFF},
     "gptq": {"is_marlin_format": _OFF, "adapter": _OFF, "pack_dtype": ("int32",)},
     "compressed-tensors": {},
+    "gguf": {},
 }
 """Neutral fields of a ``quantization_config``, by its method."""
 

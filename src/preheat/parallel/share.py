@@ -25,7 +25,7 @@ from preheat.parallel.leader import ParallelExecutor, build_parallel
 from preheat.parallel.ranks import Children, Launcher, Ranks
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
-from preheat.warmup.store import cache_root
+from preheat.utils.caches import cache_root
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -28,13 +27,11 @@ import msgspec
 from preheat import __version__
 from preheat.plan.items import CheckItem, SwapItem
 from preheat.plan.plan import Plan
-from preheat.settings import Settings
 from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
 from preheat.warmup.record import DONE, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
-OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
 LONGEST_SECONDS = 86_400.0
@@ -42,6 +39,9 @@ LONGEST_SECONDS = 86_400.0
 
 HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
+
+GGUF = b"GGUF"
+"""The beginning of a GGUF file, in place of the length of a header."""
 
 LIBRARIES = ("torch", "triton", "numpy")
 PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
@@ -100,22 +100,6 @@ class Store:
             logger.warning("The record cannot be kept for the next boot: %s", error)
 
 
-def cache_root(settings: Settings) -> Path | None:
-    """Return the folder of all stores, or None.
-
-    It is ``--cache-dir``, else ``preheat`` in the user's cache; None if it is "off".
-    """
-    if settings.cache_dir == OFF:
-        return None
-    if settings.cache_dir is not None:
-        return Path(settings.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: a relative path is ignored
-        home = os.path.expanduser("~")
-        base = os.path.join(home, ".cache") if os.path.isabs(home) else tempfile.gettempdir()
-    return Path(base) / "preheat"
-
-
 def fingerprint(parts: Mapping[str, object]) -> str:
     """Return 32 hexadecimal digits that depend on all of ``parts``.
 
@@ -167,13 +151,14 @@ def boot_parts(
 def file_part(path: Path) -> list[object]:
     """Return name, size and digest of a weight file.
 
-    The digest covers its safetensors header and spread samples. Reads a few hundred KiB whatever the file's size, so a
-    change of a single weight may go unseen, but not training.
+    The digest covers its safetensors header and spread samples; a GGUF file's header is in the config. Reads a few
+    hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(8)
-        parts = [length, file.read(min(int.from_bytes(length, "little"), HEADER_BYTES))]
+        header = 0 if length.startswith(GGUF) else int.from_bytes(length, "little")
+        parts = [length, file.read(min(header, HEADER_BYTES))]
         for sample in range(SAMPLES):
             file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
             parts.append(file.read(SAMPLE_BYTES))

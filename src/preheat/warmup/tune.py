@@ -17,7 +17,7 @@ from preheat.model.values import values_of
 from preheat.ops.values import Experts, Matmul
 from preheat.plan.modes import resolve, step_limits
 from preheat.settings import Settings
-from preheat.warmup.store import cache_root
+from preheat.utils.caches import cache_root
 
 
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:

@@ -1,0 +1,1 @@
+"""Checkpoints in one GGUF file, the format of llama.cpp."""
