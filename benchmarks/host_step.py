@@ -1,12 +1,14 @@
 """The host's work in a decoding step, and a GPU's wait.
 
     python -m benchmarks host_step [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256]
-        [--options JSON]
+        [--execution-mode llvm] [--options JSON]
 
-Medians in microseconds. First, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing
-at random among filtered tokens. ``host`` adds up its parts. Waiting for the device is not a part of it, but on a CPU
-launching is running. ``idle`` is from a profile: the time between the device's last work in a step, sending the tokens,
-and its first work in the next step.
+Medians in microseconds. First, where there is a GPU or with --shape, the steps of an engine: all rows greedy, random,
+random among filtered tokens, or greedy with logprobs. ``host`` adds up its parts. Waiting for the device is not a part
+of it, but on a CPU launching is running. With --execution-mode llvm the model is the bundled one, ``functions`` is the
+time in compiled layers and head, and ``host`` the rest of the step; ``best`` is the tenth percentile of ``host``, for a
+machine with other work. ``idle`` is from a profile: the time between the device's last work in a step, sending the
+tokens, and its first work in the next step.
 
 Then without a model: schedule, pack, settle, send, with the packer of a CPU and with the packer of a GPU. Half of the
 rows are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
@@ -32,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.decoding import DecodingRows, Span, spans
 from benchmarks.common.report import parser, save
-from benchmarks.common.shapes import CHOICES
+from benchmarks.common.shapes import BUNDLED, CHOICES
 from benchmarks.suite.offline import Offline
 from preheat import LLM
 from preheat.backends.base import Attention, AttentionLayer
@@ -132,7 +134,9 @@ def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
+    "random": {"temperature": 1.0},
     "filtered": {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
 }
 CONTEXT = 128
 PROFILED = 50
@@ -199,6 +203,26 @@ def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
     return {"step": round(step * 1e6, 1), "host": round(host, 1), **parts}
 
 
+def beside_functions(llm: LLM, steps: int) -> dict[str, float]:
+    """Return the median microseconds of a step, in compiled functions and in the rest, and the rest's best tenth."""
+    team, inside = llm.loop.executor.decoder.functions.team, list[float]()  # type: ignore[union-attr]
+    whole, rest = list[float](), list[float]()
+    for name in ("run", "run_all"):
+        setattr(team, name, _timing(getattr(team, name), inside))
+    try:
+        for _ in range(steps):
+            inside.clear()
+            started = time.perf_counter()
+            llm.advance()
+            whole.append(time.perf_counter() - started)
+            rest.append(whole[-1] - sum(inside))
+    finally:
+        del team.run, team.run_all
+    step, host, best = statistics.median(whole), statistics.median(rest), sorted(rest)[len(rest) // 10]
+    figures = {"step": step, "functions": step - host, "host": host, "best": best}
+    return {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}
+
+
 def idle(llm: LLM, steps: int) -> dict[str, float]:
     """Return the median and the most microseconds that a GPU waits between steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -214,9 +238,10 @@ def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     A process that was profiled once launches more slowly from then on, so profiles are taken last.
     """
-    steps = min(args.steps, 200)
+    steps, clock = min(args.steps, 200), by_the_clock if args.execution_mode is None else beside_functions
     cases = [{"rows": rows, "sampling": sampling} for rows in args.engine_rows for sampling in SAMPLING]
-    offline = Offline.of_shape(args.shape, args.options)
+    mode = {} if args.execution_mode is None else {"execution_mode": args.execution_mode}
+    offline = Offline.of_shape(args.shape, {"max_num_seqs": max(args.engine_rows), **mode, **args.options})
     llm = offline.llm
 
     def decoding(case: dict[str, Any], steps: int) -> DecodingRows:
@@ -224,7 +249,7 @@ def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     for case in cases:
         with decoding(case, steps):
-            case.update(by_the_clock(llm, steps))
+            case.update(clock(llm, steps))
         print(json.dumps(case), flush=True)
     for case in cases if torch.cuda.is_available() else ():
         with decoding(case, PROFILED):
@@ -239,8 +264,11 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--steps", type=int, default=500)
     flags.add_argument("--shape", choices=CHOICES, default="qwen3-0.6b" if torch.cuda.is_available() else None)
     flags.add_argument("--engine-rows", type=int, nargs="+", default=[1, 32, 256])
+    flags.add_argument("--execution-mode", choices=("llvm",))
     flags.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     args = flags.parse_args(words)
+    if args.execution_mode is not None:
+        args.shape = args.shape or BUNDLED
     figures: dict[str, Any] = {"rows": args.rows, "steps": args.steps}
     if args.shape:
         figures |= {"shape": args.shape, "engine": engine_figures(args)}

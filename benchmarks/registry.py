@@ -26,6 +26,7 @@ SINGLE = {
     "gemm": "linear layers on a GPU: the kernels in use against cuBLAS",
     "grammars": "what structured outputs cost: between tokens, and to the first one",
     "host_step": "the host's work in a step of decoding rows, and how long a GPU waits for it",
+    "idle_server": "the memory of a served model, and the processor time of a server without requests",
     "invariance_cost": "what batch invariance costs on a GPU",
     "kernels": "each kernel of a decoding step, beside the time that its bytes need",
     "left_to_cublas": "`preheat verify` on an engine whose linear layers may differ: it must find differences",

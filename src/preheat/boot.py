@@ -51,6 +51,7 @@ from preheat.transport import InlineTransport
 from preheat.utils.caches import cache_root
 from preheat.utils.dynamo import compile_seconds
 from preheat.utils.kv_events import kv_events_config
+from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
 from preheat.verify.boot import BootCheck
@@ -115,6 +116,8 @@ def _boot(
     pools = model.spec.head is None
     windows = {each for each in model.spec.layer_windows if each is not None}
     checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows)
+    if backend.facts.on_host:
+        trim()  # the originals of prepared weights
     fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, others_free, share.build)
     fitted = fitting.fit(steps)
     comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
@@ -179,6 +182,8 @@ def _boot(
     loop = start(transport, listener=listener, call=call, operator=operator)
     _publish_events(settings, loop)
     before_ready()
+    if backend.facts.on_host:
+        trim()  # of the profiling run and of warm-up
     transport.put(_ready(record, scheduler, model, time.monotonic() - started))
     return loop
 

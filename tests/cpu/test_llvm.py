@@ -169,6 +169,16 @@ def test_a_late_compilation_is_a_cold_event():
         assert source.new_events() == ()
 
 
+def test_a_second_boot_compiles_nothing(tmp_path):
+    checkpoint(tmp_path)
+    options = LLVM | {"cache_dir": str(tmp_path / "cache")}
+    LLM(str(tmp_path), **options)
+    machine._MADE.clear()
+    before = machine.compilations
+    LLM(str(tmp_path), **options)
+    assert machine.compilations == before
+
+
 def test_a_model_without_functions_is_refused_with_the_reason(tmp_path):
     save_checkpoint(("Mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}), tmp_path)
     with pytest.raises(ModelError, match="routed experts have no function"):

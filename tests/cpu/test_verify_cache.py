@@ -71,8 +71,8 @@ def one_token_early(patch):
 
 def some_pairs(patch):
     """Plant a swap that moves only its first 16 pairs."""
-    right = executor.pad_pairs
-    patch.setattr(executor, "pad_pairs", lambda pairs, size: right(pairs[:16], size))
+    right = executor.swap_parts
+    patch.setattr(executor, "swap_parts", lambda pairs, size, padded: right(pairs[:16], size, padded=padded))
 
 
 def short_seeds(patch):

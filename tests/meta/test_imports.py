@@ -132,6 +132,22 @@ def test_the_http_process_never_imports_torch():
     assert done.returncode == 0, done.stderr or "torch was imported"
 
 
+LARGE = "torch", "numpy", "llvmlite", "transformers", "tokenizers", "starlette", "msgspec", "zmq"
+
+
+def imported(statement: str) -> set[str]:
+    """Return the large packages that a statement imports, in a process of its own."""
+    code = f"{statement}; import sys; print(*[name for name in {LARGE} if name in sys.modules])"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_library_imports_no_large_package():
+    assert imported("import preheat") == set()
+    assert imported("from preheat import LLM, SamplingParams") & {"torch", "llvmlite", "transformers"} == set()
+    assert imported("import preheat.cli") & {"torch", "llvmlite", "transformers", "starlette"} == set()
+    assert "numpy" in imported("import preheat.core")
+
+
 def test_the_torch_check_can_fail():
     code = "import sys, preheat.backends.cpu.attention; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from preheat.schedule.defrag import THRESHOLD, fragmentation, pad_pairs, padded_size, plan_swaps
+from preheat.schedule.defrag import THRESHOLD, fragmentation, pad_pairs, padded_size, plan_swaps, swap_parts
 
 masks = st.integers(2, 1400).flatmap(lambda size: arrays.arrays(bool, size))
 
@@ -88,3 +88,11 @@ def test_sizes(pairs, size):
 def test_too_many_pairs_for_one_step():
     with pytest.raises(ValueError, match="513 pairs"):
         padded_size(513)
+
+
+def test_swaps_without_graphs_come_in_parts_without_padding():
+    pairs = np.arange(40, dtype=np.int32).reshape(20, 2)
+    parts = swap_parts(np.concatenate([pairs, pairs[:3]]), 32, padded=False)
+    assert [len(part) for part in parts] == [8, 8, 4]
+    assert np.concatenate(parts).tolist() == pairs.tolist()
+    assert [part.tolist() for part in swap_parts(pairs, 32, padded=True)] == [pad_pairs(pairs, 32).tolist()]

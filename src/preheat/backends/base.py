@@ -544,14 +544,12 @@ class LayerFunctions(Protocol):
     def attention(self) -> Attention:
         """The attention that tells the functions of a step."""
 
-    def front(self, index: int, residual: Tensor) -> Tensor:
-        """Return the output of a layer's attention [tokens, heads * dim], valid until the next front.
+    def layers(self, part: Sequence[int], residual: Tensor) -> Tensor:
+        """Run consecutive layers on the residual stream [tokens, hidden] in place; return the stream.
 
-        ``residual`` is the residual stream [tokens, hidden], which stays.
+        Of the last layer only the front runs: the output of its attention [tokens, heads * dim] is returned, valid
+        until the next call. Rows that pad a step are not computed.
         """
-
-    def back(self, index: int, attended: Tensor, residual: Tensor) -> None:
-        """Add the rest of a layer to ``residual`` [rows, hidden], from its ``attended`` [rows, heads * dim]."""
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return hidden states [rows, hidden] after the last layer and the final norm; ``residual`` is overwritten."""
@@ -789,10 +787,9 @@ class Backend(Operations, Protocol):
         """Return the dtype of the residual stream of a model that was loaded in ``dtype``."""
 
     def functions(
-        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits,
-        cache: Path | None,
-    ) -> LayerFunctions | None:  # fmt: skip
-        """Return whole layers as functions; None: a layer is regions and operations. Code is kept in ``cache``.
+        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits
+    ) -> LayerFunctions | None:
+        """Return whole layers as functions; None: a layer is regions and operations.
 
         ``others`` are the linear layers outside of ``layers``: the head's, and a vision tower's.
         Raises ModelError, with the reason, for a layer that has no function.

@@ -41,7 +41,7 @@ from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program
 from preheat.schedule.adapters import Loads
-from preheat.schedule.defrag import pad_pairs
+from preheat.schedule.defrag import swap_parts
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
 """Reader of logits: ``watch(logits, batch)`` is called before anything is drawn from them.
@@ -260,10 +260,11 @@ class Executor:
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:
-        """Swap the contents of blocks, padded to the size of one program."""
-        pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64).to(self.backend.device)
-        for cache in (self.cache, *self.other_caches):
-            cache.swap(pairs)
+        """Swap the contents of blocks; where programs are graphs, padded to the size of one program."""
+        for part in swap_parts(swaps.pairs, swaps.size, padded=self.backend.facts.captures):
+            pairs = torch.from_numpy(part).to(torch.int64).to(self.backend.device)
+            for cache in (self.cache, *self.other_caches):
+                cache.swap(pairs)
 
     @torch.inference_mode()
     def fill_block(self, block: int, byte: int) -> None:

@@ -128,14 +128,13 @@ class Decoder:
         self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], tap: Tap | None
     ) -> Tensor:
         """Run the layers of ``part`` as :meth:`layers` does; the next layer's input is the residual stream itself."""
+        if tap is None:
+            return functions.layers(part, residual)
         for index in part:
-            attended = functions.front(index, residual)
-            if index == self._last:
-                return attended
-            functions.back(index, attended, residual)
-            if tap is not None:
+            out = functions.layers([index], residual)
+            if index != self._last:
                 tap(index, residual)
-        return residual
+        return out
 
     def _first(self, residual: Tensor) -> Tensor:
         """Return the first layer's input."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from preheat.core import TokenLogprobs
-from preheat.ops.order import best, mend, row_chunks
+from preheat.ops.order import best_ids, mend, row_chunks
 
 
 def token_logprobs(
@@ -51,28 +51,20 @@ def _entries(
     if not np.isfinite(values.max(axis=-1)).all():
         values = mend(values)
     logprobs = torch.from_numpy(values).log_softmax(-1).numpy()
-    chosen = tokens[:, None]
-    ranks = _ranks(values, chosen).tolist()
-    width = min(int(alternatives.max()), values.shape[1])
-    ids = best(values, width)[1] if width else np.empty((len(values), 0), np.int64)
-    own, top = (_possible(np.take_along_axis(logprobs, which, axis=-1)).tolist() for which in (chosen, ids))
-    rows = zip(tokens.tolist(), own, ranks, ids.tolist(), top, alternatives.tolist(), strict=True)
-    found = [
-        TokenLogprobs(token, logprob[0], rank, list(zip(first[:n], likely[:n], strict=True)))
-        for token, logprob, rank, first, likely, n in rows
-    ]
-    for entry, line, wanted in zip(found, logprobs, logprob_ids, strict=False):
-        if wanted:
-            entry.top = list(zip(wanted, _possible(line[list(wanted)]).tolist(), strict=True))
+    found, vocab = list[TokenLogprobs](), values.shape[1]
+    for row, (token, count) in enumerate(zip(tokens.tolist(), alternatives.tolist(), strict=True)):
+        line, ids = values[row], list(logprob_ids[row]) if row < len(logprob_ids) else []
+        if not ids and count:
+            ids = best_ids(line, min(count, vocab)).tolist()
+        own, *others = _possible(logprobs[row][[token, *ids]]).tolist()
+        found.append(TokenLogprobs(token, own, _rank(line, token), list(zip(ids, others, strict=True))))
     return found
 
 
-def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the 1-based rank of token ``chosen`` [rows, 1] in its row."""
-    value = np.take_along_axis(logits, chosen, axis=-1)
-    earlier = np.arange(logits.shape[1]) < chosen
-    before: np.ndarray = np.count_nonzero((logits > value) | ((logits == value) & earlier), axis=-1)
-    return before + 1
+def _rank(line: np.ndarray, token: int) -> int:
+    """Return the 1-based rank of ``token`` in its row."""
+    greater, equal = np.count_nonzero(line > line[token]), np.count_nonzero(line[:token] == line[token])
+    return int(1 + greater + equal)
 
 
 def _possible(logprobs: np.ndarray) -> np.ndarray:

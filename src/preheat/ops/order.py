@@ -18,6 +18,8 @@ CHUNK = 1 << 16
 So temporaries stay in the processor's cache. Changes no bits.
 """
 
+_FEW = 4
+
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
     """Cut ``rows`` rows into slices of about ``CHUNK`` logits.
@@ -52,21 +54,34 @@ def best(logits: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     Values float32 and ids int64 are both [rows, width]. ``logits`` is float32 [rows, vocab] without NaN and ``width``
     at most vocab.
     """
-    rows, vocab = logits.shape
-    ids = np.empty((rows, width), np.int64)
-    for part in row_chunks(rows, vocab):
-        keys = _keys(logits[part])
-        if width < vocab:
-            keys = np.partition(keys, width - 1, axis=-1)[:, :width]
-        ids[part] = np.sort(keys, axis=-1) & 0xFFFFFFFF
-    return np.take_along_axis(logits, ids, axis=-1), ids
+    ids, values = np.empty((len(logits), width), np.int64), np.empty((len(logits), width), np.float32)
+    for row, line in enumerate(logits):
+        ids[row] = found = best_ids(line, width)
+        values[row] = line[found]
+    return values, ids
 
 
-def _keys(logits: np.ndarray) -> np.ndarray:
-    """Return int64 keys that ascend from a row's best token.
+def best_ids(line: np.ndarray, width: int) -> np.ndarray:
+    """Return the ids of a row's ``width`` best tokens, int64, best first.
+
+    Only tokens at least as good as the last of them get a key.
+    """
+    ids = np.arange(len(line))
+    if width < len(line):
+        ids = (line >= np.partition(line, -width)[-width]).nonzero()[0]
+    keys = _keys(line[ids], ids)
+    if len(keys) > _FEW * width:  # many tokens are equal
+        keys = np.partition(keys, width - 1)[:width]
+    keys.sort()
+    best: np.ndarray = keys[:width] & 0xFFFFFFFF
+    return best
+
+
+def _keys(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return int64 keys that ascend from the best token.
 
     The logit is in the high bits, the id in the low.
     """
     bits = (logits + np.float32(0)).view(np.int32)  # + 0 turns -0.0 into 0.0; the two are equal
     falling = bits ^ (~(bits >> 31) | np.int32(-(2**31)))  # a float's bits, mapped so that integers fall as it rises
-    return (falling.astype(np.int64) << 32) | np.arange(logits.shape[1])
+    return (falling.astype(np.int64) << 32) | ids

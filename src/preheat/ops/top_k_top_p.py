@@ -118,11 +118,16 @@ def keep_ordered(
     """
     pending, width = np.arange(len(logits)), min(WINDOW, logits.shape[1])
     while len(pending):
-        keep, ids, deficit, settled = _keep_first(logits[pending], peak[pending], how.take(pending), width, duplicates)
+        keep, ids, deficit, settled = _keep_first(logits, peak, how, width, duplicates)
+        if settled.all():
+            yield pending, KeptTokens(np.nonzero(keep)[0], ids[keep], deficit[keep])
+            return
         if settled.any():
             keep, ids, deficit = keep[settled], ids[settled], deficit[settled]
             yield pending[settled], KeptTokens(np.nonzero(keep)[0], ids[keep], deficit[keep])
-        pending, width = pending[~settled], min(width * _WIDEN, logits.shape[1])
+        left = np.flatnonzero(~settled)
+        logits, peak, how, pending = logits[left], peak[left], how.take(left), pending[left]
+        width = min(width * _WIDEN, logits.shape[1])
 
 
 def _keep_first(

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 THRESHOLD = 32
 
+PAIRS_AT_ONCE = 8
+"""Pairs that are swapped together where no graph asks for more. So a swap takes little memory."""
+
 
 def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | None:
     """Apply the next swaps to the pool and the block tables.
@@ -93,3 +96,14 @@ def pad_pairs(pairs: np.ndarray, size: int | None = None) -> np.ndarray:
     padded = np.zeros((size, 2), np.int32)
     padded[: len(pairs)] = pairs
     return padded
+
+
+def swap_parts(pairs: np.ndarray, size: int, *, padded: bool) -> list[np.ndarray]:
+    """Return the swaps of ``pairs`` as parts, each int32 [n, 2].
+
+    ``padded``: there is one part of ``size`` pairs. Otherwise parts have at most 8 pairs, and no pair comes twice.
+    """
+    if padded:
+        return [pad_pairs(pairs, size)]
+    distinct = np.unique(pairs, axis=0)
+    return [distinct[at : at + PAIRS_AT_ONCE] for at in range(0, len(distinct), PAIRS_AT_ONCE)]

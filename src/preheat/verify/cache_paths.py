@@ -132,7 +132,7 @@ def moved(engine: Engine) -> PathResult | None:
         )
         tokens = np.array(_tokens(engine, max(min(most, 2 * limits.block_size), 1), 200), np.int32)
         first = [_seen(logits) for logits in alone(runner, tokens)]
-        found = [[_seen(logits)] for logits in compaction(runner, tokens)]
+        found = [[_seen(logits)] for logits in compaction(runner, tokens, every=True)]
     return compare("blocks moved at once", first, found, f"{len(found)} sizes of a swap")
 
 

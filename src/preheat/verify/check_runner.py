@@ -22,6 +22,7 @@ from preheat.plan.buckets import Bucket
 from preheat.plan.items import SWAP_SIZES, NothingToRun
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.defrag import PAIRS_AT_ONCE
 from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
@@ -280,13 +281,16 @@ class CheckRunner:
         self.slots.cached_len[schedule.slots] += schedule.extend
         return logits
 
-    def swap_sizes(self, slot: int) -> list[int]:
+    def swap_sizes(self, slot: int, *, every: bool = False) -> list[int]:
         """Return the swap sizes that can move the blocks of ``slot``.
 
-        They are the least size, and larger sizes that free blocks can fill.
+        They are the least size, and larger sizes that free blocks can fill. Without graphs no size is a program of its
+        own: unless ``every`` size is asked for, the least size and one of several parts stand for all.
         """
         count = int(self.slots.num_blocks[slot])
         sizes = [size for size in SWAP_SIZES if size >= count]
+        if not (every or self.executor.backend.facts.captures):
+            sizes = [size for size in sizes if size == sizes[0] or size == 4 * PAIRS_AT_ONCE]
         return [size for size in sizes if size == sizes[0] or 2 * size - count <= self.pool.num_free]
 
     def move(self, slot: int, size: int) -> None:

@@ -267,13 +267,10 @@ def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
             return
 
 
-def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """Compute the last token again after swaps of the blocks.
-
-    There is one swap of every size that free blocks can fill.
-    """
+def compaction(runner: CheckRunner, tokens: np.ndarray, *, every: bool = False) -> Ways:
+    """Compute the last token again after swaps of the blocks, one of each of :meth:`CheckRunner.swap_sizes`."""
     with _all_but(runner, tokens, 1) as slot:
-        for size in runner.swap_sizes(slot):
+        for size in runner.swap_sizes(slot, every=every):
             runner.move(slot, size)
             yield runner.step(slot)
             runner.slots.cached_len[slot] -= 1

@@ -66,6 +66,7 @@ from preheat.ops.norm import make_norm
 from preheat.ops.values import Experts, Matmul, Refused, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
+from preheat.utils.processors import physical_cores
 
 KV_CACHE_BYTES = 1 << 30
 
@@ -76,6 +77,7 @@ class CpuBackend:
     facts = FACTS
     device = torch.device("cpu")
     _compiled = False
+    _cache: Path | None = None
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
@@ -126,10 +128,11 @@ class CpuBackend:
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
     def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
-        """Fix the thread count."""
-        if settings.num_threads:
-            torch.set_num_threads(settings.num_threads)
+        """Fix the thread count; compiled functions have a thread for each physical core."""
         self._compiled = mode == "llvm"
+        if settings.num_threads or self._compiled:
+            torch.set_num_threads(settings.num_threads or physical_cores())
+        self._cache = None if cache is None else cache / "llvm"
 
     def synchronize(self) -> None:
         """Do nothing: no operation runs on after its call returns."""
@@ -154,16 +157,15 @@ class CpuBackend:
         return torch.float32 if self._compiled else dtype
 
     def functions(
-        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits,
-        cache: Path | None,
-    ) -> LayerFunctions | None:  # fmt: skip
+        self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits
+    ) -> LayerFunctions | None:
         if not self._compiled:
             return None
         from preheat.backends.cpu.llvm.model import Functions
 
-        threads, folder = torch.get_num_threads(), None if cache is None else cache / "llvm"
+        threads = torch.get_num_threads()
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
-        return Functions(layers, final_norm, others, limits, threads=threads, folder=folder, rows=rows)
+        return Functions(layers, final_norm, others, limits, threads=threads, folder=self._cache, rows=rows)
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
@@ -189,8 +191,13 @@ class CpuBackend:
     def sampler(
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> CpuSampler:
-        rows = limits.max_num_seqs
-        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=limits.max_sampled if masked else 0)
+        rows, masked_rows = limits.max_num_seqs, limits.max_sampled if masked else 0
+        if not self._compiled:
+            return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows)
+        from preheat.backends.cpu.llvm.sampler import Draws
+
+        draw = Draws(limits.max_sampled, self._cache, duplicates=handle_topk_duplicates)
+        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw)
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from preheat.utils.finding import Finding
 from preheat.utils.memory import free_memory, total_memory
+from preheat.utils.processors import memory_nodes, physical_cores, usable
 
 MIN_MEMORY = 2 * 2**30
 CPUINFO = Path("/proc/cpuinfo")
@@ -17,9 +18,14 @@ WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def findings() -> Iterator[Finding]:
-    """Yield findings on cores, instruction set, threads, memory and compilers."""
-    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    yield Finding("CPU cores", f"{allowed} of {cores} may be used" if allowed < cores else str(cores))
+    """Yield findings on cores, nodes of memory, threads, instruction set, memory and compilers."""
+    processors, allowed, physical = os.cpu_count() or 1, len(usable()), physical_cores()
+    found = f"{allowed} of {processors} processors may be used" if allowed < processors else f"{processors} processors"
+    yield Finding("CPU cores", f"{found}, {physical} physical cores")
+    nodes = memory_nodes()
+    advice = "threads read memory of all nodes; for a small model, numactl --cpunodebind=0 --membind=0 is faster"
+    yield Finding("NUMA nodes", "1") if nodes == 1 else Finding("NUMA nodes", str(nodes), "note", advice)
+    yield Finding("threads", f"{physical} in execution mode llvm, one a core; --num-threads sets another number")
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > allowed:
         advice = "more threads than cores slow each other down: unset it, or set --num-threads"

@@ -1,6 +1,8 @@
-"""The sampler of a CPU: the reference sampler, done at its return."""
+"""The sampler of a CPU: the reference sampler, or a function with the same results; done at its return."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,14 +15,20 @@ from preheat.ops.order import finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
+Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
+"""A function that draws from float32 logits [rows, vocab] as :class:`HostSampler` does, or returns None."""
+
 
 class CpuSampler:
-    """Sampler of the step that was described last."""
+    """Sampler of the step that was described last. Rows for which ``draw`` returns None go to the reference sampler."""
 
-    def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0,
+        draw: Draw = lambda logits, step: None,
+    ) -> None:  # fmt: skip
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
-        self._step = SamplingInput(0, None, None, None)
+        self._step, self._draw = SamplingInput(0, None, None, None), draw
         self._tokens = np.empty(0, np.int64)
         self._raw = torch.empty(0, 0)
         self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
@@ -33,8 +41,11 @@ class CpuSampler:
 
     def sample(self, level: Level, logits: Tensor) -> None:
         given = logits[: self._step.size].float()
-        tokens = self._host.sample(given, self._step, self._masks).numpy()
-        self._tokens = marked(tokens, finite_rows(given.numpy()))
+        drawn = self._draw(given.numpy(), self._step)
+        if drawn is None:
+            tokens = self._host.sample(given, self._step, self._masks).numpy()
+            drawn = marked(tokens, finite_rows(given.numpy()))
+        self._tokens = drawn
 
     def report(self, logits: Tensor) -> None:
         self._raw = logits[: self._step.size].to(torch.float32, copy=True)  # a prompt's logits take its memory

@@ -15,22 +15,22 @@ ALWAYS = 1 << 30
 
 @dataclass(slots=True)
 class LlvmWork(AttentionWork):
-    """The address of each token's row of the block table, ``tables`` int64 [tokens]; tokens from ``real`` on pad."""
+    """The address of each token's row of the block table, ``tables`` int64 [tokens]; tokens that pad have none."""
 
     tables: np.ndarray
-    real: int
 
 
 class LlvmAttention:
     """Writer of each token's position and table row, for compiled functions.
 
-    The functions read ``positions`` and ``tables``, int64 [tokens]. A token that pads is at position 0 of the pad
-    block.
+    The functions read ``positions`` and ``tables``, int64 [tokens], of the first ``rows`` tokens. The tokens behind
+    them pad the step and are not computed.
     """
 
-    def __init__(self, positions: np.ndarray, tables: np.ndarray, blocks: int) -> None:
+    def __init__(self, positions: np.ndarray, tables: np.ndarray) -> None:
         self._positions, self._tables = positions, tables
-        self._pad = np.zeros(blocks, np.int32)
+        self._work: LlvmWork | None = None
+        self.rows = 0
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """Return none: the work is not read from the step's buffers."""
@@ -39,21 +39,19 @@ class LlvmAttention:
     def plan(self, step: StepRows, tables: BlockTables) -> LlvmWork:
         table = tables.block_table
         assert table.dtype == np.int32, table.dtype
-        addresses = np.full(step.tokens, self._pad.ctypes.data, np.int64)
-        rows = np.repeat(step.slots, step.extend)
-        addresses[: len(rows)] = table.ctypes.data + rows.astype(np.int64) * table.strides[0]
+        addresses = table.ctypes.data + np.repeat(step.slots, step.extend).astype(np.int64) * table.strides[0]
         decodes = step.num_decode == len(step.slots)
-        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses, len(rows))
+        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """Do nothing: the work holds addresses."""
 
     def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
         assert isinstance(work, LlvmWork)
-        count = len(work.tables)
-        self._tables[:count] = work.tables
-        self._positions[: work.real] = inputs.positions[: work.real].numpy()
-        self._positions[work.real : count] = 0
+        if work is not self._work:
+            self._work, self.rows = work, len(work.tables)
+            self._tables[: self.rows] = work.tables
+        self._positions[: self.rows] = inputs.positions.numpy()[: self.rows]
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         """Return a function that nobody calls: a layer's compiled function attends."""

@@ -35,6 +35,17 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 _EXP_LEAST, _EXP_MOST = -87.0, 88.0
 
 
+_CONSTANTS: dict[tuple[ir.Type, str], Value] = {}
+
+
+def constant(kind: ir.Type, value: Any) -> Value:
+    """Return a constant. An object is written out once, so equal constants are one object."""
+    key = kind, repr(value)  # 0.0 and -0.0 are equal, but not one constant
+    if key not in _CONSTANTS:
+        _CONSTANTS[key] = ir.Constant(kind, value)
+    return _CONSTANTS[key]
+
+
 class Function:
     """The body of one function while it is written; ``args`` are its arguments."""
 
@@ -57,7 +68,7 @@ class Function:
 
     def i(self, x: Value) -> Value:
         """Return ``x`` as a value."""
-        return ir.Constant(LONG, x) if isinstance(x, int) else x
+        return constant(LONG, x) if isinstance(x, int) else x
 
     def add(self, *terms: Value) -> Value:
         total = self.i(terms[0])
@@ -185,24 +196,24 @@ class Function:
     # --- floats and vectors ---
 
     def f(self, x: float) -> Value:
-        return ir.Constant(FLOAT, x)
+        return constant(FLOAT, x)
 
     def v(self, x: float) -> Value:
-        return ir.Constant(FLOATS, [x] * LANES)
+        return constant(FLOATS, (x,) * LANES)
 
     def w(self, x: int) -> Value:
         """Return a vector of 32-bit integers with ``x`` in all lanes."""
-        return ir.Constant(WORDS, [x] * LANES)
+        return constant(WORDS, (x,) * LANES)
 
     def lanes(self) -> Value:
         """Return the numbers of the lanes."""
-        return ir.Constant(WORDS, list(range(LANES)))
+        return constant(WORDS, tuple(range(LANES)))
 
     def splat(self, scalar: Value, kind: ir.Type = FLOATS) -> Value:
         """Return a vector with ``scalar`` in all lanes."""
-        empty = ir.Constant(kind, ir.Undefined)
-        one = self.b.insert_element(empty, scalar, ir.Constant(INT, 0))
-        return self.b.shuffle_vector(one, empty, ir.Constant(WORDS, [0] * LANES))
+        empty = constant(kind, ir.Undefined)
+        one = self.b.insert_element(empty, scalar, constant(INT, 0))
+        return self.b.shuffle_vector(one, empty, self.w(0))
 
     def intrinsic(self, name: str, *args: Value) -> Value:
         """Call one of LLVM's functions of floats; the result has the arguments' type."""
@@ -223,8 +234,8 @@ class Function:
         """Join the lanes of ``x`` to a scalar, in a tree over halves."""
         half = LANES // 2
         while half:
-            mask = ir.Constant(WORDS, [(lane + half) % LANES for lane in range(LANES)])
-            x = join(x, self.b.shuffle_vector(x, ir.Constant(FLOATS, ir.Undefined), mask))
+            mask = constant(WORDS, tuple((lane + half) % LANES for lane in range(LANES)))
+            x = join(x, self.b.shuffle_vector(x, constant(FLOATS, ir.Undefined), mask))
             half //= 2
         return self.b.extract_element(x, ir.Constant(INT, 0))
 
@@ -259,9 +270,13 @@ class Function:
         self.pause()
         self.set(turns, self.add(self.get(turns), 1))
         with self.when(self.less(SPINS_BEFORE_YIELD, self.get(turns))):
-            self.b.call(self._external("sched_yield", INT), [])
+            self.yield_processor()
         self.b.branch(wait)
         self.b.position_at_end(end)
+
+    def yield_processor(self) -> None:
+        """Let another thread run, if one waits for this processor."""
+        self.b.call(self._external("sched_yield", INT), [])
 
     def pause(self) -> None:
         """Tell the processor that this thread waits."""

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm.emit import ALL_CLAIMED, LONG, POINTER, Function, Value
+from preheat.backends.cpu.llvm.emit import ALL_CLAIMED, LONG, POINTER, SPINS_BEFORE_YIELD, Function, Value
 from preheat.backends.cpu.llvm.kinds import FRAME, FUNCTION, JOB, LAYER, LAYER_FRAME, LINE
 
 Phase = tuple[Value, Value, Value]
 """Arguments of :meth:`Function.units` and :meth:`Function.finished`: a counter, the number of units, and the job."""
 
 _ARGS = [POINTER, POINTER, LONG, LONG]
+_KIND = ir.FunctionType(ir.VoidType(), _ARGS)
 
 
 class Job(Function):
@@ -50,13 +51,25 @@ def wait(e: Job, phases: Iterable[Phase]) -> None:
 
 
 def jobs(module: ir.Module, counters: int) -> None:
-    """Write the functions ``start`` and ``work``, by which threads share jobs.
+    """Write the functions ``start``, ``run`` and ``work``, by which threads share jobs.
 
     ``start(frame, function, layer)`` publishes a job and takes part in it, as thread 0, until the job is done.
+    ``run(frame, jobs, count)`` starts one job after another; ``jobs`` are pairs of a function and a layer's frame.
     ``work(frame, thread, spins, seen)`` takes part in jobs after the job number ``seen``. It returns the latest job's
     number after ``spins`` empty turns, or -1 when the function is null.
     """
-    kind = ir.FunctionType(ir.VoidType(), _ARGS)
+    start = _start(module, counters)
+    e = Function(module, "run", [POINTER, POINTER, LONG])
+    frame, listed, most = e.args
+    with e.loop(0, most) as at:
+        function, layer = (e.field(listed, e.add(e.mul(at, 2), part), POINTER) for part in (0, 1))
+        e.b.call(start, [frame, function, layer])
+    e.close()
+    _work(module)
+
+
+def _start(module: ir.Module, counters: int) -> Value:
+    """Write the function that publishes a job, and return it."""
     e = Function(module, "start", [POINTER, POINTER, POINTER])
     frame, function, layer = e.args
     place = e.at(frame, JOB, LONG)
@@ -74,10 +87,15 @@ def jobs(module: ir.Module, counters: int) -> None:
     e.store_atomic(e.b.ptrtoint(layer, LONG), e.at(frame, LAYER, LONG), "release")
     e.store_atomic(number, place, "seq_cst")
     with e.denormals_kept():
-        e.b.call(_Callee(function, kind), [frame, layer, e.i(0), number])
+        e.b.call(_Callee(function, _KIND), [frame, layer, e.i(0), number])
     # Close the job before its fields change: a late thread that reads the next job's rows would find units to claim.
     count(e.b.or_(tag, e.i(ALL_CLAIMED)))
     e.close()
+    return e.function
+
+
+def _work(module: ir.Module) -> None:
+    """Write the function that takes part in jobs."""
     e = Function(module, "work", [POINTER, LONG, LONG, LONG], LONG)
     frame, thread, spins, given = e.args
     seen, left = e.variable(given), e.variable(spins)
@@ -96,13 +114,15 @@ def jobs(module: ir.Module, counters: int) -> None:
     b.cbranch(b.icmp_signed("==", b.ptrtoint(function, LONG), e.i(0)), stop, call)
     b.position_at_end(call)
     with e.denormals_kept():
-        b.call(_Callee(function, kind), [frame, layer, thread, number])
+        b.call(_Callee(function, _KIND), [frame, layer, thread, number])
     b.branch(look)
     b.position_at_end(stop)
     b.ret(e.i(-1))
     b.position_at_end(idle)
     e.pause()
     e.set(left, e.sub(e.get(left), 1))
+    with e.when(e.less(e.get(left), e.sub(spins, SPINS_BEFORE_YIELD))):  # others may need this processor by now
+        e.yield_processor()
     b.cbranch(b.icmp_signed(">", e.get(left), e.i(0)), look, leave)
     b.position_at_end(leave)
     e.close(e.get(seen))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from ctypes import CFUNCTYPE, c_int64, c_void_p
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,21 @@ class Code:
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), here)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
         self._engine.finalize_object()
-        self.start = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self.address("start"))
-        self.work = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_int64)(self.address("work"))
+
+    @cached_property
+    def start(self) -> Any:
+        """Run a function of a model as a job; see :func:`preheat.backends.cpu.llvm.job.jobs`."""
+        return CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self.address("start"))
+
+    @cached_property
+    def run(self) -> Any:
+        """Run functions of a model, one after another."""
+        return CFUNCTYPE(None, c_void_p, c_void_p, c_int64)(self.address("run"))
+
+    @cached_property
+    def work(self) -> Any:
+        """Take part in jobs."""
+        return CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_int64)(self.address("work"))
 
     def address(self, name: str) -> int:
         """Return the address of a function."""

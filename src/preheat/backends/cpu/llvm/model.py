@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ from preheat.errors import ModelError
 from preheat.limits import Limits
 
 _FRAME_WORDS = 32
+_JOB_WORDS = 2
+"""Words of a listed job: its function and the layer's frame."""
+
+
+_WRITTEN: WeakKeyDictionary[PanelLayer, tuple[Any, str]] = WeakKeyDictionary()
 
 
 class Functions:
@@ -45,11 +51,10 @@ class Functions:
         panels += [each for each in others if isinstance(each, PanelLayer)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in panels))}
-        self.source = _source(numbers, alone, _packed(final_norm).how)
+        self.source = _written(panels[0], numbers, alone, _packed(final_norm).how)
         self.code = Code(compile_code(self.source, folder)[0])
         self.team = Team(self.code, threads)
-        self._fronts = [self.code.address(f"front{numbers[kind]}") for kind in self._kinds]
-        self._backs = [self.code.address(f"back{numbers[kind]}") for kind in self._kinds]
+        halves = [[self.code.address(f"{half}{numbers[kind]}") for half in ("front", "back")] for kind in self._kinds]
         self._norm = self.code.address("norm")
         self._attended = torch.zeros(rows, max(kind.heads * kind.dim for kind in self._kinds))
         self._buffers(rows, threads)
@@ -57,10 +62,12 @@ class Functions:
         self._frames = [self._frame(layer, tables) for layer in layers]
         self._last = zeros(_FRAME_WORDS, np.int64)
         self._last[LAYER_FRAME["norm"]] = _packed(final_norm).numbers.data_ptr()
-        self._addresses = [frame.ctypes.data for frame in self._frames]
+        self._jobs = zeros(2 * _JOB_WORDS * len(layers), np.int64)
+        for pair, frame, words in zip(halves, self._frames, self._jobs.reshape(len(layers), -1), strict=True):
+            words[0::2], words[1::2] = pair, frame.ctypes.data
         for layer in panels:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
-        self.attention = LlvmAttention(self._positions, self._tables, limits.max_blocks_per_seq)
+        self.attention = LlvmAttention(self._positions, self._tables)
 
     def _buffers(self, rows: int, threads: int) -> None:
         kinds = self._kinds
@@ -123,30 +130,44 @@ class Functions:
         return run
 
     def _run(self, function: int, layer: int, x: Tensor, attended: Tensor) -> None:
+        self._point(x, attended, rows := x.shape[0])
+        self.team.run(function, layer, rows)
+
+    def _point(self, x: Tensor, attended: Tensor, rows: int) -> None:
+        """Set the tensors of the next jobs."""
+        assert rows <= self._rows, f"{rows} rows, buffers have {self._rows}"
         self.team.point("x", x)
         self.team.point("attended", attended)
-        self.team.run(function, layer, len(x))
 
-    def front(self, index: int, residual: Tensor) -> Tensor:
-        """Return the output of attention [tokens, heads * dim].
+    def layers(self, part: Sequence[int], residual: Tensor) -> Tensor:
+        """Run consecutive layers on ``residual`` [tokens, hidden]; rows that pad a step are left as they are.
 
-        The output is valid until the next front. ``residual`` [tokens, hidden] is not changed.
+        Return ``residual``, or after the last layer's front its attention [tokens, heads * dim], valid until the next
+        call.
         """
-        assert len(residual) <= self._rows, f"{len(residual)} rows, buffers have {self._rows}"
-        attended = self._attended[: len(residual)]
-        self._run(self._fronts[index], self._addresses[index], residual, attended)
-        return attended
-
-    def back(self, index: int, attended: Tensor, residual: Tensor) -> None:
-        """Add the rest of the layer to ``residual`` [tokens, hidden]."""
-        self._run(self._backs[index], self._addresses[index], residual, attended)
+        ends = part[-1] == len(self._frames) - 1
+        attended = self._attended[: residual.shape[0]]
+        self._point(residual, attended, rows := min(self.attention.rows, residual.shape[0]))
+        count = 2 * (part[-1] - part[0]) + (1 if ends else 2)
+        self.team.run_all(self._jobs.ctypes.data + 8 * 2 * _JOB_WORDS * part[0], count, rows)
+        return attended if ends else residual
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] after the last layer and the final norm."""
-        self.back(len(self._frames) - 1, attended, residual)
+        self._run(int(self._jobs[-2]), int(self._jobs[-1]), residual, attended)
         hidden = torch.empty_like(residual)
         self._run(self._norm, self._last.ctypes.data, residual, hidden)
         return hidden
+
+
+def _written(model: PanelLayer, *what: Any) -> str:
+    """Return the functions of a ``model``, named by one of its layers, as :func:`_source` writes them.
+
+    An engine is built twice, once to be measured.
+    """
+    if _WRITTEN.get(model, (None, ""))[0] != what:
+        _WRITTEN[model] = what, _source(*what)
+    return _WRITTEN[model][1]
 
 
 def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm) -> str:

@@ -12,10 +12,11 @@ from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, FUNCTION, JOB, LAYE
 from preheat.backends.cpu.llvm.machine import Code
 from preheat.backends.cpu.llvm.memory import zeros
 
-SPINS = 50_000
-"""Empty turns before a thread sleeps: about a millisecond."""
+SPINS = 4_000
+"""Empty turns before a thread sleeps: one to two milliseconds. All but the first 500 turns yield the processor."""
 
 _WORDS = 64
+_ROWS = FRAME["rows"]
 _ENDED = -1
 _END_SECONDS = 1.0
 
@@ -28,16 +29,22 @@ class _Shared:
         self.counters = zeros(COUNTERS * LINE, np.int64)
         self.frame[FRAME["counters"]] = self.counters.ctypes.data
         self.address = self.frame.ctypes.data
-        self.wake, self.asleep = threading.Event(), 0
+        self.wake, self.asleep, self._counting = threading.Event(), 0, threading.Lock()
 
     def work(self, number: int) -> None:
         """Take part in jobs, as thread ``number``, until the team ends."""
         seen = 0
         while (seen := self.code.work(self.address, number, SPINS, seen)) != _ENDED:
-            self.wake.clear()
+            self._sleep(seen)
+
+    def _sleep(self, seen: int) -> None:
+        """Sleep until a job follows the job ``seen``."""
+        self.wake.clear()
+        with self._counting:
             self.asleep += 1
-            if self.frame[JOB] == seen:
-                self.wake.wait()
+        if self.frame[JOB] == seen:
+            self.wake.wait()
+        with self._counting:
             self.asleep -= 1
 
 
@@ -70,10 +77,18 @@ class Team:
 
     def run(self, function: int, layer: int, rows: int) -> None:
         """Run a function of ``rows`` rows with the frame of a layer; return when its results are there."""
-        self._frame[FRAME["rows"]] = rows
+        self._begin(rows)
+        self.code.start(self._shared.address, function, layer)
+
+    def run_all(self, jobs: int, count: int, rows: int) -> None:
+        """Run ``count`` functions one after another; ``jobs`` is the address of (function, layer's frame) pairs."""
+        self._begin(rows)
+        self.code.run(self._shared.address, jobs, count)
+
+    def _begin(self, rows: int) -> None:
+        self._frame[_ROWS] = rows
         if self._shared.asleep:
             self._shared.wake.set()
-        self.code.start(self._shared.address, function, layer)
 
 
 def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
