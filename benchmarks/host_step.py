@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.decoding import DecodingRows, Span, spans
 from benchmarks.common.report import parser, save
-from benchmarks.common.shapes import BUNDLED, CHOICES
+from benchmarks.common.shapes import CHOICES
 from benchmarks.suite.offline import Offline
 from preheat import LLM
 from preheat.backends.base import Attention, AttentionLayer
@@ -45,7 +45,7 @@ from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import Packer
 from preheat.limits import Limits
 from preheat.model.families import read_spec
-from preheat.model.files import BUNDLED_PATH, read_config
+from preheat.model.files import BUNDLED, BUNDLED_PATH, read_config
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD

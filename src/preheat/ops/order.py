@@ -84,4 +84,5 @@ def _keys(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """
     bits = (logits + np.float32(0)).view(np.int32)  # + 0 turns -0.0 into 0.0; the two are equal
     falling = bits ^ (~(bits >> 31) | np.int32(-(2**31)))  # a float's bits, mapped so that integers fall as it rises
-    return (falling.astype(np.int64) << 32) | ids
+    keys: np.ndarray = (falling.astype(np.int64) << 32) | ids
+    return keys
