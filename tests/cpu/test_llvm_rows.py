@@ -13,27 +13,29 @@ from torch import Tensor
 from preheat.ops.float8 import round_to
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
-from llvmlite import binding, ir
+from llvmlite import ir
 
-from preheat.backends.cpu.llvm import job, machine, norms
+from preheat.backends.cpu.llvm import job, machine, norms, targets
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, kept_between
 from preheat.backends.cpu.llvm.emit import LANES, POINTER, Function, Value
 from preheat.backends.cpu.llvm.kinds import COUNTERS, RowNorm
 from preheat.backends.cpu.llvm.narrow import NARROW, Narrow
 
-TARGETS = ("", *machine.TARGETS)
+HERE = targets.here()
+OTHERS = [targets.TARGETS[name] for name in ("avx2", "sse") if targets.TARGETS[name].runs_here]
+TARGETS = [HERE, *OTHERS]
 Body = Callable[[Function, Value, Value], None]
 
 
-def called(body: Body, x: Tensor, out: Tensor, target: str = "") -> Tensor:
+def called(body: Body, x: Tensor, out: Tensor, target: targets.Target = HERE) -> Tensor:
     """Run ``body(e, x, out)`` with the addresses of two tensors; return ``out``."""
     module = ir.Module("test")
-    module.triple = binding.get_default_triple()
+    module.triple = target.triple
     e = Function(module, "body", [POINTER, POINTER])
     body(e, *e.args)
     e.close()
     job.jobs(module, COUNTERS)
-    code = machine.Code(machine.compile_code(str(module), None, target)[0], target)
+    code = machine.Code(machine.compile_code(str(module), None, target)[0])
     CFUNCTYPE(None, c_void_p, c_void_p)(code.address("body"))(x.data_ptr(), out.data_ptr())
     return out
 
@@ -92,7 +94,7 @@ def test_numbers_that_are_not_known_stay_so():
 # --- norms ---
 
 
-def normed(how: RowNorm, x: Tensor, factors: Tensor, target: str = "", *, add: bool = False) -> Tensor:
+def normed(how: RowNorm, x: Tensor, factors: Tensor, target: targets.Target = HERE, *, add: bool = False) -> Tensor:
     """Return the norm of each row, or its sum with ones; there are numbers of others behind each row."""
     rows, wide = len(x), how.size + 5
     given = torch.full((rows, wide), 1e30)
@@ -116,7 +118,7 @@ def test_norms_of_any_size_are_right_on_every_processor(kind, size, bias):
     how = RowNorm(kind, size, 1e-3, bias)
     x, factors = torch.randn(3, size) * 3 + 1, torch.randn((1 + bias) * size)
     found = normed(how, x, factors)
-    assert all(torch.equal(normed(how, x, factors, target), found) for target in machine.TARGETS)
+    assert all(torch.equal(normed(how, x, factors, target), found) for target in OTHERS)
     assert torch.equal(normed(how, x, factors, add=True), 1 + found)
     wide = x.double()
     wide = wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
@@ -138,7 +140,7 @@ def test_lanes_beyond_a_row_that_count_are_seen(monkeypatch):
 FORMATS = sorted(NARROW)
 
 
-def codes_of(x: Tensor, name: str, target: str = "", how: Narrow | None = None) -> Tensor:
+def codes_of(x: Tensor, name: str, target: targets.Target = HERE, how: Narrow | None = None) -> Tensor:
     """Return the codes of floats, as integers."""
     how = how or NARROW[name]
     out = torch.zeros(len(x), dtype=getattr(torch, name)).view(torch.uint8 if how.bits == 8 else torch.int16)
@@ -151,7 +153,7 @@ def codes_of(x: Tensor, name: str, target: str = "", how: Narrow | None = None) 
     return called(body, x, out, target)
 
 
-def floats_of(codes: Tensor, name: str, target: str = "") -> Tensor:
+def floats_of(codes: Tensor, name: str, target: targets.Target = HERE) -> Tensor:
     """Return the floats of codes."""
     how = NARROW[name]
 
