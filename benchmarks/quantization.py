@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         models: dict[str, tuple[Path, str | None]] = {"plain": (BUNDLED_PATH, None), "fp8": (BUNDLED_PATH, "fp8")}
+        models |= {f"online-{method}": (BUNDLED_PATH, method) for method in ("int8", "int4")}
         models |= {kind: (quantize_checkpoint(BUNDLED_PATH, kind, Path(folder) / kind), None) for kind in KINDS}
         figures: dict[str, Any] = {}
         for name, (path, method) in models.items():

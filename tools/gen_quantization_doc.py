@@ -26,6 +26,8 @@ FORMATS = (
     ("fp8", "per tensor; activations per token or static", W8A8, ""),
     ("fp8", "blocks of 128 × 128 (DeepSeek, Qwen3); activations per 128 numbers", W8A8, "fp8-block"),
     ("modelopt", "FP8: per tensor; activations static", W8A8, ""),
+    ("int8", "made while loading (`--quantization int8`): per channel", W8A16, ""),
+    ("int4", "made while loading (`--quantization int4`): groups of 128, or 32", W4A16, ""),
     ("awq", "gemm, 4 bits", W4A16, ""),
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
@@ -42,6 +44,7 @@ INVARIANCE = {
     W8A16: "the bits of the dequantized model",
     W4A16: "the bits of the dequantized model",
 }
+COMPILED = "a group is one sum in order, then its scale"
 WHERE = {
     "cpu": "proved in tests and by `preheat verify`",
     "cuda": "proved at boot, and on an H200 by `tests/cuda/test_quantized.py`",
@@ -80,6 +83,10 @@ def _kernels() -> str:
     lines = ["| Computed as | Device | Kernel | Bits |", "| --- | --- | --- | --- |"]
     for kind in (W8A8, W8A16, W4A16):
         lines += [_row(kind, facts) for facts in (CPU, CUDA)]
+        compiled = CPU.in_mode("llvm").quantized[kind]
+        if compiled != CPU.quantized[kind]:
+            said = f"{COMPILED}: {WHERE['cpu']}"
+            lines.append(f"| {kind.upper()} | cpu, mode llvm | {compiled.kernel} | {said} |")
     return "\n".join(lines)
 
 

@@ -163,7 +163,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("llvm", f"tensor_parallel pipeline ray adapters {_FORMATS} inc eagle3",
+    Refused("llvm", "tensor_parallel pipeline ray adapters w8a8 inc eagle3",
             "a compiled function runs a whole plain layer, whose weights stay where they are"),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
@@ -224,6 +224,8 @@ _WORKS: tuple[Works, ...] = (
     _together("llvm split structured"),
     _together("llvm images fp8_cache text_drafts structured budget beam_search offload events operator"),
     _together("llvm images split"),
+    _together("llvm w8a16 text_drafts structured"),
+    _together("llvm w4a16 text_drafts structured"),
     _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
     _together("llvm pooling sleep updates"),

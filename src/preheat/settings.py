@@ -106,7 +106,7 @@ class Settings:
     )
     dtype: str = _model(
         "auto",
-        "Type of weights and activations; `auto` takes the checkpoint's, float16 runs as bfloat16.",
+        "Type of weights and activations; `auto` takes the checkpoint's. float16 runs as bfloat16, but in mode llvm.",
         choices=("auto", "bfloat16", "float32", "float16", "half", "float"),
     )
     max_model_len: int | None = _model(
@@ -256,7 +256,9 @@ class Settings:
         high=2**64 - 1,
         default_text="requests draw seeds from the system",
     )
-    num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")
+    num_threads: int | None = _run(
+        None, "Threads for the model on a CPU.", low=1, default_text="one per core; llvm: physical core"
+    )
     enforce_eager: bool = _run(False, "Run operation by operation, without compiling or capturing anything.")
     execution_mode: str = _run(
         "auto",
@@ -613,9 +615,9 @@ class Settings:
 
     quantization: str | None = _quant(
         None,
-        "Quantization while loading a checkpoint: `fp8` converts weights to float8; `inc` rounds linear layers to FP8 "
-        "by the measured ranges that `quant_config` names. A quantized checkpoint needs no option; to name another "
-        "method than its own is an error.",
+        "Quantization while loading a checkpoint: `fp8` converts weights to float8, `int8` and `int4` to integers; "
+        "`inc` rounds linear layers to FP8 by the measured ranges that `quant_config` names. A quantized checkpoint "
+        "needs no option; to name another method than its own is an error.",
     )
     quant_config: str | None = _quant(
         None,

@@ -39,7 +39,7 @@ from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.plan import commands
-from preheat.plan.modes import with_defaults
+from preheat.plan.modes import resolve, with_defaults
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
@@ -197,10 +197,11 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     spec, folder = _spec(settings), find_model(settings, with_weights=False)
     if (pooling := pooling_of(settings, folder, read_config(folder, settings.hf_overrides))) is not None:
         spec = without_head(spec, pooling.max_length)
-    dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
+    here = facts.in_mode(resolve(facts, settings))
+    dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)
     check_supported(spec, dtype, partial(supports, facts))
-    weights = bytes_by_scheme(spec, facts, 4 if dtype == "float32" else 2)
+    weights = bytes_by_scheme(spec, here, 4 if dtype == "float32" else 2)
     return commands.plan(
         settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, weights=weights, as_json=as_json
     )

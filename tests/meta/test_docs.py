@@ -12,7 +12,7 @@ from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.model.families import FAMILIES
-from preheat.model.quantization import METHODS
+from preheat.model.quantization import METHODS, ONLINE
 from preheat.settings import OPTIONS
 from preheat.utils.vllm_flags import FOREIGN, SHORT
 from tests.meta.source import PACKAGE, ROOT
@@ -61,7 +61,7 @@ def test_the_options_of_warm_up_are_documented_as_they_are():
 def test_the_quantization_page_is_current():
     text = gen_quantization_doc.DOC.read_text()
     assert text == gen_quantization_doc.with_tables(text), "run: python -m tools.gen_quantization_doc"
-    assert {method for method, *_ in gen_quantization_doc.FORMATS} == METHODS.keys()
+    assert {method for method, *_ in gen_quantization_doc.FORMATS} == METHODS.keys() | ONLINE.keys()
     for facts in (CPU, CUDA):
         assert {kind for _, _, kind, _ in gen_quantization_doc.FORMATS} == facts.quantized.keys()
 

@@ -387,6 +387,12 @@ def test_dtype(asked, checkpoint, native, dtype):
     assert (remark is not None) == (dtype != (checkpoint if asked == "auto" else asked))
 
 
+@pytest.mark.parametrize(("asked", "checkpoint"), [("auto", "float16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("native", [True, False])
+def test_float16_where_it_runs_as_it_is(asked, checkpoint, native):
+    assert resolve_dtype(asked, checkpoint, native, float16=True) == ("float16", None)
+
+
 def test_unknown_dtype():
     with pytest.raises(ModelError, match="int8"):
         resolve_dtype("int8", "bfloat16", True)

@@ -253,7 +253,10 @@ def test_gates_of_experts_must_not_be_quantized() -> None:
 
 @pytest.mark.parametrize(
     ("config", "asked", "message"),
-    [(ct(), "fp8", "quantized by compressed-tensors"), (None, "awq", "only fp8 and inc can be made while loading")],
+    [
+        (ct(), "fp8", "quantized by compressed-tensors"),
+        (None, "awq", "only fp8, int8, int4 and inc can be made while loading"),
+    ],
 )
 def test_a_method_that_the_checkpoint_has_not_is_an_error(config: Any, asked: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -96,6 +96,7 @@ class Facts:
     it. ``pads_context``: the length of contexts is part of a decode program, and attention is padded to it.
     ``host_sampler``: sampling is a plain function on the host, which runs the same code for any number of rows.
     ``quantized``: kernels of quantized layers, by :attr:`preheat.ops.kinds.Scheme.kind`; other kinds are refused.
+    ``float16``: models in float16 run as they are, not as bfloat16. ``in_modes``: facts that are others in a mode.
     ``own_graph_memory``: a graph shares its working memory with no other. ``simulated``: it is a fake, and every result
     says so. ``lacks``: traits that the backend cannot have, alone or together, with the reason. ``block_size``,
     ``max_num_seqs``, ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``:
@@ -120,10 +121,16 @@ class Facts:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
+    float16: bool = False
+    in_modes: Mapping[Mode, Mapping[str, Any]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     lacks: Lacks = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+
+    def in_mode(self, mode: Mode) -> Facts:
+        """Return the facts in an execution mode."""
+        return replace(self, **self.in_modes.get(mode, {}))
 
 
 DEQUANTIZED = {

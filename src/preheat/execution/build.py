@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given, Tower
@@ -58,14 +60,14 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
         yield linear, [count * spec.tokens for count in images]
 
 
-def _tower(settings: Settings, model: LoadedModel) -> Tower | None:
-    """Return the tower of images, or of given embeddings.
+def _tower(settings: Settings, model: LoadedModel, dtype: torch.dtype) -> Tower | None:
+    """Return the tower of images, or of embeddings that are given in ``dtype``.
 
     None without either.
     """
     if model.spec.vision is not None and model.weights.vision is not None:
         return VisionTower(model.spec.vision, model.weights.vision)
-    return Given.of(model.spec.hidden_size, model.dtype) if settings.enable_prompt_embeds else None
+    return Given.of(model.spec.hidden_size, dtype) if settings.enable_prompt_embeds else None
 
 
 def build(
@@ -110,8 +112,8 @@ def build(
         handle_topk_duplicates=settings.handle_topk_duplicates,
         masked=masked,
     )
-    tower = _tower(settings, model)
-    encoder = None if tower is None else Encoder(backend, tower, limits, spec.hidden_size, model.dtype)
+    tower = _tower(settings, model, dtype)
+    encoder = None if tower is None else Encoder(backend, tower, limits, spec.hidden_size, dtype)
     per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
     made = executor(
         backend, decoder, cache, sampler, buffers, encoder=encoder, adapters=model.adapters, layers_per_graph=per_graph

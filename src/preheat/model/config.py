@@ -13,7 +13,7 @@ from preheat.errors import ModelError
 from preheat.model.specs import Dtype, RopeKind, RopeSpec
 from preheat.model.unread import MODEL, refuse_unread
 
-RunDtype = Literal["float32", "bfloat16"]
+RunDtype = Literal["float32", "bfloat16", "float16"]
 
 _ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _ROPE_NEEDS = {
@@ -287,17 +287,21 @@ class Config:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
+def resolve_dtype(
+    asked: str, checkpoint: Dtype, native_bfloat16: bool, *, float16: bool = False
+) -> tuple[RunDtype, str | None]:
     """Return the dtype for ``--dtype asked``, and a sentence to log.
 
     The sentence is None if the dtype is the expected one. ``auto`` is the checkpoint's dtype, except that float32
-    replaces bfloat16 where the device has no native bfloat16.
+    replaces bfloat16 where the device has no native bfloat16. ``float16``: the device runs float16 as it is.
     """
     if asked not in ("auto", *_DTYPES):
         raise ModelError(f"dtype {asked!r} is not supported; use auto, bfloat16 or float32", param="dtype")
     wanted = checkpoint if asked == "auto" else asked
     if wanted == "float32":
         return "float32", None
+    if wanted == "float16" and float16:
+        return "float16", None
     if asked == "auto" and not native_bfloat16:
         return "float32", f"the checkpoint is {wanted}, but this device has no native bfloat16: running as float32"
     if wanted == "float16":

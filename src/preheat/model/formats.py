@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from preheat.backends.base import LayerWeights
 from preheat.model.formats_gguf import GgufCodes
-from preheat.model.formats_quantized import Awq, Fp8, Gptq, OnlineFp8, PackQuantized, Shape, expert_modules, reorder
+from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: T
 
 FORMATS: Mapping[str, LinearFormat] = {
     "plain": Plain(),
-    "quantize-fp8": OnlineFp8(),
+    "quantize": Online(),
     "fp8": Fp8("weight_scale"),
     "fp8-block": Fp8("weight_scale_inv"),
     "pack-quantized": PackQuantized(),

@@ -125,20 +125,20 @@ def _scheme(spec: LinearSpec | ExpertsSpec) -> Scheme:
     return spec.scheme
 
 
-class OnlineFp8(QuantizedFormat):
+class Online(QuantizedFormat):
     """A plain module that is quantized when it is read.
 
-    Modules are read one at a time. Each output has a scale, computed from the checkpoint's own numbers by
-    :func:`preheat.ops.quantization.quantize_channels`.
+    Modules are read one at a time. Codes and scales are computed from the checkpoint's own numbers by
+    :func:`preheat.ops.quantization.quantize_weight`.
     """
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         return {"weight": (outputs, inputs)}
 
     def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
-        from preheat.ops.quantization import quantize_channels
+        from preheat.ops.quantization import quantize_weight
 
-        quantize_channels(loader.read(f"{name}.weight", *out.shape), out)
+        quantize_weight(loader.read(f"{name}.weight", *out.shape), out)
 
 
 class Fp8(QuantizedFormat):

@@ -51,7 +51,7 @@ def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
     """
     if asked in FP8:
         return _with_kv(spec, lambda layer: replace(layer.kv, dtype=FP8[asked]))
-    if asked not in ("auto", dtype) and SAME.get(asked) != dtype:
+    if asked not in ("auto", dtype, SAME.get(dtype)) and SAME.get(asked) != dtype:
         raise SettingsError(
             f"kv_cache_dtype {asked} differs from the model's dtype, {dtype}: write auto, or one of {', '.join(FP8)}",
             param="kv_cache_dtype",

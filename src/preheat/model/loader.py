@@ -184,7 +184,7 @@ def _stated(settings: Settings, backend: Backend, folder: Path) -> tuple[ModelSp
     spec = spec_of(config, settings)
     if (pooling := pooling_of(settings, folder, config)) is not None:
         spec = without_head(spec, pooling.max_length)
-    return spec, *resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
+    return spec, *resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16(), float16=backend.facts.float16)
 
 
 def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:

@@ -33,19 +33,34 @@ from preheat.ops.kinds import Scheme
 
 T = TypeVar("T")
 
-ONLINE = "fp8"
 INC = "inc"
-"""Methods that can quantize a plain checkpoint while it is loaded."""
-
-FP8_CHANNEL = Scheme(code="fp8", scales="channel", activations="token")
+"""Method that quantizes a plain checkpoint while it is loaded, by measured ranges."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The format (:data:`preheat.model.formats.FORMATS`) and the scheme of a module."""
+    """The format (:data:`preheat.model.formats.FORMATS`) and the scheme of a module.
+
+    ``others``: other sizes of groups, where the scheme's size does not divide the inputs of a module.
+    """
 
     format: str
     scheme: Scheme
+    others: tuple[int, ...] = ()
+
+    def fitted(self, *inputs: int) -> Stored:
+        """Return the storage with the first size of groups that divides all ``inputs``; else as it is."""
+        sizes = (self.scheme.group, *self.others)
+        found = next((size for size in sizes if size and not any(each % size for each in inputs)), self.scheme.group)
+        return replace(self, scheme=replace(self.scheme, group=found))
+
+
+ONLINE: Mapping[str, Stored] = {
+    "fp8": Stored("quantize", Scheme(code="fp8", scales="channel", activations="token")),
+    "int8": Stored("quantize", Scheme(code="int8", scales="channel")),
+    "int4": Stored("quantize", Scheme(code="int4", scales="group", group=128), others=(32,)),
+}
+"""Methods that quantize a plain checkpoint while it is loaded, by its own numbers."""
 
 
 WHOLE_WORDS = ("awq", "gptq", "gptq_v2", "gptq-symmetric")
@@ -88,13 +103,13 @@ def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | No
     if config is None:
         if asked in (None, INC):  # INC's ranges are not in the checkpoint: see preheat.model.quantize
             return spec
-        if asked != ONLINE:
+        if asked not in ONLINE:
             raise SettingsError(
-                f"quantization {asked!r}: the checkpoint is not quantized, and only {ONLINE} and {INC} can be made "
-                "while loading",
+                f"quantization {asked!r}: the checkpoint is not quantized, and only {', '.join(ONLINE)} and {INC} can "
+                "be made while loading",
                 param="quantization",
             )
-        return _applied(spec, Quantization(lambda module: Stored("quantize-fp8", FP8_CHANNEL), routers=False))
+        return _applied(spec, Quantization(lambda module: ONLINE[asked], routers=False))
     method = str(config.get("quant_method", "unknown"))
     if method not in METHODS:
         raise ModelError(f"quantized checkpoints ({method}) are not supported; supported are {', '.join(METHODS)}")
@@ -198,6 +213,7 @@ def _linear(spec: LinearSpec, says: Named) -> LinearSpec:
     stored = _agreed([name for name, _ in spec.parts], says)
     if stored is None:
         return spec
+    stored = stored.fitted(spec.inputs)
     for name, outputs in spec.parts:
         _check_sizes(name, stored, outputs, spec.inputs)
     return replace(spec, format=stored.format, scheme=stored.scheme)
@@ -210,6 +226,7 @@ def _experts(spec: ExpertsSpec, says: Named) -> ExpertsSpec:
         return spec
     if stored.scheme.indexed:
         raise ModelError("experts with desc_act are not supported; use a checkpoint without it")
+    stored = stored.fitted(spec.hidden, spec.inner)
     _check_sizes(modules[0], stored, spec.inner, spec.hidden)
     _check_sizes(modules[2], stored, spec.hidden, spec.inner)
     return replace(spec, format=stored.format, scheme=stored.scheme)

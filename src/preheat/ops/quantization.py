@@ -8,6 +8,14 @@ Contract without quantized activations (W8A16, W4A16). The weight is rounded onc
 layer is the plain one with this weight: all bits equal the bits of the dequantized model. ``g_idx`` names the scale of
 each input and does not change the order of the sum.
 
+Contract of compiled functions (execution mode llvm, W8A16, W4A16). No weight is rounded to the model's dtype: the codes
+of a group are summed first, then scaled, as :mod:`preheat.backends.cpu.llvm.codes` says.
+
+Contract of rounding while loading. int8: the scale of an output is its greatest magnitude divided by 127. int4: the
+scale of a group is its number of the greatest magnitude, with its sign, divided by -8 and rounded to float16. All
+divisions are IEEE's, in fp32. A scale of zero becomes 1. A code is the number divided by the scale, rounded to the
+nearest integer, ties to even, and kept between -127 and 127, or between -8 and 7.
+
 Contract of float8 activations (W8A8). For each token, in fp32: the scale is the greatest magnitude in its row, or in
 each 128 numbers of it, divided by 448. It is at least 1 / (448 * 512), so that a row of zeros has one. A static scale
 comes from the checkpoint. A code is x divided by the scale (IEEE division, no product with a reciprocal), kept within
@@ -206,6 +214,24 @@ def quantize_channels(weight: Tensor, out: QuantizedWeight) -> None:
     codes, scales = quantize_rows(weight, "token")
     out.codes.copy_(codes)
     out.scales.copy_(scales)
+
+
+def round_to_nearest(weight: Tensor, out: QuantizedWeight) -> None:
+    """Quantize ``weight`` [outputs, inputs] into ``out``, int8 for each output or int4 in groups, symmetric."""
+    groups = weight.float().view(len(weight), out.scales.shape[1], -1)
+    if out.scheme.code == "int4":
+        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scales, low, high = (extreme / -8).to(torch.float16).float(), -8, 7
+    else:
+        scales, low, high = groups.abs().amax(-1, keepdim=True) / 127, -127, 127
+    scales = scales.where(scales != 0, 1.0)
+    out.codes.copy_((groups / scales).round_().clamp_(low, high).view(weight.shape))
+    out.scales.copy_(scales.squeeze(-1))
+
+
+def quantize_weight(weight: Tensor, out: QuantizedWeight) -> None:
+    """Quantize ``weight`` [outputs, inputs] into ``out`` while loading, by the scheme of ``out``."""
+    (quantize_channels if out.scheme.code == "fp8" else round_to_nearest)(weight, out)
 
 
 def scaled_product(  # noqa: PLR0917 - two operands and their scales

@@ -123,13 +123,15 @@ class CpuBackend:
     def supports_bfloat16(self) -> bool:
         """Return whether the processor multiplies bfloat16.
 
-        That takes AVX512-BF16 or AMX. Otherwise bfloat16 is emulated and slower than float32.
+        That takes AVX512-BF16 or AMX. Otherwise torch emulates bfloat16, slower than float32. Compiled functions widen
+        it on every processor.
         """
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return self._compiled or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
     def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
         """Fix the thread count; compiled functions have a thread for each physical core."""
         self._compiled = mode == "llvm"
+        self.facts = FACTS.in_mode(mode)
         if settings.num_threads or self._compiled:
             torch.set_num_threads(settings.num_threads or physical_cores())
         self._cache = None if cache is None else cache / "llvm"

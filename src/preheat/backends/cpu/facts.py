@@ -30,6 +30,15 @@ def modes() -> Modes:
     return Modes(default="eager", runs=runs, rejected=rejected)
 
 
+_QUANTIZED = {
+    "w8a8": QuantizedKernel("the contract computed in float64, with exact sums of 128 products", itemsize=8),
+    **DEQUANTIZED,
+}
+_COMPILED = dict.fromkeys(
+    ("w8a16", "w4a16"), QuantizedKernel("codes in memory, numbers in registers; a group's sum is scaled")
+)
+"""Kernels of quantized layers in compiled functions."""
+
 FACTS = Facts(
     name="cpu",
     modes=modes(),
@@ -41,10 +50,8 @@ FACTS = Facts(
     block_size=256,
     max_num_seqs=64,
     max_num_batched_tokens=1024,
-    quantized={
-        "w8a8": QuantizedKernel("the contract computed in float64, with exact sums of 128 products", itemsize=8),
-        **DEQUANTIZED,
-    },
+    quantized=_QUANTIZED,
+    in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True}},
     ignored=NO_BRIDGE,
     rejected={
         "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",

@@ -19,8 +19,8 @@ Value = Any
 
 LANES = 16
 FLOAT, HALF, INT, WORD, LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(32), ir.IntType(64)
-POINTER = ir.PointerType()
-FLOATS, WORDS, HALVES, FLAGS = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF, ir.IntType(1)))
+POINTER, BYTE = ir.PointerType(), ir.IntType(8)
+FLOATS, WORDS, HALVES, BYTES, FLAGS = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF, BYTE, ir.IntType(1)))
 
 SPINS_BEFORE_YIELD = 500
 ALL_CLAIMED = 0xFFFFFFFF
@@ -141,6 +141,12 @@ class Function:
             body(column, None)
         if whole < size:
             body(self.i(whole), self.first(size - whole))
+
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at ``address``, which need not exist."""
+        one = ir.Constant(INT, 1)
+        ask = self._external("llvm.prefetch.p0", ir.VoidType(), POINTER, INT, INT, INT)
+        self.b.call(ask, [address, ir.Constant(INT, 0), ir.Constant(INT, 3), one])  # to read, into all caches, as data
 
     def store(self, value: Value, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> None:
         self.b.store(value, self.at(pointer, index, kind), align=align)

@@ -11,17 +11,35 @@ PANEL = 32
 
 LANES = 16
 
-Stored = Literal["float32", "bfloat16"]
-
+Stored = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+"""Numbers in memory. Numbers of int8 and int4 are codes with scales."""
 
 Cached = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 """Numbers of a KV cache."""
 
 
+IN_WORD = 8
+"""Codes of int4 in a word: so many inputs of one output, the first in the lowest bits."""
+
+
+class Scales(NamedTuple):
+    """Scales of codes: one for each output and ``group`` inputs, as numbers of ``stored``.
+
+    ``zeros``: each scale has a zero point. ``indexed``: a list names the group of each input; else a group is ``group``
+    inputs in order.
+    """
+
+    group: int
+    stored: Stored = "float32"
+    zeros: bool = False
+    indexed: bool = False
+
+
 class Product(NamedTuple):
     """A weight [outputs, inputs] in panels, and the steps after its sums: a bias, then an activation, then ``clip``.
 
-    With a gated activation the outputs are gates and ups. Results are kept between -``clip`` and ``clip``.
+    With a gated activation the outputs are gates and ups. Results are kept between -``clip`` and ``clip``. ``scales``
+    belong to codes. Other numbers have none.
     """
 
     inputs: int
@@ -30,6 +48,7 @@ class Product(NamedTuple):
     bias: bool = False
     activation: Activation | None = None
     clip: float | None = None
+    scales: Scales | None = None
 
     @property
     def gated(self) -> bool:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import LayerWeights
-from preheat.backends.cpu.llvm.kinds import Product, Stored
-from preheat.backends.cpu.llvm.memory import panels, vector
+from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
+from preheat.backends.cpu.llvm.memory import exact, panels, vector
+from preheat.ops.kinds import Scheme
+from preheat.ops.quantization import QuantizedWeight
 from preheat.ops.values import Matmul, Ok, Refused, Support, Value
 
 Run = Callable[[Tensor], Tensor]
@@ -26,21 +28,37 @@ def _missing(value: Value) -> Iterator[str]:
     if not isinstance(value, Matmul):
         yield "layers of routed experts have no function"
         return
-    if value.weight.scheme is not None or value.input != "plain":
-        yield "quantized layers have no function"
-    if value.weight.dtype not in ("float32", "bfloat16"):
-        yield f"layers in {value.weight.dtype} have no function"
+    if value.input != "plain":
+        yield "layers that round their inputs have no function"
+    if (scheme := value.weight.scheme) is not None:
+        yield from _missing_codes(scheme, value.inputs)
     if value.order.is_split or value.order.tiles:
         yield "layers that ranks share have no function"
     if value.terms:
         yield "layers with adapters have no function"
 
 
-def product_of(value: Matmul) -> Product:
-    """Return the kind of function that runs the layer of ``value``."""
-    stored: Stored = "bfloat16" if value.weight.dtype == "bfloat16" else "float32"
-    bias, activation, clip = value.finish
-    return Product(value.inputs, value.outputs, stored, bias, activation, clip)
+def _missing_codes(scheme: Scheme, inputs: int) -> Iterator[str]:
+    """Yield the reasons why there is no function for codes of ``scheme``."""
+    group = scheme.group or inputs
+    if scheme.code == "fp8":
+        yield "weights in float8 have no function"
+    if group % IN_WORD or inputs % group:
+        yield f"groups of {group} of {inputs} inputs have no function, only parts of them in multiples of {IN_WORD}"
+
+
+def product_of(value: Matmul, weight: Tensor | QuantizedWeight) -> Product:
+    """Return the kind of function that runs the layer of ``value``.
+
+    Scales of 32 bits are kept in 16 if these have the same values.
+    """
+    stored: Stored = value.weight.dtype
+    scales, scheme = None, value.weight.scheme
+    if scheme is not None:
+        assert isinstance(weight, QuantizedWeight)
+        stored = "int4" if scheme.code == "int4" else "int8"
+        scales = Scales(scheme.group or value.inputs, exact(weight.scales), scheme.zeros, scheme.indexed)
+    return Product(value.inputs, value.outputs, stored, *value.finish, scales)
 
 
 class PanelLayer:
@@ -49,8 +67,7 @@ class PanelLayer:
     slots = None
 
     def __init__(self, value: Matmul, weights: LayerWeights) -> None:
-        self.value, self.how = value, product_of(value)
-        assert isinstance(weights.weight, Tensor), "no value with codes is supported"
+        self.value, self.how = value, product_of(value, weights.weight)
         self.panels = panels(self.how, weights.weight)
         self.bias = None if weights.bias is None else vector(self.how, weights.bias)
         self.run: Run | None = None

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.cpu.llvm.kinds import LANES, PANEL, Product
+from preheat.backends.cpu.llvm.kinds import IN_WORD, LANES, PANEL, Product, Stored
+from preheat.ops.quantization import QuantizedWeight
 
 ALIGNMENT = 64
 
@@ -20,16 +21,51 @@ def zeros(count: int, dtype: type) -> np.ndarray:
     return raw[first : first + count * size].view(dtype)
 
 
-def panels(how: Product, weight: Tensor) -> Tensor:
+def panels(how: Product, weight: Tensor | QuantizedWeight) -> Tensor:
     """Return ``weight`` [outputs, inputs] in panels of 32 outputs: for each input the panel's numbers side by side.
 
     Rows of zeros fill the last panel. Bfloat16 numbers j and j + 16 of a panel are the halves of a word. Of a gated
-    weight, a panel of gates is followed by the panel of their ups.
+    weight, a panel of gates is followed by the panel of their ups. :mod:`preheat.backends.cpu.llvm.codes` has the
+    layout of codes, in bytes.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _coded(how, weight)
     rows = _in_panels(how, weight)
-    if how.stored == "float32":
-        return rows.float().transpose(1, 2).contiguous()
-    return rows.view(-1, 2, LANES, how.inputs).permute(0, 3, 2, 1).contiguous()
+    if how.stored == "bfloat16":
+        return rows.view(-1, 2, LANES, how.inputs).permute(0, 3, 2, 1).contiguous()
+    return (rows.float() if how.stored == "float32" else rows).transpose(1, 2).contiguous()
+
+
+def _coded(how: Product, weight: QuantizedWeight) -> Tensor:
+    """Return the panels of codes, with scales and zero points, as bytes."""
+    scales = how.scales
+    assert scales is not None
+    codes = _in_panels(how, weight.codes).transpose(1, 2)
+    parts = [_words(codes) if how.stored == "int4" else codes.contiguous()]
+    rows = [weight.scales.to(getattr(torch, scales.stored))]
+    if weight.zeros is not None:
+        rows.append(weight.zeros.to(torch.bfloat16))
+    parts += [_in_panels(how, each).transpose(1, 2).contiguous() for each in rows]
+    count, split = len(codes), 1 if scales.indexed else weight.scales.shape[1]
+    found = torch.cat([part.reshape(count, split, -1).view(torch.uint8) for part in parts], 2).reshape(-1)
+    return found if weight.index is None else torch.cat((weight.index.view(torch.uint8), found))
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits [panels, inputs, 32] as words [panels, inputs / 8, 32]."""
+    eights = (codes + 8).view(len(codes), -1, IN_WORD, PANEL).to(torch.int32)
+    words = torch.zeros_like(eights[:, :, 0])
+    for place in range(IN_WORD):
+        words |= eights[:, :, place] << (4 * place)
+    return words
+
+
+def exact(scales: Tensor) -> Stored:
+    """Return float16 if its numbers have the values of ``scales``, else float32.
+
+    Another choice of 16 bits would have the same size, and an update could not tell the two apart.
+    """
+    return "float16" if torch.equal(scales.to(torch.float16).float(), scales) else "float32"
 
 
 def vector(how: Product, bias: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm.emit import FLOATS, LANES, WORDS, Function, Value
+from preheat.backends.cpu.llvm.emit import FLOATS, HALVES, LANES, WORDS, Function, Value
+from preheat.backends.cpu.llvm.kinds import Stored
 
 _MANTISSA, _BIAS, _SIGN = 23, 127, -(1 << 31)
 
@@ -79,6 +80,15 @@ class Narrow(NamedTuple):
 def _bits(x: float) -> int:
     """Return the bits of a float32 that is not negative."""
     return int(np.float32(x).view(np.int32))
+
+
+def numbers(e: Function, address: Value, stored: Stored) -> Value:
+    """Load 16 numbers as floats. Float16 numbers are finite, and the processor widens them."""
+    if stored == "float32":
+        return e.vector(address)
+    if stored == "float16":
+        return e.b.fpext(e.b.load(address, typ=ir.VectorType(ir.HalfType(), LANES), align=2), FLOATS)
+    return NARROW[stored].widened(e, e.b.load(address, typ=HALVES, align=2))
 
 
 NARROW = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from preheat.backends.cpu.llvm import codes
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, kept_between
 from preheat.backends.cpu.llvm.emit import FLOATS, HALF, LANES, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Phase
 from preheat.backends.cpu.llvm.kinds import PANEL, Product, Stored
+from preheat.backends.cpu.llvm.narrow import numbers
 
 ROWS_AT_ONCE = 4
 """Rows that read a weight together, where there are as many. Changes no bits."""
@@ -15,12 +17,17 @@ ROWS_AT_ONCE = 4
 VECTORS = {1: 8, ROWS_AT_ONCE: 4}
 """Most vectors of outputs that so many rows sum at once; 16 sums fit into registers."""
 
+VECTORS_OF_CODES = 4
+"""Most vectors of outputs that are summed at once from codes: they need registers before they are floats."""
+
 
 def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs: int, k: Value) -> list[Value]:
     """Return the two vectors of input ``k`` in a panel, as floats."""
     at = e.mul(e.add(e.mul(panel, inputs), k), PANEL)
     if stored == "float32":
         return [e.vector(weight, e.add(at, LANES * half)) for half in (0, 1)]
+    if stored == "float16":
+        return [numbers(e, e.at(weight, e.add(at, LANES * half), HALF), stored) for half in (0, 1)]
     words = e.b.load(e.at(weight, at, HALF), typ=WORDS, align=4)  # a word: outputs j and j + 16
     return [e.b.bitcast(e.b.shl(words, e.w(16)), FLOATS), e.b.bitcast(e.b.and_(words, e.w(-65536)), FLOATS)]
 
@@ -30,6 +37,8 @@ def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: 
 
     The ``rows`` rows lie at ``x``; the ``unit`` has ``vectors`` vectors of outputs.
     """
+    if how.scales is not None:
+        return codes.sums(e, how, weight, unit, x, rows, vectors)
     totals = [[e.variable(e.v(0.0)) for _ in range(vectors)] for _ in range(rows)]
     for line in totals:
         for total in line:
@@ -50,7 +59,8 @@ def widest(how: Product, rows: int) -> int:
     The outputs must be a multiple of a unit's vectors. Gates lie beside their ups, so a gated unit has at least 4.
     """
     least = 4 if how.gated else 2
-    options = [each for each in (8, 4, 2) if least <= each <= VECTORS[rows] and how.padded % (each * LANES) == 0]
+    most = VECTORS[rows] if how.scales is None else min(VECTORS[rows], VECTORS_OF_CODES)
+    options = [each for each in (8, 4, 2) if least <= each <= most and how.padded % (each * LANES) == 0]
     return options[0]
 
 
