@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from preheat import LLM
-from preheat.errors import ModelError, SettingsError
+from preheat.errors import SettingsError
+from preheat.ops.values import Matmul, Refused, SumOrder, WeightFormat
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, differing, prompts, run
 
@@ -21,7 +22,7 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install '
 from llvmlite import ir
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.llvm import emit, functions, job, machine, products, targets, team
+from preheat.backends.cpu.llvm import emit, functions, job, layer, machine, products, targets, team
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, Product
 from preheat.backends.cpu.llvm.memory import panels, zeros
 
@@ -179,13 +180,12 @@ def test_a_second_boot_compiles_nothing(tmp_path):
     assert machine.compilations == before
 
 
-def test_a_model_without_functions_is_refused_with_the_reason(tmp_path):
-    save_checkpoint(("Mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}), tmp_path)
-    with pytest.raises(ModelError, match="routed experts have no function"):
-        LLM(str(tmp_path), **LLVM)
+def test_a_layer_without_a_function_is_refused_with_the_reason():
+    found = layer.supports(Matmul(outputs=32, inputs=32, weight=WeightFormat("float32"), order=SumOrder(2)))
+    assert isinstance(found, Refused)
+    assert "layers that ranks share have no function" in found.reason
 
 
-@pytest.mark.parametrize("options", [{"enable_lora": True}, {"tensor_parallel_size": 2}])
-def test_features_without_functions_are_refused(options):
+def test_features_without_functions_are_refused():
     with pytest.raises(SettingsError, match="do not work together"):
-        LLM(execution_mode="llvm", **options)
+        LLM(execution_mode="llvm", tensor_parallel_size=2)

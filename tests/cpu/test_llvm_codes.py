@@ -228,7 +228,7 @@ def test_a_scale_before_the_sum_is_seen(name, monkeypatch):
             with e.loop(0, size, codes.AT_ONCE) as k:
                 for place, each in enumerate(read.read(group, k, read.read_zeros(group))):
                     weights = [e.b.fmul(*pair) for pair in zip(each, scales, strict=True)]
-                    codes._add(e, read.how, weights, x, e.add(e.mul(group, size), k, place), totals)
+                    codes._add(e, weights, x, e.add(e.mul(group, size), k, place), totals)
 
     monkeypatch.setattr(codes, "_add_groups", scaled_first)
     weight, x = weight_of(name), rows_of(3)

@@ -525,11 +525,27 @@ class Attention(Protocol):
         """Set every block table on the device to the pad block."""
 
 
+class SharedParts(NamedTuple):
+    """An expert that all tokens visit; ``gate`` is [1, hidden]."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Tensor
+
+
+class RoutedParts(NamedTuple):
+    """The parts of a feed-forward block of experts."""
+
+    router: Linear
+    experts: ExpertsLayer
+    shared: SharedParts | None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """The parts of one decoder layer.
 
-    ``gate_up`` and ``down`` are the feed-forward block, None if it is of another kind. ``o_norm`` norms the output of
+    ``gate_up`` and ``down`` are the feed-forward block, None if it is ``routed``. ``o_norm`` norms the output of
     attention before its addition to the residual stream, ``down_norm`` the output of the block.
     """
 
@@ -540,6 +556,7 @@ class LayerParts:
     o: Linear
     gate_up: Linear | None
     down: Linear | None
+    routed: RoutedParts | None
     o_norm: Norm | None
     down_norm: Norm | None
 

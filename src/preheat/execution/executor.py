@@ -21,8 +21,10 @@ from preheat.backends.base import (
     AttentionLayer,
     Backend,
     LayerParts,
+    RoutedParts,
     SampledRows,
     Sampler,
+    SharedParts,
     StepInputs,
 )
 from preheat.core import Image, StepResult, Swaps
@@ -35,7 +37,7 @@ from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
 from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.decoder import Attended, Decoder, Tap
-from preheat.model.layers import DenseMlp
+from preheat.model.layers import DenseMlp, MoeMlp
 from preheat.model.specs import layer_kind
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
@@ -531,8 +533,16 @@ def layer_parts(decoder: Decoder, attention: Sequence[AttentionLayer]) -> list[L
                 o=layer.attention.o,
                 gate_up=None if mlp is None else mlp.gate_up,
                 down=None if mlp is None else mlp.down,
+                routed=None if isinstance(layer.mlp, DenseMlp) else _routed_parts(layer.mlp),
                 o_norm=layer.attention_out_norm,
                 down_norm=layer.mlp_out_norm,
             )
         )
     return found
+
+
+def _routed_parts(block: MoeMlp) -> RoutedParts:
+    """Return the parts of a block of experts."""
+    shared = block.shared
+    parts = None if shared is None else SharedParts(shared.block.gate_up, shared.block.down, shared.gate)
+    return RoutedParts(block.router, block.experts, parts)

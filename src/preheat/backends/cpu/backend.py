@@ -48,7 +48,8 @@ from preheat.backends.cpu.experts import ExpertsLayer as CpuExperts
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import obstacle
 from preheat.backends.cpu.llvm import layer
-from preheat.backends.cpu.llvm.layer import PanelLayer
+from preheat.backends.cpu.llvm.adapters import PanelAdapters
+from preheat.backends.cpu.llvm.layer import PanelExperts, PanelLayer
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, slots_of
 from preheat.backends.cpu.products import products_of
@@ -132,6 +133,7 @@ class CpuBackend:
         """Fix the thread count; compiled functions have a thread for each physical core."""
         self._compiled = mode == "llvm"
         self.facts = FACTS.in_mode(mode)
+        self.adapters = PanelAdapters() if self._compiled else CpuAdapters()
         if settings.num_threads or self._compiled:
             torch.set_num_threads(settings.num_threads or physical_cores())
         self._cache = None if cache is None else cache / "llvm"
@@ -211,11 +213,13 @@ class CpuBackend:
         if any(term.source == "tokens" for term in value.terms):
             return cast(Layer, Embedding(value, context.rows))
         if self._compiled:
-            return PanelLayer(value, weights)
+            return PanelLayer(value, weights, context)
         products = products_of(value, weights.weight, weights.bias, context.ranks)
         return ProductLayer(value, weights, products, context=context, slots=slots_of(value, context))
 
-    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> CpuExperts:
+    def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
+        if self._compiled:
+            return PanelExperts(value, weights, context)
         return CpuExperts(value, weights, context, expert_slots(value, context))
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm:

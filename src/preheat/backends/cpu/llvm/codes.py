@@ -12,7 +12,7 @@ With a list the panels follow the list; a panel has all codes, then all scales, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from preheat.backends.cpu.llvm.emit import BYTE, BYTES, FLOATS, LANES, LONG, WORD, WORDS, Function, Value
@@ -133,10 +133,10 @@ def _unpacked(e: Function, words: list[Value], zeros: list[Value] | None) -> Ite
         yield [b.fsub(b.bitcast(each, FLOATS), one) for each, one in zip(bits, less, strict=True)]
 
 
-def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: int, vectors: int) -> list[list[Value]]:
+def sums(e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], vectors: int) -> list[list[Value]]:
     """Return the products of rows with a unit's outputs: [row][vector], as for plain numbers."""
     read = Codes(e, how, weight, e.mul(unit, vectors // 2), vectors)
-    totals = _zeros(e, rows, vectors)
+    totals = _zeros(e, len(x), vectors)
     if read.scales.indexed:
         _add_indexed(e, read, x, totals)
     else:
@@ -144,21 +144,21 @@ def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: 
     return [[e.get(total) for total in line] for line in totals]
 
 
-def _add_groups(e: Function, read: Codes, x: Value, totals: list[list[Value]]) -> None:
+def _add_groups(e: Function, read: Codes, x: Sequence[Value], totals: list[list[Value]]) -> None:
     how, size = read.how, read.scales.group
     with e.loop(0, how.inputs // size) as group:
         parts, zeros = _zeros(e, len(totals), len(totals[0])), read.read_zeros(group)
         with e.loop(0, size, AT_ONCE) as k:
             first = e.add(e.mul(group, size), k)
             for place, codes in enumerate(read.read(group, k, zeros)):
-                _add(e, how, codes, x, e.add(first, place), parts)
+                _add(e, codes, x, e.add(first, place), parts)
         scales = read.read_scales(group)
         for line, part in zip(totals, parts, strict=True):
             for total, each, scale in zip(line, part, scales, strict=True):
                 e.set(total, e.fma(e.get(each), scale, e.get(total)))
 
 
-def _add_indexed(e: Function, read: Codes, x: Value, totals: list[list[Value]]) -> None:
+def _add_indexed(e: Function, read: Codes, x: Sequence[Value], totals: list[list[Value]]) -> None:
     """Add all inputs in order, each with the scale and the zero point of its own group."""
     b = e.b
     with e.loop(0, read.how.inputs, AT_ONCE) as k:
@@ -168,13 +168,13 @@ def _add_indexed(e: Function, read: Codes, x: Value, totals: list[list[Value]]) 
             zeros, scales = read.read_zeros(group), read.read_scales(group)
             whole = codes if zeros is None else [b.fsub(*pair) for pair in zip(codes, zeros, strict=True)]
             weights = [b.fmul(*pair) for pair in zip(whole, scales, strict=True)]
-            _add(e, read.how, weights, x, at, totals)
+            _add(e, weights, x, at, totals)
 
 
-def _add(e: Function, how: Product, weights: list[Value], x: Value, k: Value, totals: list[list[Value]]) -> None:
-    """Add the products of input ``k``."""
-    for row, line in enumerate(totals):
-        factor = e.splat(e.load(x, e.add(k, row * how.inputs)))
+def _add(e: Function, weights: list[Value], x: Sequence[Value], k: Value, totals: list[list[Value]]) -> None:
+    """Add the products of input ``k`` of each row."""
+    for row, line in zip(x, totals, strict=True):
+        factor = e.splat(e.load(row, k))
         for total, each in zip(line, weights, strict=True):
             e.set(total, e.fma(each, factor, e.get(total)))
 

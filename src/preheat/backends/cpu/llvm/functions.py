@@ -18,13 +18,11 @@ from llvmlite import ir
 from preheat.backends.cpu.llvm.attend import Attend, append, queries_at_once
 from preheat.backends.cpu.llvm.cache import Cache
 from preheat.backends.cpu.llvm.emit import POINTER, Value
-from preheat.backends.cpu.llvm.job import Job, wait
+from preheat.backends.cpu.llvm.job import Job, Once, wait
 from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, SPLIT, LayerKind, Product, RowNorm
 from preheat.backends.cpu.llvm.norms import norm, norm_row
-from preheat.backends.cpu.llvm.products import edge, product
-
-Finish = Callable[[Value, Value, Value], None]
-"""Use of a product's results: the row, the first column, and 16 results."""
+from preheat.backends.cpu.llvm.products import Finish, added, product, stored
+from preheat.backends.cpu.llvm.routed import experts
 
 
 def front(module: ir.Module, name: str, how: LayerKind) -> None:
@@ -43,9 +41,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     def make() -> None:
         norm(e, how.norm, x, e.part("norm"), normed, e.rows)
 
-    bias = e.part("qkv_bias") if how.qkv.bias else None
-    phases = product(e, how.qkv, e.part("qkv"), bias, normed, stored(e, qkv, width), make)
-    wait(e, phases)
+    wait(e, product(e, how.qkv, "qkv", normed, stored(e, qkv, width), Once(e, make)))
 
     def cached(row: Value, head: Value) -> tuple[Value, Cache]:
         return e.field(positions, row), Cache(e, how, parts, e.field(tables, row, POINTER), head)
@@ -71,7 +67,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
 def back(module: ir.Module, name: str, how: LayerKind) -> None:
     """Write the back of a layer: from ``attended`` to ``x``.
 
-    It adds the output projection of ``attended`` to ``x``, then the feed-forward block.
+    It adds the output projection of ``attended`` to ``x``, then the feed-forward block or the routed experts.
     """
     e = Job(module, name)
     x, attended, inner = (e.pointer(each) for each in ("x", "attended", "inner"))
@@ -80,41 +76,23 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
     def make() -> None:
         norm(e, how.post_norm, x, e.part("post_norm"), normed, e.rows)
 
-    def bias(each: str, of: Product) -> Value | None:
-        return e.part(f"{each}_bias") if of.bias else None
-
-    def join(each: str, of: Product, rows: Value, out_norm: RowNorm | None) -> None:
-        """Add a product to ``x``, with its norm if it has one."""
+    def join(name: str, out_norm: RowNorm | None, write: Callable[[Finish], None]) -> None:
+        """Add the results that ``write`` gives to ``x``, with their norm if they have one."""
         target = x if out_norm is None else e.pointer("added")
-        finish = added(e, target, how.hidden) if out_norm is None else stored(e, target, how.hidden)
-        wait(e, product(e, of, e.part(each), bias(each, of), rows, finish))
+        write(added(e, target, how.hidden) if out_norm is None else stored(e, target, how.hidden))
         if out_norm is not None:
-            add_normed(e, out_norm, target, e.part(f"{each}_norm"), x)
+            add_normed(e, out_norm, target, e.part(f"{name}_norm"), x)
 
-    join("o", how.o, attended, how.o_norm)
-    finish = stored(e, inner, how.down.inputs)
-    wait(e, product(e, how.gate_up, e.part("gate_up"), bias("gate_up", how.gate_up), normed, finish, make))
-    join("down", how.down, inner, how.down_norm)
+    def block(finish: Finish) -> None:
+        if how.routed is not None:
+            experts(e, how, how.routed, normed, Once(e, make), finish)
+            return
+        wait(e, product(e, how.gate_up, "gate_up", normed, stored(e, inner, how.down.inputs), Once(e, make)))
+        wait(e, product(e, how.down, "down", inner, finish))
+
+    join("o", how.o_norm, lambda finish: wait(e, product(e, how.o, "o", attended, finish)))
+    join("down", how.down_norm, block)
     e.close()
-
-
-def stored(e: Job, out: Value, width: int) -> Finish:
-    """Return a finish that stores results in rows of ``width`` numbers at ``out``."""
-
-    def finish(row: Value, column: Value, vector: Value) -> None:
-        e.put(vector, out, e.add(e.mul(row, width), column), edge(e, width, column))
-
-    return finish
-
-
-def added(e: Job, out: Value, width: int) -> Finish:
-    """Return a finish that adds results to rows of ``width`` numbers at ``out``."""
-
-    def finish(row: Value, column: Value, vector: Value) -> None:
-        at, mask = e.add(e.mul(row, width), column), edge(e, width, column)
-        e.put(e.b.fadd(e.vector(out, at, mask), vector), out, at, mask)
-
-    return finish
 
 
 def add_normed(e: Job, how: RowNorm, x: Value, factors: Value, out: Value) -> None:
@@ -129,12 +107,11 @@ def add_normed(e: Job, how: RowNorm, x: Value, factors: Value, out: Value) -> No
 def alone(module: ir.Module, name: str, how: Product) -> None:
     """Write one product, from ``x`` to ``attended``.
 
-    The weight is at ``qkv`` of the layer's frame, and the bias at ``qkv_bias``.
+    Its operands are at ``qkv`` of the layer's frame, as in a front.
     """
     e = Job(module, name)
     x, out = e.pointer("x"), e.pointer("attended")
-    bias = e.part("qkv_bias") if how.bias else None
-    wait(e, product(e, how, e.part("qkv"), bias, x, stored(e, out, how.results)))
+    wait(e, product(e, how, "qkv", x, stored(e, out, how.results)))
     e.close()
 
 

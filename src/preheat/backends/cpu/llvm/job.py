@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llvmlite import ir
 
@@ -42,6 +42,19 @@ class Job(Function):
         word = self.at(self.pointer("counters"), self._phases * LINE, LONG)
         self._phases += 1
         return word, self.i(units), self.number
+
+
+class Once:
+    """Work that a thread does before its first unit that needs it."""
+
+    def __init__(self, e: Job, work: Callable[[], None]) -> None:
+        self._e, self._work, self._done = e, work, e.variable(e.i(0))
+
+    def __call__(self) -> None:
+        e = self._e
+        with e.when(e.b.icmp_signed("==", e.get(self._done), e.i(0))):
+            self._work()
+            e.set(self._done, e.i(1))
 
 
 def wait(e: Job, phases: Iterable[Phase]) -> None:

@@ -35,6 +35,13 @@ class Scales(NamedTuple):
     indexed: bool = False
 
 
+class Terms(NamedTuple):
+    """Room for the terms of adapters: ``parts`` of the outputs, and the most ``tiles`` of ranks of an adapter."""
+
+    parts: int
+    tiles: int
+
+
 class Product(NamedTuple):
     """A weight [outputs, inputs] in panels, and the steps after its sums: a bias, then an activation, then ``clip``.
 
@@ -49,6 +56,7 @@ class Product(NamedTuple):
     activation: Activation | None = None
     clip: float | None = None
     scales: Scales | None = None
+    terms: Terms | None = None
 
     @property
     def gated(self) -> bool:
@@ -64,6 +72,32 @@ class Product(NamedTuple):
     def padded(self) -> int:
         """Outputs of whole panels; gates and ups have panels of their own."""
         return -(-self.results // PANEL) * PANEL * (2 if self.gated else 1)
+
+    @property
+    def shrunk(self) -> int:
+        """Numbers of a row that is shrunk by an adapter."""
+        return 0 if self.terms is None else self.terms.parts * self.terms.tiles * LANES
+
+
+class Shared(NamedTuple):
+    """An expert that all tokens visit, with a gate of ``stored`` numbers."""
+
+    gate_up: Product
+    down: Product
+    stored: Stored
+
+
+class Routed(NamedTuple):
+    """Routed experts: a token visits ``top_k`` of ``experts``, chosen by the product ``router``.
+
+    ``gate_up`` and ``down`` of the layer are then the products of one expert.
+    """
+
+    router: Product
+    experts: int
+    top_k: int
+    renormalize: bool
+    shared: Shared | None = None
 
 
 class RowNorm(NamedTuple):
@@ -99,12 +133,19 @@ class LayerKind(NamedTuple):
     o: Product
     gate_up: Product
     down: Product
+    routed: Routed | None = None
+
+    @property
+    def visits(self) -> int:
+        """Feed-forward blocks that a token visits."""
+        return 1 if self.routed is None else self.routed.top_k
 
 
 FRAME = {
     name: at
     for at, name in enumerate(
-        "x attended qkv inner normed scores positions tables rows threads counters added".split()
+        "x attended qkv inner normed scores positions tables rows threads counters added adapted slots shrunk logits "
+        "chosen shares order starts visited visit_slots outputs shared_inner shared_outputs shared_shares".split()
     )
 }  # fmt: skip
 """Fields of the frame of a step, words of 64 bits."""
@@ -112,7 +153,7 @@ FRAME = {
 JOB, FUNCTION, LAYER = 32, 40, 41
 """Fields that threads watch: the number of the latest job, its function and the layer's frame."""
 
-COUNTERS = 8
+COUNTERS = 24
 """Counters of a job: one for each phase of a function."""
 
 LINE = 8
@@ -122,14 +163,20 @@ LAYER_FRAME = {
     name: at
     for at, name in enumerate(
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
-        "down_bias o_norm down_norm slopes scales".split()
+        "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
+        "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
 
 A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``scales`` are the scores' factor,
-and the factors of stored keys and values.
+and the factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
 """
 
 SPLIT = 256
 """Keys of a KV split: a split has a softmax of its own, and splits are merged in rising order."""
+
+TERMS = {name: at for at, name in enumerate("first second tiles scales rounded part".split())}
+"""Fields of the frame of a layer's adapter slots: addresses, see :mod:`preheat.backends.cpu.llvm.adapters`."""
+
+assert len(FRAME) <= JOB, "fields of the step's frame overlap the fields that threads watch"

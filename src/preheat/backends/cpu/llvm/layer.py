@@ -1,48 +1,48 @@
-"""A linear layer whose weight lies in panels, for compiled functions."""
+"""Linear layers and routed experts with weights in panels, for compiled functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerWeights
+from preheat.backends.base import ALONE, ExpertsWeights, LayerContext, LayerWeights
+from preheat.backends.cpu.llvm.adapters import ExpertSlots, PanelSlots, terms_of
 from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
 from preheat.backends.cpu.llvm.memory import exact, panels, vector
+from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
-from preheat.ops.values import Matmul, Ok, Refused, Support, Value
+from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value
 
 Run = Callable[[Tensor], Tensor]
 
 
 def supports(value: Value) -> Support:
     """Return whether compiled functions run the layer of ``value``."""
-    reason = next(_missing(value), None)
+    reason = next((reason for part in matmuls(value) for reason in _missing(part)), None)
     return Ok() if reason is None else Refused(f"execution mode llvm: {reason}; use --execution-mode eager")
 
 
-def _missing(value: Value) -> Iterator[str]:
+def _missing(value: Matmul) -> Iterator[str]:
     """Yield the reasons why there is no function."""
-    if not isinstance(value, Matmul):
-        yield "layers of routed experts have no function"
-        return
     if value.input != "plain":
         yield "layers that round their inputs have no function"
     if (scheme := value.weight.scheme) is not None:
-        yield from _missing_codes(scheme, value.inputs)
+        yield from _missing_codes(scheme, value)
     if value.order.is_split or value.order.tiles:
         yield "layers that ranks share have no function"
-    if value.terms:
-        yield "layers with adapters have no function"
 
 
-def _missing_codes(scheme: Scheme, inputs: int) -> Iterator[str]:
+def _missing_codes(scheme: Scheme, value: Matmul) -> Iterator[str]:
     """Yield the reasons why there is no function for codes of ``scheme``."""
+    inputs = value.inputs
     group = scheme.group or inputs
     if scheme.code == "fp8":
         yield "weights in float8 have no function"
+    if value.groups.experts:
+        yield "routed experts with codes have no function"
     if group % IN_WORD or inputs % group:
         yield f"groups of {group} of {inputs} inputs have no function, only parts of them in multiples of {IN_WORD}"
 
@@ -58,16 +58,15 @@ def product_of(value: Matmul, weight: Tensor | QuantizedWeight) -> Product:
         assert isinstance(weight, QuantizedWeight)
         stored = "int4" if scheme.code == "int4" else "int8"
         scales = Scales(scheme.group or value.inputs, exact(weight.scales), scheme.zeros, scheme.indexed)
-    return Product(value.inputs, value.outputs, stored, *value.finish, scales)
+    return Product(value.inputs, value.outputs, stored, *value.finish, scales, terms_of(value))
 
 
 class PanelLayer:
     """The layer of ``value``. It runs alone once :attr:`run` is set; in a block, the block's functions read it."""
 
-    slots = None
-
-    def __init__(self, value: Matmul, weights: LayerWeights) -> None:
+    def __init__(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> None:
         self.value, self.how = value, product_of(value, weights.weight)
+        self.slots = None if self.how.terms is None else PanelSlots(value, self.how, context.rows)
         self.panels = panels(self.how, weights.weight)
         self.bias = None if weights.bias is None else vector(self.how, weights.bias)
         self.run: Run | None = None
@@ -83,14 +82,59 @@ class PanelLayer:
         yield self.panels
         yield from () if self.bias is None else (self.bias,)
 
-    def state(self) -> tuple[Tensor, ...]:
+    def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return ()
+        return () if self.slots is None else self.slots.tensors()
+
+    def fields(self, name: str) -> Iterator[tuple[str, int]]:
+        """Yield the fields of a layer's frame for the product ``name``, and the addresses to write there."""
+        yield name, self.panels.data_ptr()
+        if self.bias is not None:
+            yield f"{name}_bias", self.bias.data_ptr()
+        if self.slots is not None:
+            yield f"{name}_terms", self.slots.frame.ctypes.data
 
 
-def addresses(layer: PanelLayer) -> tuple[int, int]:
-    """Return the addresses of a layer's weight and bias, 0 where there is no bias."""
-    return layer.panels.data_ptr(), 0 if layer.bias is None else layer.bias.data_ptr()
+class PanelExperts:
+    """The routed experts of ``value``, for the functions of a block.
+
+    The panels of an expert lie behind the panels of the expert before.
+    """
+
+    def __init__(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> None:
+        self.value = value
+        self.gate_up, self.down = product_of(value.gate_up, weights.gate_up), product_of(value.down, weights.down)
+        self.slots: ExpertSlots | None = None
+        if value.gate_up.terms:
+            pairs, count = ((value.gate_up, self.gate_up), (value.down, self.down)), value.down.groups.experts
+            self.slots = ExpertSlots(*(PanelSlots(*each, context.rows, count) for each in pairs))
+        assert isinstance(weights.gate_up, Tensor), "no value with codes is supported"
+        assert isinstance(weights.down, Tensor), "no value with codes is supported"
+        self.panels = [
+            torch.stack([panels(how, each) for each in given])
+            for how, given in ((self.gate_up, weights.gate_up), (self.down, weights.down))
+        ]
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Never called: a layer's compiled function runs the experts."""
+        raise AssertionError("compiled layers run their experts themselves")
+
+    def weights(self) -> Iterator[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        yield from self.panels
+
+    def state(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return () if self.slots is None else self.slots.tensors()
+
+    def fields(self) -> Iterator[tuple[str, int]]:
+        """Yield the fields of a layer's frame, and the addresses and sizes to write there."""
+        for name, each in zip(("gate_up", "down"), self.panels, strict=True):
+            yield name, each.data_ptr()
+            yield f"{name}_step", each[0].nbytes
+        if self.slots is not None:
+            yield "gate_up_terms", self.slots.gate_up.frame.ctypes.data
+            yield "down_terms", self.slots.down.frame.ctypes.data
 
 
 def floats(weight: Tensor) -> Tensor:

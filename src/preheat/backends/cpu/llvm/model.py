@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -14,18 +15,30 @@ from torch import Tensor
 
 from preheat.backends.base import LayerParts, Norm
 from preheat.backends.cpu.llvm import functions, job, targets
+from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
-from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, SPLIT, Cached, LayerKind, Product, RowNorm
-from preheat.backends.cpu.llvm.layer import PanelLayer, addresses, floats
+from preheat.backends.cpu.llvm.kinds import (
+    COUNTERS,
+    LANES,
+    LAYER_FRAME,
+    SPLIT,
+    Cached,
+    LayerKind,
+    Product,
+    Routed,
+    RowNorm,
+    Shared,
+    Stored,
+)
+from preheat.backends.cpu.llvm.layer import PanelExperts, PanelLayer, floats
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.memory import zeros
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.llvm.team import Team
-from preheat.errors import ModelError
 from preheat.limits import Limits
 
-_FRAME_WORDS = 32
+_FRAME_WORDS = 64
 _JOB_WORDS = 2
 """Words of a listed job: its function and the layer's frame."""
 
@@ -47,7 +60,7 @@ class Functions:
     ) -> None:  # fmt: skip
         self._rows, self._kept = rows, list[Tensor]()
         self._kinds = [_kind(layer, limits) for layer in layers]
-        panels = [each for layer in layers for each in _panels(layer)]
+        panels = [each for layer in layers for each in _panels(layer).values()]
         panels += [each for each in others if isinstance(each, PanelLayer)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in panels))}
@@ -56,8 +69,11 @@ class Functions:
         self.team = Team(self.code, threads)
         halves = [[self.code.address(f"{half}{numbers[kind]}") for half in ("front", "back")] for kind in self._kinds]
         self._norm = self.code.address("norm")
+        self._adapters = next((layer.slots.rows for layer in panels if layer.slots is not None), PanelAdapterRows(rows))
         self._attended = torch.zeros(rows, max(kind.heads * kind.dim for kind in self._kinds))
-        self._buffers(rows, threads)
+        shrunk = [layer.how.shrunk for layer in panels]
+        shrunk += [kind.visits * each.shrunk for kind in self._kinds for each in (kind.gate_up, kind.down)]
+        self._buffers(rows, threads, max(shrunk))
         tables: dict[int, tuple[int, int]] = {}
         self._frames = [self._frame(layer, tables) for layer in layers]
         self._last = zeros(_FRAME_WORDS, np.int64)
@@ -69,17 +85,26 @@ class Functions:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
         self.attention = LlvmAttention(self._positions, self._tables)
 
-    def _buffers(self, rows: int, threads: int) -> None:
+    def _buffers(self, rows: int, threads: int, shrunk: int) -> None:
         kinds = self._kinds
         self._positions, self._tables = zeros(rows, np.int64), zeros(rows, np.int64)
         sizes = {
             "qkv": rows * max(kind.qkv.results for kind in kinds),
-            "inner": rows * max(kind.down.inputs for kind in kinds),
+            "inner": rows * max(kind.visits * kind.down.inputs for kind in kinds),
             "normed": threads * rows * max(kind.hidden for kind in kinds),
             "added": rows * max((kind.hidden for kind in kinds if kind.o_norm or kind.down_norm), default=0),
             "scores": threads * SPLIT * max(queries_at_once(kind) for kind in kinds),
+            "shrunk": rows * shrunk,
+            **{name: rows * size for name, size in _routed_sizes(kinds).items()},
         }
         self._arrays = {name: zeros(size, np.float32) for name, size in sizes.items()}
+        visits, experts = (
+            max(each)
+            for each in zip(*((kind.visits, kind.routed.experts if kind.routed else 0) for kind in kinds), strict=True)
+        )
+        integers = dict.fromkeys(("chosen", "order", "visit_slots"), rows * visits)
+        integers |= {"starts": experts + 2, "visited": experts + 1}
+        self._arrays |= {name: zeros(size, np.int64) for name, size in integers.items()}
         for name, array in self._arrays.items():
             self.team.set(name, array.ctypes.data)
         self.team.set("positions", self._positions.ctypes.data)
@@ -88,8 +113,13 @@ class Functions:
     def _frame(self, layer: LayerParts, tables: dict[int, tuple[int, int]]) -> np.ndarray:
         """Return a layer's frame. ``tables``: the cosines and sines of known tables, by their identity."""
         frame, attention = zeros(_FRAME_WORDS, np.int64), layer.attention
-        for name, part in zip(("qkv", "o", "gate_up", "down"), _panels(layer), strict=True):
-            frame[LAYER_FRAME[name]], frame[LAYER_FRAME[f"{name}_bias"]] = addresses(part)
+        fields = [part.fields(name) for name, part in _panels(layer).items()]
+        if layer.routed is not None:
+            fields.append(_experts(layer).fields())
+            if layer.routed.shared is not None:
+                frame[LAYER_FRAME["shared_gate"]] = layer.routed.shared.gate.data_ptr()
+        for name, address in chain(*fields):
+            frame[LAYER_FRAME[name]] = address
         norms = {"norm": layer.input_norm, "post_norm": layer.post_norm, "o_norm": layer.o_norm}
         for name, norm in (norms | {"down_norm": layer.down_norm}).items():
             if norm is not None:
@@ -119,7 +149,8 @@ class Functions:
     def _alone(self, layer: PanelLayer, function: int) -> Callable[[Tensor], Tensor]:
         """Return what runs one product by itself."""
         frame = zeros(_FRAME_WORDS, np.int64)
-        frame[LAYER_FRAME["qkv"]], frame[LAYER_FRAME["qkv_bias"]] = addresses(layer)
+        for name, place in layer.fields("qkv"):
+            frame[LAYER_FRAME[name]] = place
         address, width = frame.ctypes.data, layer.how.results
 
         def run(x: Tensor, frame: np.ndarray = frame) -> Tensor:
@@ -138,6 +169,8 @@ class Functions:
         assert rows <= self._rows, f"{rows} rows, buffers have {self._rows}"
         self.team.point("x", x)
         self.team.point("attended", attended)
+        self.team.set("adapted", self._adapters.adapted)
+        self.team.set("slots", self._adapters.address)
 
     def layers(self, part: Sequence[int], residual: Tensor) -> Tensor:
         """Run consecutive layers on ``residual`` [tokens, hidden]; rows that pad a step are left as they are.
@@ -184,20 +217,57 @@ def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: 
     return str(module)
 
 
-def _panels(layer: LayerParts) -> list[PanelLayer]:
-    """Return the linear layers of a dense layer, in the order of their work."""
-    return [each for each in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(each, PanelLayer)]
+def _panels(layer: LayerParts) -> dict[str, PanelLayer]:
+    """Return the linear layers of a layer, by their name in its frame."""
+    found = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+    if layer.routed is not None:
+        found["router"] = layer.routed.router
+        if layer.routed.shared is not None:
+            found |= {"shared_gate_up": layer.routed.shared.gate_up, "shared_down": layer.routed.shared.down}
+    return {name: each for name, each in found.items() if isinstance(each, PanelLayer)}
+
+
+def _experts(layer: LayerParts) -> PanelExperts:
+    assert layer.routed is not None
+    assert isinstance(layer.routed.experts, PanelExperts)
+    return layer.routed.experts
+
+
+def _routed(layer: LayerParts) -> Routed | None:
+    """Return the kind of a layer's routed experts, None in a dense layer."""
+    if layer.routed is None:
+        return None
+    panels, value = {name: each.how for name, each in _panels(layer).items()}, _experts(layer).value
+    shared = None
+    if layer.routed.shared is not None:
+        stored = cast(Stored, str(layer.routed.shared.gate.dtype).removeprefix("torch."))
+        shared = Shared(panels["shared_gate_up"], panels["shared_down"], stored)
+    routing = value.routing
+    return Routed(panels["router"], value.down.groups.experts, routing.top_k, routing.renormalize, shared)
+
+
+def _routed_sizes(kinds: Sequence[LayerKind]) -> dict[str, int]:
+    """Return the numbers of a row in the buffers of routed experts."""
+    found = dict.fromkeys(("logits", "shares", "outputs", "shared_inner", "shared_outputs", "shared_shares"), 0)
+    for kind in kinds:
+        if kind.routed is None:
+            continue
+        shared = kind.routed.shared
+        sizes: tuple[int, ...] = (kind.routed.experts, kind.visits, kind.visits * kind.hidden)
+        sizes += (0, 0, 0) if shared is None else (shared.down.inputs, kind.hidden, LANES)
+        found = {name: max(size, more) for (name, size), more in zip(found.items(), sizes, strict=True)}
+    return found
 
 
 def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
-    """Return the kind of a layer. Raises ModelError, with the reason, if it has no function."""
-    if layer.gate_up is None:
-        raise ModelError("execution mode llvm: layers of experts have no function; use --execution-mode eager")
-    qkv, o, gate_up, down = (each.how for each in _panels(layer))
+    """Return the kind of a layer."""
+    products = {name: each.how for name, each in _panels(layer).items()}
+    if layer.routed is not None:
+        products |= {"gate_up": _experts(layer).gate_up, "down": _experts(layer).down}
     attention = layer.attention
     cached = str(attention.cache.dtype).removeprefix("torch.")
     return LayerKind(
-        hidden=qkv.inputs,
+        hidden=products["qkv"].inputs,
         heads=attention.num_heads,
         kv_heads=attention.num_kv_heads,
         dim=attention.head_dim,
@@ -210,10 +280,11 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         o_norm=_how(layer.o_norm),
         post_norm=_packed(layer.post_norm).how,
         down_norm=_how(layer.down_norm),
-        qkv=qkv,
-        o=o,
-        gate_up=gate_up,
-        down=down,
+        qkv=products["qkv"],
+        o=products["o"],
+        gate_up=products["gate_up"],
+        down=products["down"],
+        routed=_routed(layer),
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from preheat.backends.cpu.llvm import codes
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, kept_between
-from preheat.backends.cpu.llvm.emit import FLOATS, HALF, LANES, WORDS, Function, Value
-from preheat.backends.cpu.llvm.job import Job, Phase
-from preheat.backends.cpu.llvm.kinds import PANEL, Product, Stored
+from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, WORDS, Function, Value
+from preheat.backends.cpu.llvm.job import Job, Once, Phase, wait
+from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, PANEL, Product, Stored
 from preheat.backends.cpu.llvm.narrow import numbers
+from preheat.backends.cpu.llvm.terms import Adapted, add_terms, shrink
 
 ROWS_AT_ONCE = 4
 """Rows that read a weight together, where there are as many. Changes no bits."""
@@ -19,6 +21,31 @@ VECTORS = {1: 8, ROWS_AT_ONCE: 4}
 
 VECTORS_OF_CODES = 4
 """Most vectors of outputs that are summed at once from codes: they need registers before they are floats."""
+
+Finish = Callable[[Value, Value, Value], None]
+"""Use of a product's results: the row, the first column, and 16 results."""
+
+
+class Operands(NamedTuple):
+    """Addresses of a product's operands; ``row(number)`` is the address of a row's inputs."""
+
+    weight: Value
+    row: Callable[[Value], Value]
+    bias: Value | None = None
+    terms: Adapted | None = None
+
+
+class Visits(NamedTuple):
+    """``rows`` rows, each of one of several matrices; the others are addresses of integers of 64 bits.
+
+    ``visited`` has the number of matrices with rows, then their numbers. The rows of matrix e are numbered from
+    ``starts[e]`` to below ``starts[e + 1]``. ``slots`` are the rows' adapter slots.
+    """
+
+    rows: Value
+    visited: Value
+    starts: Value
+    slots: Value
 
 
 def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs: int, k: Value) -> list[Value]:
@@ -32,13 +59,15 @@ def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs:
     return [e.b.bitcast(e.b.shl(words, e.w(16)), FLOATS), e.b.bitcast(e.b.and_(words, e.w(-65536)), FLOATS)]
 
 
-def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: int, vectors: int) -> list[list[Value]]:
+def sums(
+    e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], rows: int, vectors: int
+) -> list[list[Value]]:
     """Return the products of rows with a unit's outputs: [row][vector].
 
-    The ``rows`` rows lie at ``x``; the ``unit`` has ``vectors`` vectors of outputs.
+    ``x`` are the addresses of the ``rows`` rows; the ``unit`` has ``vectors`` vectors of outputs.
     """
     if how.scales is not None:
-        return codes.sums(e, how, weight, unit, x, rows, vectors)
+        return codes.sums(e, how, weight, unit, x, vectors)
     totals = [[e.variable(e.v(0.0)) for _ in range(vectors)] for _ in range(rows)]
     for line in totals:
         for total in line:
@@ -46,8 +75,8 @@ def sums(e: Function, how: Product, weight: Value, unit: Value, x: Value, rows: 
     panels = [e.add(e.mul(unit, vectors // 2), number) for number in range(vectors // 2)]
     with e.loop(0, how.inputs) as k:
         weights = [each for panel in panels for each in weights_at(e, how.stored, weight, panel, how.inputs, k)]
-        for row, line in enumerate(totals):
-            factor = e.splat(e.load(x, e.add(k, row * how.inputs)))
+        for row, line in zip(x, totals, strict=True):
+            factor = e.splat(e.load(row, k))
             for total, each in zip(line, weights, strict=True):
                 e.set(total, e.fma(each, factor, e.get(total)))
     return [[e.get(total) for total in line] for line in totals]
@@ -64,50 +93,94 @@ def widest(how: Product, rows: int) -> int:
     return options[0]
 
 
-def product(
-    e: Job,
-    how: Product,
-    weight: Value,
-    bias: Value | None,
-    x: Value,
-    finish: Callable[[Value, Value, Value], None],
-    make: Callable[[], None] | None = None,
-) -> list[Phase]:
-    """Multiply the rows at ``x`` by a weight.
+def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Once | None = None) -> list[Phase]:
+    """Multiply the rows at ``x`` by the weight ``name`` of the layer's frame.
 
-    ``finish(row, column, vector)`` stores 16 results. ``make`` fills ``x`` first, in each thread for itself. Returns
-    the phases to wait for.
+    ``make`` fills ``x`` first, in each thread for itself. Returns the phases to wait for.
     """
-    made = None if make is None else e.variable(e.i(0))
-    if made is not None:
-        e.set(made, e.i(0))
+
+    def row_at(row: Value) -> Value:
+        return e.at(x, e.mul(row, how.inputs))
+
+    operands = _operands(e, how, name, row_at, e.pointer("slots"))
+    if operands.terms is not None:
+        wait(e, [shrink(e, how, operands.terms, e.rows, row_at, make)])
     phases, start = [], e.i(0)
     for rows in (ROWS_AT_ONCE, 1):
         vectors = widest(how, rows)
-        stop = e.add(start, e.mul(e.div(e.sub(e.rows, start), rows), rows))
+        stop = _whole(e, start, e.rows, rows)
         count = e.choose(e.less(start, stop), how.padded // (LANES * vectors), 0)
         phases.append(phase := e.phase(count))
         with e.units(*phase) as unit:
-            if made is not None and make is not None:
-                with e.when(e.b.icmp_signed("==", e.get(made), e.i(0))):
-                    make()
-                    e.set(made, e.i(1))
-            with e.loop(start, stop, rows) as row:
-                found = sums(e, how, weight, unit, e.at(x, e.mul(row, how.inputs)), rows, vectors)
-                for place, line in enumerate(found):
-                    _finish(e, how, bias, unit, e.add(row, place), line, finish)
+            if make is not None:
+                make()
+            _rows(e, how, operands, unit, (start, stop, rows), vectors, finish)
         start = stop
     return phases
 
 
+def visited_product(
+    e: Job, how: Product, name: str, visits: Visits, row_at: Callable[[Value], Value], finish: Finish,
+    make: Once | None = None,
+) -> Phase:  # fmt: skip
+    """Multiply rows by the matrices of ``visits``.
+
+    The matrices lie one behind the other at ``name`` of the layer's frame. A unit is a matrix and a block of its
+    outputs. Returns the phase to wait for.
+    """
+    operands = _operands(e, how, name, row_at, visits.slots)
+    if operands.terms is not None:
+        wait(e, [shrink(e, how, operands.terms, visits.rows, row_at, make)])
+    vectors = widest(how, ROWS_AT_ONCE)
+    blocks = how.padded // (LANES * vectors)
+    phase = e.phase(e.mul(e.field(visits.visited, 0), blocks))
+    step = e.field(e.layer, LAYER_FRAME[f"{name}_step"])
+    with e.units(*phase) as unit:
+        if make is not None:
+            make()
+        number = e.field(visits.visited, e.add(e.div(unit, blocks), 1))
+        start, end = (e.field(visits.starts, e.add(number, more)) for more in (0, 1))
+        mine = operands._replace(weight=e.at(operands.weight, e.mul(number, step), BYTE))
+        for rows in (ROWS_AT_ONCE, 1):
+            stop = _whole(e, start, end, rows)
+            _rows(e, how, mine, e.rem(unit, blocks), (start, stop, rows), vectors, finish)
+            start = stop
+    return phase
+
+
+def _operands(e: Job, how: Product, name: str, row_at: Callable[[Value], Value], slots: Value) -> Operands:
+    """Return the operands of the product ``name`` of the layer's frame; ``slots`` are the rows' adapter slots."""
+    bias = e.part(f"{name}_bias") if how.bias else None
+    terms = None if how.terms is None else Adapted(e.part(f"{name}_terms"), slots)
+    return Operands(e.part(name), row_at, bias, terms)
+
+
+def _whole(e: Job, start: Value, end: Value, rows: int) -> Value:
+    """Return the end of the whole groups of ``rows`` rows between two rows."""
+    return e.add(start, e.mul(e.div(e.sub(end, start), rows), rows))
+
+
+def _rows(
+    e: Job, how: Product, operands: Operands, unit: Value, span: tuple[Value, Value, int], vectors: int, finish: Finish
+) -> None:
+    """Multiply the rows of ``span`` (first, end, rows at once) by a unit's outputs."""
+    with e.loop(*span) as first:
+        numbers = [e.add(first, place) for place in range(span[2])]
+        x = [operands.row(row) for row in numbers]
+        found = sums(e, how, operands.weight, unit, x, span[2], vectors)
+        for row, line in zip(numbers, found, strict=True):
+            _finish(e, how, operands, unit, row, line, finish)
+
+
 def _finish(
-    e: Function, how: Product, bias: Value | None, unit: Value, row: Value, line: list[Value],
-    finish: Callable[[Value, Value, Value], None],
-) -> None:  # fmt: skip
-    """Add the bias of a unit's outputs, apply the activation, clip, and store."""
-    if bias is not None:
-        first = e.mul(unit, LANES * len(line))
-        line = [e.b.fadd(each, e.vector(bias, e.add(first, LANES * at))) for at, each in enumerate(line)]
+    e: Job, how: Product, operands: Operands, unit: Value, row: Value, line: list[Value], finish: Finish
+) -> None:
+    """Add the bias and the adapter's term to a unit's outputs, apply the activation, clip, and store."""
+    first = e.mul(unit, LANES * len(line))
+    if operands.bias is not None:
+        line = [e.b.fadd(each, e.vector(operands.bias, e.add(first, LANES * at))) for at, each in enumerate(line)]
+    if operands.terms is not None:
+        line = add_terms(e, how, operands.terms, row, e.mul(unit, len(line) // 2), line)
     if how.activation is not None:
         activate = ACTIVATIONS[how.activation]
         if how.gated:  # a panel of gates, then the panel of their ups
@@ -125,3 +198,22 @@ def _finish(
 def edge(e: Function, width: int, column: Value) -> Value | None:
     """Return a mask of the lanes from ``column`` on that a row of ``width`` results has, None where it has all."""
     return None if width % PANEL == 0 else e.first(e.sub(width, column))
+
+
+def stored(e: Job, out: Value, width: int) -> Finish:
+    """Return a finish that stores results in rows of ``width`` numbers at ``out``."""
+
+    def finish(row: Value, column: Value, vector: Value) -> None:
+        e.put(vector, out, e.add(e.mul(row, width), column), edge(e, width, column))
+
+    return finish
+
+
+def added(e: Job, out: Value, width: int) -> Finish:
+    """Return a finish that adds results to rows of ``width`` numbers at ``out``."""
+
+    def finish(row: Value, column: Value, vector: Value) -> None:
+        at, mask = e.add(e.mul(row, width), column), edge(e, width, column)
+        e.put(e.b.fadd(e.vector(out, at, mask), vector), out, at, mask)
+
+    return finish
