@@ -3,8 +3,8 @@
     python -m benchmarks idle_server [--shape qwen3-0.6b] [--seconds 10] [--cache-mib 512] [--options JSON]
 
 A checkpoint of random weights is written and served. After one request of 300 + 32 tokens the resident sets of the
-server's processes are read, and their processor time over some seconds: the percent of one core. ``rest`` is what the
-engine's process has beside weights and cache; memory that several processes share counts in each.
+server's processes are read, and their processor time over some seconds: the percent of one core. ``rest`` is the memory
+of the engine's process beside weights and cache; memory that several processes share counts in each.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
 OPTIONS_KEPT = (
     "model", "tokenizer", "revision", "download_dir", "hf_overrides", "load_format", "dtype", "max_model_len", "device",
     "seed", "num_threads", "log_level", "cache_dir", "weights_load_device", "gpu_memory_utilization", "block_size",
-    "use_fake_hpu",
+    "use_fake_hpu", "hf_token",
 )  # fmt: skip
 """Options that decide about the model and the device."""
 

@@ -145,6 +145,24 @@ class TooManyRequests(PreheatError):
     code = "queue_full"
 
 
+class TooManyServed(TooManyRequests):
+    """As many requests as ``--max-concurrent-requests`` are being served."""
+
+    code = "too_many_requests"
+
+
+class TooManyFiles(TooManyRequests):
+    """There are as many files as ``--max-batch-files``, or too many arrive at once."""
+
+    code = "too_many_files"
+
+
+class TooManyBatches(TooManyRequests):
+    """As many batches as ``--max-batches`` have not ended."""
+
+    code = "too_many_batches"
+
+
 class NotReady(PreheatError):
     """The engine is still starting or is draining; ask again later."""
 

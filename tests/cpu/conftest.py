@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,38 @@ from safetensors.torch import load_file, save_file
 from preheat.core import EngineState
 from preheat.model.files import BUNDLED_PATH
 
+LAYERS = 2
+
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write the first two layers of the bundled model.
+
+    All its layers are of one kind. A law about bits needs one layer that writes a cache, and one that reads its output.
+    """
+    folder = tmp_path_factory.mktemp("shallow")
+    shutil.copytree(BUNDLED_PATH, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = [name for name in tensors if (found := re.search(r"layers\.(\d+)", name)) is None or int(found[1]) < LAYERS]
+    save_file({name: tensors[name] for name in kept}, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_layers(shallow: str) -> Iterator[None]:
+    """Make ``shallow`` the model of settings that name none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREHEAT_MODEL", shallow)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,9 @@ LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
 """Options with contexts that cross a KV split."""
 
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_items():
     """Leave out warm-up items that these tests do not need."""

@@ -237,7 +237,8 @@ def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> No
 COMMANDS: dict[str, Callable[..., None]] = {"operator": emptied, "sleep": slept, "updates": renewed}
 """Commands of an operator, by trait."""
 
-EXPECTED: dict[tuple[str, ...], dict[str, Any]] = {}
+EXPECTED: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""Answers of engines by their options' traits: each engine is booted once."""
 
 
 def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
@@ -247,15 +248,16 @@ def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
     """
     numeric = [name for name in NUMERIC if name in names]
     kinds = [name for name in ("adapters", "structured", "budget", "beam_search", "prompt_embeds") if name in names]
-    key = (*device.values(), *numeric, *kinds)
-    if key not in EXPECTED:
-        EXPECTED[key] = {}
-        for kind in ("", *kinds):
+    found: dict[str, Any] = {}
+    for kind in ("", *kinds):
+        key = (*device.values(), *numeric, kind)
+        if key not in EXPECTED:
             own = options_of(made, [*numeric, *filter(None, [kind])]) | device
             if "tensor_parallel" in names:
                 own |= {"tensor_parallel_size": 1, "tp_invariant": True}
-            EXPECTED[key] |= answers(LLM(**own), made, [*numeric, kind])
-    return EXPECTED[key]
+            EXPECTED[key] = answers(LLM(**own), made, [*numeric, kind])
+        found |= EXPECTED[key]
+    return found
 
 
 def check(made: Made, names: list[str], **device: Any) -> None:

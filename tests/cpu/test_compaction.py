@@ -69,6 +69,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def model(shallow: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TIGHT, "model", shallow)
+        patch.setitem(IN_PLACE, "model", shallow)
+        yield
+
+
 @pytest.fixture(scope="module")
 def expected() -> Seen:
     """Return the bits of a cache that needs no preemption, without compaction."""

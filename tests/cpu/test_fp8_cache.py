@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +18,8 @@ from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import Verification
 from tests.cpu.planted import scales_of_the_first_forward, unrounded_prefill
 from tests.cpu.test_attention import KV_HEADS, Pages
+
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 SIZE = Size(prompts=4, runs=2, outputs=4, longest=60)
 OPTIONS = {
@@ -78,7 +82,8 @@ def verification(**options):
     def prompts(engine):
         return make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
 
-    return Verification(boot_engine, Settings.load({**OPTIONS, **options}, {}), prompts, SIZE)
+    settings = Settings.load({**OPTIONS, "model": os.environ["PREHEAT_MODEL"], **options}, {})
+    return Verification(boot_engine, settings, prompts, SIZE)
 
 
 def test_every_path_has_one_answer():

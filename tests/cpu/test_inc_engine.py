@@ -17,7 +17,7 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.backends.base import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.calibration import calibrate
+from preheat.calibration import OPTIONS_KEPT, calibrate
 from preheat.cli import main
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
@@ -225,3 +225,7 @@ class Elsewhere(CpuBackend):
         assert weight.device == self.device
         self.given += weight.nbytes
         return weight
+
+
+def test_calibration_keeps_the_options_that_find_a_checkpoint():
+    assert {"model", "tokenizer", "revision", "download_dir", "hf_token"} <= set(OPTIONS_KEPT)

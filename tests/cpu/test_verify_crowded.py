@@ -16,6 +16,8 @@ from preheat.verify.compare import PathResult
 from preheat.verify.crowded_paths import Crowd, grammars_interrupted, penalties_interrupted
 from preheat.verify.drive import Engine
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 OUTPUTS = 16
 OPTIONS = {
     "max_num_seqs": 8, "max_model_len": 96, "block_size": 16, "num_gpu_blocks_override": 12, "skip_warmup": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from preheat.backends.cpu.decode_attention import DecodeAttention
 from preheat.backends.cpu.sampler import CpuSampler
@@ -21,6 +22,8 @@ from preheat.verify.paths import PathRunner
 from preheat.verify.prompt_sets import CHUNKED
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import tight
+
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 SIZE = Size(prompts=2, runs=1, outputs=20, longest=CHUNKED)
 OPTIONS = {"max_num_seqs": 24, "block_size": 32, "skip_warmup": True, "boot_check": "off", "on_cold": "off"}

@@ -32,12 +32,19 @@ def pytest_ignore_collect(collection_path):
     return True if os.environ.get("TRITON_INTERPRET") != "1" and collection_path.name.startswith("test_") else None
 
 
-class WithoutTriton(pytest.Module):
+class Skipped(pytest.Module):
     def collect(self):
-        pytest.skip("Triton is not installed: it exists for Linux alone", allow_module_level=True)
+        pytest.skip(why_not(), allow_module_level=True)
+
+
+def why_not():
+    """Return why no file of this folder can run in this process, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: it exists for Linux alone"
+    if os.environ.get("TRITON_INTERPRET") != "1":  # files named one by one are not ignored
+        return "Triton does not interpret beside other tests: run files of tests/kernels alone"
+    return None
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    if importlib.util.find_spec("triton") is None:
-        return WithoutTriton.from_parent(parent, path=module_path)
-    return None
+    return Skipped.from_parent(parent, path=module_path) if why_not() else None

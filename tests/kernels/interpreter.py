@@ -5,8 +5,9 @@ rounds, and multiplied as if its bits were integers; eight bits are rounded up, 
 rounds to even; and a product adds in an order that follows the shapes, where a device goes through the inputs in order.
 
 Most of its time goes into Python objects around small arrays. These are made once and kept: the types of blocks, the
-shapes of tensors, numpy's types and the functions of triton.language that interpret. Sums of integers are not computed
-a second time in 64 bits to look for an overflow: the interpreter drops the result of this check.
+shapes of tensors, numpy's types, blocks of one number and the functions of triton.language that interpret. Operands of
+one type are not examined. Sums of integers are not computed a second time in 64 bits to look for an overflow: the
+interpreter drops the result of this check.
 """
 
 import functools
@@ -27,6 +28,7 @@ _np_dtype = interpreter._get_np_dtype
 _builtin = tl.core.load.__code__
 _unwrap, _equal_dtypes = tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
 _broadcast = TritonSemantic.broadcast_impl_value
+_examined = TritonSemantic.binary_op_type_checking_impl
 _new_block = tl.core.block_type.__init__
 _PLAIN = {int, float, bool, str, tl.dtype, tl.tensor}  # types of values that hold no constexpr
 
@@ -39,6 +41,8 @@ def mend():
     interpreter.InterpreterBuilder.cast_impl = _mended_cast
     interpreter.InterpreterBuilder.create_fp_to_fp = _mended_conversion
     interpreter.InterpreterBuilder.create_dot = _in_order
+    interpreter.InterpreterBuilder.binary_op = _binary_op
+    interpreter.TensorHandle.__init__ = _handle
     interpreter._get_np_dtype = _kept_np_dtype
     builder = interpreter.interpreter_builder
     assert not builder.options.debug  # the check of overflows would count
@@ -50,6 +54,7 @@ def mend():
     tl.core.dtype.__eq__ = _same_dtype
     tl.core._unwrap_if_constexpr = _unwrapped
     TritonSemantic.broadcast_impl_value = _of_one_shape
+    TritonSemantic.binary_op_type_checking_impl = _operands
 
 
 def _patch(tensor, scope):
@@ -97,13 +102,14 @@ def _mended_conversion(self, src, dst_type, rounding_mode):
 
 
 def _in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Add the products of each input in order: numpy adds along the first of several axes one entry after another."""
     wide = {tl.bfloat16: _widened, tl.float8e4nv: _of_codes}
     a_data, b_data = (wide[x.dtype.scalar](x.data) if x.dtype.scalar in wide else x.data for x in (a, b))
-    total, product = d.data.copy(), np.empty_like(d.data)
-    for column, row in zip(np.ascontiguousarray(a_data.T)[:, :, None], b_data, strict=True):
-        np.multiply(column, row, out=product)
-        np.add(total, product, out=total)
-    return interpreter.TensorHandle(total, d.dtype.scalar)
+    assert d.data.size > 1  # a single axis would be added pairwise
+    terms = np.empty((len(b_data) + 1, *d.data.shape), d.data.dtype)
+    terms[0] = d.data
+    np.multiply(np.ascontiguousarray(a_data.T)[:, :, None], b_data[:, None, :], out=terms[1:])
+    return interpreter.TensorHandle(np.add.reduce(terms, axis=0), d.dtype.scalar)
 
 
 class _Patched:
@@ -181,6 +187,47 @@ def _unwrapped(value):
 
 def _same_dtype(self, other):
     return self is other or _equal_dtypes(self, other)
+
+
+_sizes, _numbers = {}, {}
+
+
+def _size(dtype):
+    """Return the greatest size of an element of ``dtype``, in bytes. Pointers have any."""
+    if (found := _sizes.get(dtype.name)) is None:
+        pointer = isinstance(dtype, tl.pointer_type)
+        found = _sizes[dtype.name] = 1 << 30 if pointer else max(dtype.primitive_bitwidth // 8, 1)
+    return found
+
+
+def _handle(self, data, dtype, attr=None):
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if data.itemsize > _size(dtype):
+        raise ValueError(f"elements of {data.dtype} are larger than elements of {dtype}")
+
+
+def _binary_op(self, lhs, rhs, op):
+    output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+    if output.itemsize > _size(dtype):
+        output = output.astype(_kept_np_dtype(dtype))
+    return interpreter.TensorHandle(output, dtype)
+
+
+def _operands(self, lhs, rhs, *allowed, **more):
+    """Operands of one type as they are, and a number as a block that is made once for each type of the other."""
+    if type(lhs) is not tl.tensor or lhs.dtype.is_ptr() or more or len(allowed) > 2:
+        return _examined(self, lhs, rhs, *allowed, **more)
+    if type(rhs) is tl.tensor:
+        return (lhs, rhs) if lhs.type is rhs.type else _examined(self, lhs, rhs, *allowed)
+    key = (lhs.type.name, type(rhs), rhs)
+    if (found := _numbers.get(key)) is None:
+        same, found = _examined(self, lhs, rhs, *allowed)
+        if same is not lhs:
+            return same, found
+        if len(_numbers) > 10_000:
+            _numbers.clear()
+        _numbers[key] = found
+    return lhs, found
 
 
 def _of_one_shape(self, lhs, rhs):

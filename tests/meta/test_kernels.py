@@ -9,24 +9,14 @@ import pytest
 
 from tests.meta.source import ROOT
 
-TOGETHER = ("device_executor", "digest", "elements", "launch", "linear")
-"""Files that take about as long as a process needs to import torch and the plugins: they share one."""
+PROCESSES = 4
+"""Number of processes. Each one needs seconds to import torch and Triton, as long as five files of tests take."""
 
-FILES = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
-
-
-def runs() -> dict[str, list[str]]:
-    """The files of each process, by its name."""
-    found: dict[str, list[str]] = {}
-    for file in FILES:
-        name = file.stem.removeprefix("test_")
-        found.setdefault("together" if name in TOGETHER else name, []).append(str(file.relative_to(ROOT)))
-    assert len(found["together"]) == len(TOGETHER)
-    return found
+FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
-@pytest.mark.parametrize("files", runs().values(), ids=runs())
+@pytest.mark.parametrize("files", [FILES[first::PROCESSES] for first in range(PROCESSES)], ids=" ".join)
 def test_the_kernels_in_the_interpreter(files):
     """Run the files without the plugin of Schemathesis: no kernel needs it, and its import takes longest."""
     plugins = ["-p", "no:cacheprovider", "-p", "no:schemathesis"]

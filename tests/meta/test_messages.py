@@ -1,6 +1,7 @@
 """Messages and help texts name things, and have one form. ``python -m tests.meta.messages`` lists all messages."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -10,7 +11,9 @@ from preheat.utils.vllm_flags import FOREIGN
 from tests.meta.messages import messages, template
 from tests.meta.words import count
 
-FOUND = messages()
+found = functools.cache(messages)
+"""All messages, read at the first call: a process that only collects tests reads none."""
+
 MOST_POINTING = 4.0
 """Most pointing words in 1,000."""
 
@@ -25,23 +28,23 @@ LAWS = {
 
 
 def test_all_are_found():
-    assert len(FOUND) > 1000
+    assert len(found()) > 1000
     assert {"SettingsError", "InvalidRequest", "ModelError", "AdapterError", "logger.warning"} <= {
-        m.maker for m in FOUND
+        m.maker for m in found()
     }
 
 
 @pytest.mark.parametrize(
     "texts",
     [
-        [each.text for each in FOUND],
-        [option.help for option in OPTIONS.values()],
-        list({row.says for row in FOREIGN.values()}),
+        lambda: [each.text for each in found()],
+        lambda: [option.help for option in OPTIONS.values()],
+        lambda: list({row.says for row in FOREIGN.values()}),
     ],
     ids=("messages", "options", "flags of vLLM"),
 )
 def test_they_name_things(texts):
-    told = count(texts)
+    told = count(texts())
     assert told.words > 500
     assert told.rate < MOST_POINTING, f"{told.pointing} of {told.words} words point"
 
@@ -52,12 +55,12 @@ def test_help_texts_are_sentences():
 
 @pytest.mark.parametrize("law", LAWS)
 def test_laws(law):
-    assert [str(each) for each in FOUND if not LAWS[law](each.text)] == []
+    assert [str(each) for each in found() if not LAWS[law](each.text)] == []
 
 
 def test_log_lines_are_formatted_by_the_logger():
     """With ``%s`` and arguments: an f-string would be formatted even if the level is off."""
-    assert [str(each) for each in FOUND if each.logged and "{}" in each.text] == []
+    assert [str(each) for each in found() if each.logged and "{}" in each.text] == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.errors import InvalidRequest, NotFound, PreheatError, SettingsError, TooLarge, TooManyRequests
+from preheat.errors import InvalidRequest, NotFound, PreheatError, SettingsError, TooLarge, TooManyBatches
 from preheat.server.batch_answers import BatchAnswers
 from preheat.server.batch_schema import BatchRequest, RequestCounts
 from preheat.server.batch_store import BatchStore
@@ -158,8 +158,9 @@ def test_batches_that_have_ended_are_forgotten_in_the_end(tmp_path):
     for _ in range(5):
         batch = store.create(asked)
         assert (batch.batch.expires_at or 0) - batch.batch.created_at == 48 * 3600
-        with pytest.raises(TooManyRequests):
+        with pytest.raises(TooManyBatches) as full:
             store.create(asked)
+        assert (full.value.status, full.value.code) == (429, "too_many_batches")
         store.end(batch, "completed")
         ids.append(batch.batch.id)
     assert list(store.listed()) == ids[:1:-1]

@@ -7,8 +7,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import http.client
 import ipaddress
 import socket
@@ -21,6 +19,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from preheat.errors import InvalidRequest
+from preheat.utils.base64 import decode_base64
 from preheat.utils.files import open_file
 
 MAX_REDIRECTS = 5
@@ -28,6 +27,8 @@ PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 CHUNK = 1 << 16
+MOST_HEADER = 1024
+"""Most characters of a data URL before its base64."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -83,15 +84,15 @@ class MediaReader:
         raise _refused(f"URLs of scheme {scheme[:20]!r} are not read; send a data: URL")
 
     def _from_data(self, url: str) -> bytes:
-        header, comma, content = url.partition(",")
-        kind, *options = header[5:].lower().split(";")
-        if not comma or not kind.startswith("image/") or "base64" not in options:
+        comma = url.find(",", 0, MOST_HEADER)
+        kind, *options = url[5 : max(comma, 5)].lower().split(";")
+        if not kind.startswith("image/") or "base64" not in options:
             raise _refused("a data URL must begin with data:image/…;base64,")
-        if len(content) // 4 * 3 > self._max_bytes + 2:
+        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes + 2:
             raise self._too_large()
         try:
-            return base64.b64decode(content, validate=True)
-        except (binascii.Error, ValueError) as error:
+            return decode_base64(url, comma + 1)
+        except ValueError as error:
             raise _refused(f"the data URL is not valid base64: {error}") from error
 
     def _from_file(self, url: SplitResult) -> bytes:

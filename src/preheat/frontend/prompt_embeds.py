@@ -6,7 +6,6 @@ bytes of its rows, and nothing else from the sender.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +15,7 @@ import numpy as np
 
 from preheat.core import PIECE, Image, Segment
 from preheat.errors import InvalidRequest
+from preheat.utils.base64 import decode_base64
 from preheat.utils.torch_file import ITEM_BYTES, TorchTensor, read_tensor
 
 PARAM = "prompt_embeds"
@@ -57,7 +57,7 @@ class PromptEmbeds:
         if len(text) * 3 // 4 > limit:
             raise _refused(f"it has more than the {limit:,} bytes that the longest prompt can have")
         try:
-            file = base64.b64decode(text, validate=True)
+            file = decode_base64(text)
         except ValueError as error:
             raise _refused("it is not base64") from error
         try:

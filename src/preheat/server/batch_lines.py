@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from preheat.errors import EngineDead, NotReady, SettingsError, TooManyRequests
+from preheat.errors import EngineDead, NotReady, SettingsError, TooManyRequests, TooManyServed
 
 ENDPOINTS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
@@ -78,8 +78,9 @@ def answer_of(line: BatchLine, status: int, id: str | None, body: Any) -> dict[s
 
 
 def is_full(status: int, body: Any) -> bool:
-    """Return whether the server refused because its queue is full."""
-    return status == TooManyRequests.status and _error(body).get("code") == TooManyRequests.code
+    """Return whether the server refused because it has too many requests."""
+    codes = TooManyRequests.code, TooManyServed.code
+    return status == TooManyRequests.status and _error(body).get("code") in codes
 
 
 def is_no_answer(status: int, body: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from preheat.errors import InvalidRequest, NotFound, SettingsError, TooManyRequests
+from preheat.errors import InvalidRequest, NotFound, SettingsError, TooManyBatches
 from preheat.server.batch_lines import ENDPOINTS
 from preheat.server.batch_schema import BatchObject, BatchRequest
 from preheat.server.file_store import UPLOADED, FileStore, new_id
@@ -82,7 +82,7 @@ class BatchStore:
             return [stored for stored in self._batches.values() if not stored.ended]
 
     def create(self, asked: BatchRequest) -> StoredBatch:
-        """Create a batch. Raises InvalidRequest, NotFound, or TooManyRequests if there is no room."""
+        """Create a batch. Raises InvalidRequest, NotFound, or TooManyBatches if there is no room."""
         if asked.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint {asked.endpoint} is not one of {', '.join(ENDPOINTS)}", param="endpoint")
         if self.files.get(asked.input_file_id).purpose != UPLOADED:
@@ -127,10 +127,10 @@ class BatchStore:
             return {id: self._batches[id].batch for id in sorted(self._batches, reverse=True)}
 
     def _make_room(self) -> None:
-        """Forget the oldest batch that has ended, if there are too many. Raises TooManyRequests if no more may run."""
+        """Forget the oldest batch that has ended, if there are too many. Raises TooManyBatches if no more may run."""
         unended, settings = len(self.unended), self._settings
         if unended >= settings.max_batches:
-            raise TooManyRequests(
+            raise TooManyBatches(
                 f"{unended} batches have not ended, and --max-batches allows no more: wait for one, or cancel it"
             )
         self.files.check_room(2 * (unended + 1))

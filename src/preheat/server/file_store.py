@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 from msgspec import Struct
 
-from preheat.errors import InvalidRequest, NotFound, TooManyRequests
+from preheat.errors import InvalidRequest, NotFound, TooManyFiles
 from preheat.utils.files import CONFIG_BYTES, new_file, open_file, read_file, write_whole
 
 UPLOADED, ANSWERS = "batch", "batch_output"
@@ -83,9 +83,9 @@ class FileStore:
                 path.unlink()
 
     def check_room(self, more: int) -> None:
-        """Raise TooManyRequests unless there is room for ``more`` files."""
+        """Raise TooManyFiles unless there is room for ``more`` files."""
         if len(self._known()) + more > self._most:
-            raise TooManyRequests(
+            raise TooManyFiles(
                 f"there are {len(self._files)} files, and {more} more would be over the {self._most} of "
                 "--max-batch-files: delete some"
             )

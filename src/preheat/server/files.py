@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from preheat.errors import InvalidRequest, NotFound, TooManyRequests
+from preheat.errors import InvalidRequest, NotFound, TooManyFiles
 from preheat.server.answers import encode
 from preheat.server.batch_runner import BatchRunner
 from preheat.server.batch_schema import ExpiresAfter, FileDeleted, FileList
@@ -57,7 +57,7 @@ async def upload_file(request: Request) -> Response:
     runner = batches_of(request)
     files = runner.store.files
     if runner.uploads >= UPLOADS:
-        raise TooManyRequests(f"{UPLOADS} files arrive already; try again later")
+        raise TooManyFiles(f"{UPLOADS} files arrive already; try again later")
     id = new_id("file-")
     runner.uploads += 1
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from preheat.errors import InvalidRequest, TooManyRequests, Unauthorized
+from preheat.errors import InvalidRequest, TooManyServed, Unauthorized
 from preheat.server.errors import error_response
 from preheat.server.ignored import ignored_header
 from preheat.server.schema import REQUEST_ID
@@ -140,7 +140,7 @@ class ConcurrencyLimit:
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif self._served >= self._most:
-            error = TooManyRequests(f"{self._served} requests are being served already; try again later")
+            error = TooManyServed(f"{self._served} requests are being served already; try again later")
             await error_response(error)(scope, receive, send)
         else:
             self._served += 1
