@@ -20,6 +20,7 @@ libsqlite3-0 python3.11 python3.11-minimal libpython3.11-minimal libpython3.11-s
 TORCH = "torch==2.10.0"
 """The last wheel for Arm on PyPI without CUDA."""
 
+UNPINNED = ("torch==", "llguidance==")
 WHEELS = """llvmlite numpy msgspec pillow safetensors tokenizers huggingface_hub jinja2 markupsafe pyzmq starlette
 uvicorn uvloop httptools prometheus-client pyyaml python-multipart tqdm llguidance filelock fsspec typing_extensions
 sympy mpmath networkx packaging regex anyio idna h11 click""".split()
@@ -63,10 +64,10 @@ def _system(folder: Path) -> None:
 
 
 def _packages(folder: Path) -> None:
-    """Install the wheels, in the versions that CI pins except for torch."""
+    """Install the wheels, in the versions that CI pins unless they have no wheel for Arm without CUDA."""
     pins = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins.write_text("".join(f"{line}\n" for line in lines if not line.startswith("torch==")))
+    pins.write_text("".join(f"{line}\n" for line in lines if not line.startswith(UNPINNED)))
     platforms = [f"--platform=manylinux{kind}_aarch64" for kind in ("_2_28", "_2_17", "2014")]
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--only-binary=:all:"]
     command += ["--python-version=3.11", *platforms, f"--target={folder / 'site'}", f"--constraint={pins}"]

@@ -18,7 +18,7 @@ from preheat.model.quantization import ONLINE
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight, dequantize, empty_weight, quantize_weight
 from preheat.ops.values import Finish, Matmul, WeightFormat
-from tests.cpu.checkpoints import save_checkpoint
+from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.machine_code import undefined
 from tests.cpu.quantized import Kind, awq, compressed, gptq, quantize_checkpoint, scheme, symmetric
 from tests.cpu.test_family_engines import differing, error, prompts, run
@@ -366,6 +366,37 @@ def test_codes_made_while_loading_are_those_of_the_rule(method, mode, tmp_path):
     llm = LLM(str(tmp_path / "plain"), **LLVM | {"execution_mode": mode, "quantization": method})
     for prompt, found in zip(some, run(llm, some), strict=True):
         assert error(found, prompt, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("mixtral", {}), ("qwen2 moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96})],
+)
+def test_experts_are_those_of_dequantized_weights(name, sizes, method, tmp_path):
+    family, changes = MODELS[name]
+    save_checkpoint((family, changes | sizes), tmp_path)
+    some, options = prompts(), LLVM | {"quantization": method}
+    eager, llvm = (LLM(str(tmp_path), **options | {"execution_mode": mode}) for mode in ("eager", "llvm"))
+    expected, found = run(eager, some), run(llvm, some)
+    for (tokens, logprobs), (others, theirs) in zip(found, expected, strict=True):
+        assert tokens == others
+        assert float((logprobs - theirs).abs().max()) < 2e-5
+    assert differing([run(llvm, [prompt])[0] for prompt in some], found) == 0
+    assert all(each.dtype == torch.uint8 for each in llvm.loop.executor.decoder.weights.layers[0].mlp.experts.weights())
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_an_update_replaces_codes_and_scales(method, tmp_path):
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        save_checkpoint(("Llama", SIZES), folder, seed=seed)
+    old, new = (LLM(str(folder), **LLVM | {"quantization": method}) for folder in folders)
+    before, after = (run(llm, prompts()) for llm in (old, new))
+    assert differing(before, after) > 0
+    old.update_weights(str(folders[1]))
+    assert differing(run(old, prompts()), after) == 0
 
 
 def rounded(weight: np.ndarray, method: str) -> Tensor:

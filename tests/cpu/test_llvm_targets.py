@@ -85,13 +85,13 @@ def faults(source: str, target: targets.Target) -> set[str]:
     names, needed = instructions(text), undefined(code)
     fused = any(name.startswith("fmla" if target.arm else "vfmadd") for name in names)
     found = set()
-    if needed - GIVEN - ({"fmaf"} if not target.fused else set()):
+    if needed - GIVEN:
         found.add("library")
-    if fused != target.fused or ("fmaf" in needed) == target.fused:
+    if fused != target.fused:
         found.add("multiply-add")
     if not target.arm and any(name.startswith("f") for name in names):
         found.add("x87")
-    if text.count("0xfffffffffeffffff" if target.arm else "$-32833") != 2:  # in start and in work
+    if text.count("0xfffffffffeffffff" if target.arm else "$-32833") < 2:  # in start and in work
         found.add("denormals")
     if not target.arm and next(bits for bits, register in WIDE.items() if register in text) != target.bits:
         found.add("width")
@@ -106,26 +106,29 @@ def test_functions_of_a_model_compile_for(name, source_for):
 
 
 @pytest.mark.parametrize(
-    ("name", "find", "put", "fault"),
+    ("written", "name", "find", "put", "fault"),
     [
-        ("avx2", "", "", None),
-        ("sse", '@"llvm.fma.', '@"llvm.fmuladd.', "multiply-add"),
-        ("avx2", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
-        ("neon", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
-        ("sse", "-32833", "-1", "denormals"),
-        ("neon", "-16777217", "-1", "denormals"),
-        ("avx2", 'define i64 @"work"', f'{X87}define i64 @"work"', "x87"),
+        ("avx2", "avx2", "", "", None),
+        ("sse", "sse", "", "", None),
+        ("sse", "avx2", "", "", "multiply-add"),
+        ("avx2", "sse", "", "", "library"),  # fmaf of the C library
+        ("avx2", "avx2", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
+        ("neon", "neon", '@"llvm.roundeven.', '@"llvm.exp.', "library"),
+        ("sse", "sse", "-32833", "-1", "denormals"),
+        ("neon", "neon", "-16777217", "-1", "denormals"),
+        ("avx2", "avx2", 'define i64 @"work"', f'{X87}define i64 @"work"', "x87"),
     ],
 )
-def test_a_fault_planted_in_code_is_seen(name, find, put, fault):
-    target = TARGETS[name]
+def test_a_fault_planted_in_code_is_seen(written, name, find, put, fault, monkeypatch):
+    """Code is ``written`` for one processor, and compiled for another or with another text."""
+    monkeypatch.setattr(targets, "here", lambda: TARGETS[written])
     module = ir.Module("test")
-    module.triple = target.triple
+    module.triple = TARGETS[written].triple
     functions.alone(module, "alone", GATED)
     job.jobs(module, COUNTERS)
     source = str(module)
     assert find in source
-    assert faults(source.replace(find, put), target) == ({fault} if fault else set())
+    assert faults(source.replace(find, put), TARGETS[name]) == ({fault} if fault else set())
 
 
 # --- one digest ---

@@ -65,5 +65,5 @@ def _llvm() -> Finding:
     here = targets.here()
     if here.fused:
         return Finding("LLVM", here.title.removeprefix("LLVM "))
-    advice = "the C library multiplies and adds in place of the processor: --execution-mode eager may be faster"
+    advice = "many instructions take the place of one in execution mode llvm: --execution-mode eager may be faster"
     return Finding("LLVM", f"{here.title.removeprefix('LLVM ')}, no fused multiply-add", "note", advice)

@@ -14,6 +14,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from preheat.backends.cpu.llvm import targets
+from preheat.backends.cpu.llvm.fused import multiply_add
+
 Value = Any
 """A value of LLVM's: an instruction, an argument or a constant."""
 
@@ -230,7 +233,7 @@ class Function:
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Return ``a * b + c``, rounded once."""
-        return self.intrinsic("fma", a, b, c)
+        return self.intrinsic("fma", a, b, c) if targets.here().fused else multiply_add(self.b, a, b, c)
 
     def greater(self, a: Value, b: Value) -> Value:
         """Return the greater of floats; NaN if ``b`` is NaN."""

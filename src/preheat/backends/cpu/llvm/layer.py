@@ -30,19 +30,16 @@ def _missing(value: Matmul) -> Iterator[str]:
     if value.input != "plain":
         yield "layers that round their inputs have no function"
     if (scheme := value.weight.scheme) is not None:
-        yield from _missing_codes(scheme, value)
+        yield from _missing_codes(scheme, value.inputs)
     if value.order.is_split or value.order.tiles:
         yield "layers that ranks share have no function"
 
 
-def _missing_codes(scheme: Scheme, value: Matmul) -> Iterator[str]:
+def _missing_codes(scheme: Scheme, inputs: int) -> Iterator[str]:
     """Yield the reasons why there is no function for codes of ``scheme``."""
-    inputs = value.inputs
     group = scheme.group or inputs
     if scheme.code == "fp8":
         yield "weights in float8 have no function"
-    if value.groups.experts:
-        yield "routed experts with codes have no function"
     if group % IN_WORD or inputs % group:
         yield f"groups of {group} of {inputs} inputs have no function, only parts of them in multiples of {IN_WORD}"
 
@@ -108,10 +105,8 @@ class PanelExperts:
         if value.gate_up.terms:
             pairs, count = ((value.gate_up, self.gate_up), (value.down, self.down)), value.down.groups.experts
             self.slots = ExpertSlots(*(PanelSlots(*each, context.rows, count) for each in pairs))
-        assert isinstance(weights.gate_up, Tensor), "no value with codes is supported"
-        assert isinstance(weights.down, Tensor), "no value with codes is supported"
         self.panels = [
-            torch.stack([panels(how, each) for each in given])
+            torch.stack([panels(how, _expert(given, at)) for at in range(value.down.groups.experts)])
             for how, given in ((self.gate_up, weights.gate_up), (self.down, weights.down))
         ]
 
@@ -135,6 +130,11 @@ class PanelExperts:
         if self.slots is not None:
             yield "gate_up_terms", self.slots.gate_up.frame.ctypes.data
             yield "down_terms", self.slots.down.frame.ctypes.data
+
+
+def _expert(weight: Tensor | QuantizedWeight, at: int) -> Tensor | QuantizedWeight:
+    """Return the matrix of one expert."""
+    return weight[at] if isinstance(weight, Tensor) else weight.part(at)
 
 
 def floats(weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether there are fused multiply-adds. Elsewhere the C library's ``fmaf`` gives the same bits, slowly."""
+        """Whether there are fused multiply-adds. Elsewhere :mod:`.fused` has the same bits, slowly."""
         return self.arm or self.has("fma") or self.has("fma4")
 
     @property
