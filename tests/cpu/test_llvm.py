@@ -18,7 +18,7 @@ from preheat.ops.values import Matmul, Refused, SumOrder, WeightFormat
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, differing, prompts, run
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.backend import CpuBackend

@@ -30,7 +30,7 @@ from tests.cpu.test_lora import (
 )
 from tests.layers import value_of
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets, team, terms

@@ -25,7 +25,7 @@ from tests.cpu.test_family_engines import differing, error, prompts, run
 from tests.cpu.test_gguf_engine import OPTIONS as GGUF
 from tests.cpu.test_gguf_engine import PROMPTS, write
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.base import LayerWeights

@@ -11,7 +11,7 @@ from tests.cpu.checkpoints import Model, save_checkpoint
 from tests.cpu.test_family_engines import differing, error, prompts, run
 from tests.cpu.test_llvm import LLVM, SIZES
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from preheat.backends.cpu.llvm import routed, targets
 
 FAMILIES: dict[str, Model] = {

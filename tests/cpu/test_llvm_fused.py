@@ -10,7 +10,7 @@ from ctypes.util import find_library
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import emit, job, machine, targets

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 
 from preheat.backends.cpu.llvm import team
 from preheat.backends.cpu.llvm.kinds import Product

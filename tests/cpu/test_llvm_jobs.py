@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets

@@ -19,7 +19,7 @@ from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, differing, error, prompts, run
 from tests.llava import save_llava
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from preheat.backends.cpu.llvm import model, norms, products, targets
 
 LLVM = {**OPTIONS, "execution_mode": "llvm", "num_threads": 1}

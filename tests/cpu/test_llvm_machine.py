@@ -14,7 +14,7 @@ from preheat import LLM
 from preheat.errors import PreheatError
 from tests.cpu.test_llvm import LLVM, checkpoint
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets

@@ -12,7 +12,7 @@ from preheat.cli import main
 from preheat.warmup.record import Record
 from tests.cpu.test_llvm import checkpoint
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 
 from preheat.backends.cpu.llvm import machine, model, targets
 

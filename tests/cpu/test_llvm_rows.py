@@ -12,7 +12,7 @@ from torch import Tensor
 
 from preheat.ops.float8 import round_to
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import job, machine, norms, targets

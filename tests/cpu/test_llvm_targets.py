@@ -16,7 +16,7 @@ from preheat.errors import PreheatError
 from tests.cpu import emulated
 from tests.cpu.machine_code import instructions, undefined, written
 
-pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install 'preheat[llvm]'")
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import emit, functions, job, machine, model, products, targets

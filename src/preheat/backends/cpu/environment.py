@@ -60,7 +60,7 @@ def _llvm() -> Finding:
     try:
         from preheat.backends.cpu.llvm import targets
     except ImportError:
-        advice = "execution mode llvm needs llvmlite: pip install 'preheat[llvm]'"
+        advice = "execution mode llvm needs llvmlite: pip install llvmlite"
         return Finding("LLVM", "not installed", "note", advice)
     here = targets.here()
     if here.fused:

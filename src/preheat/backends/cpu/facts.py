@@ -26,8 +26,8 @@ def modes() -> Modes:
         rejected["compile"] = "it needs a C++ compiler: install g++, or name yours in the variable CXX"
     if find_spec("llvmlite") is None:
         del runs["llvm"]
-        rejected["llvm"] = "it needs llvmlite: pip install 'preheat[llvm]'"
-    return Modes(default="eager", runs=runs, rejected=rejected)
+        rejected["llvm"] = "it needs llvmlite: pip install llvmlite"
+    return Modes(default="llvm" if "llvm" in runs else "eager", runs=runs, rejected=rejected, otherwise="eager")
 
 
 _QUANTIZED = {
