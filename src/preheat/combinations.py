@@ -225,7 +225,7 @@ _WORKS: tuple[Works, ...] = (
     _together("llvm images fp8_cache text_drafts structured budget beam_search offload events operator"),
     _together("llvm images split"),
     _together("llvm w8a16 text_drafts structured"),
-    _together("llvm w4a16 text_drafts structured"),
+    _together("llvm w4a16 adapters text_drafts structured"),
     _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
     _together("llvm pooling sleep updates"),

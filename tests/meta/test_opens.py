@@ -42,6 +42,7 @@ ELSEWHERE = {
     "server.try_it": "a page of the package",
     "calibration": "Python's own library",
     "utils.memory": "the system",
+    "utils.processors": "the system",
     "warmup.store": "the system",
     "backends.cuda.device": "the system",
     "backends.cpu.environment": "the system",

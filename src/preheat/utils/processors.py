@@ -7,6 +7,7 @@ from pathlib import Path
 
 PROCESSORS = Path("/sys/devices/system/cpu")
 NODES = Path("/sys/devices/system/node")
+_FOLDER = "cpu{}/topology"
 _TOPOLOGY = ("physical_package_id", "core_id")
 
 
@@ -25,7 +26,7 @@ def physical_cores(allowed: set[int] | None = None, root: Path = PROCESSORS) -> 
     allowed = usable() if allowed is None else allowed
     found = set()
     for number in allowed:
-        folder = root / f"cpu{number}" / "topology"
+        folder = root / _FOLDER.format(number)
         try:
             found.add(tuple((folder / name).read_text().strip() for name in _TOPOLOGY))
         except OSError:
