@@ -262,7 +262,7 @@ class Settings:
     enforce_eager: bool = _run(False, "Run operation by operation, without compiling or capturing anything.")
     execution_mode: str = _run(
         "auto",
-        "Way to run programs: see docs/execution-modes.md. On a CPU `auto` is llvm, or eager for a model that llvm does not run.",
+        "Way to run programs: see docs/execution-modes.md. On a CPU `auto` is llvm if it runs the model, else eager.",
         choices=("auto", "graphs", "compile", "eager", "lazy", "llvm"),
     )
     lazy_mode: bool | None = _run(

@@ -289,6 +289,9 @@ class Layer(Linear, HasWeights, Protocol):
     @property
     def slots(self) -> AdapterSlots | None: ...
 
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [outputs, inputs] and the bias [outputs] of a layer of plain numbers, not sharded."""
+
 
 class ExpertsLayer(HasWeights, Protocol):
     """The layer of :class:`preheat.ops.values.Experts`; ``slots`` and ``fused_input`` are as in :class:`Layer`."""

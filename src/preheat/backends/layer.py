@@ -185,6 +185,17 @@ class Layer:
         """See :class:`preheat.backends.base.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
 
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """See :class:`preheat.backends.base.Layer`."""
+        return stored_among(self.value, self.weights())
+
+
+def stored_among(value: Matmul, tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of ``value`` among the tensors of its layer, by their shapes."""
+    plain = [each.to_dense() if each.layout is not torch.strided else each for each in tensors]
+    weight = next(each for each in plain if each.shape == (value.outputs, value.inputs))
+    return weight, next((each for each in plain if each.shape == (value.outputs,)), None)
+
 
 def all_ranks(partial: Tensor, ranks: Collective | None) -> Tensor:
     """Return the sum of all ranks' fp32 ``partial``, in the tree's order."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, HasWeights
+from preheat.backends.base import Backend, HasWeights, Layer
 from preheat.errors import ModelError
 from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
 from preheat.model.formats_quantized import Shape
@@ -170,9 +170,7 @@ class Patched:
     def __init__(self, source: StoredTensors, part: Part) -> None:
         assert isinstance(part.spec, LinearSpec)
         self._source, self._rows = source, dict[str, Tensor]()
-        loaded = [_plain(tensor) for tensor in tensors_of(part.loaded)]
-        weight = next(each for each in loaded if each.shape == (part.spec.outputs, part.spec.inputs))
-        bias = next((each for each in loaded if each.shape == (part.spec.outputs,)), None)
+        weight, bias = cast(Layer, part.loaded).stored()
         at = 0
         for name, outputs in part.spec.parts:
             self._rows[f"{name}.weight"] = weight[at : at + outputs]
@@ -289,7 +287,3 @@ def is_packed(tensor: Tensor) -> bool:
     Such a tensor has no storage of ours, and is replaced as a whole.
     """
     return tensor.layout is not torch.strided
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if is_packed(tensor) else tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from preheat.backends.base import ALONE, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cpu.llvm.adapters import ExpertSlots, PanelSlots, terms_of
 from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
-from preheat.backends.cpu.llvm.memory import exact, panels, vector
+from preheat.backends.cpu.llvm.memory import exact, panels, stored, stored_vector, vector
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
@@ -82,6 +82,10 @@ class PanelLayer:
     def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
+
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """See :class:`preheat.backends.base.Layer`."""
+        return stored(self.how, self.panels), None if self.bias is None else stored_vector(self.how, self.bias)
 
     def fields(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield the fields of a layer's frame for the product ``name``, and the addresses to write there."""

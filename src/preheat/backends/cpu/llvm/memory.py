@@ -36,6 +36,26 @@ def panels(how: Product, weight: Tensor | QuantizedWeight) -> Tensor:
     return (rows.float() if how.stored == "float32" else rows).transpose(1, 2).contiguous()
 
 
+def stored(how: Product, found: Tensor) -> Tensor:
+    """Return the weight [outputs, inputs] that lies in the panels ``found``: numbers, no codes."""
+    if how.stored == "bfloat16":
+        return _out_of_panels(how, found.permute(0, 3, 2, 1).reshape(-1, how.inputs))
+    return _out_of_panels(how, found.transpose(1, 2).reshape(-1, how.inputs))
+
+
+def stored_vector(how: Product, bias: Tensor) -> Tensor:
+    """Return the bias [outputs] that lies in the order of the panels."""
+    return _out_of_panels(how, bias.unsqueeze(1)).squeeze(1)
+
+
+def _out_of_panels(how: Product, rows: Tensor) -> Tensor:
+    """Return [outputs, n] from rows in the order of the panels, as :func:`_in_panels` arranged them."""
+    if not how.gated:
+        return rows[: how.outputs]
+    pairs = rows.view(-1, 2, PANEL, rows.shape[1])
+    return torch.cat([pairs[:, half].reshape(-1, rows.shape[1])[: how.results] for half in (0, 1)])
+
+
 def _coded(how: Product, weight: QuantizedWeight) -> Tensor:
     """Return the panels of codes, with scales and zero points, as bytes."""
     scales = how.scales

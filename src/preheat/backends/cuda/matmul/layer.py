@@ -31,6 +31,7 @@ from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, quantized_input, tensors_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts
+from preheat.backends.layer import stored_among
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
 from preheat.ops.values import Matmul, SumOrder
 
@@ -92,6 +93,10 @@ class Layer:
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
         return () if self.slots is None else self.slots.matrices
+
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """See :class:`preheat.backends.base.Layer`."""
+        return stored_among(self.value, self.weights())
 
     @property
     def fused_input(self) -> QuantizedInput | None:
