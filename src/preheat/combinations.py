@@ -163,7 +163,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("llvm", "tensor_parallel pipeline ray w8a8 inc eagle3",
+    Refused("llvm", "tensor_parallel pipeline ray w8a8 inc",
             "a compiled function runs a whole plain layer, whose weights stay where they are"),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
@@ -229,6 +229,7 @@ _WORKS: tuple[Works, ...] = (
     _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
     _together("llvm pooling sleep updates"),
+    _together("llvm eagle3 sleep updates w4a16 structured"),
     _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),
     _together("tensor_parallel eager text_drafts"),
     _together("tensor_parallel eager pooling"),

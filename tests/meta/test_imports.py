@@ -214,7 +214,7 @@ def test_imported_packages_are_declared_and_nothing_else():
 
 
 # Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "llvmlite", "ray", "opentelemetry", "shtab", "triton", "xgrammar"}
+OPTIONAL = {"transformers", "ray", "opentelemetry", "shtab", "triton", "xgrammar"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

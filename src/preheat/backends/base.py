@@ -571,9 +571,10 @@ class LayerFunctions(Protocol):
     def attention(self) -> Attention:
         """The attention that tells the functions of a step."""
 
-    def layers(self, part: Sequence[int], residual: Tensor) -> Tensor:
+    def layers(self, part: Sequence[int], residual: Tensor, given: Tensor | None = None) -> Tensor:
         """Run consecutive layers on the residual stream [tokens, hidden] in place; return the stream.
 
+        ``given`` [tokens, inputs] are the inputs of a layer that reads others than the norm of the stream.
         Of the last layer only the front runs: the output of its attention [tokens, heads * dim] is returned, valid
         until the next call. Rows that pad a step are not computed.
         """

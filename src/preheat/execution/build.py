@@ -96,7 +96,7 @@ def build(
     dtype = backend.activation_dtype(model.dtype)
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
     layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
-    norm, others = model.weights.final_norm, [model.weights.head, *(each for each, _ in _vision_linears(model, plan))]
+    norm, others = model.weights.final_norm, [*model.outer_linears, *(each for each, _ in _vision_linears(model, plan))]
     decoder.functions = backend.functions(layer_parts(decoder, layers), norm, others, limits)
     if decoder.functions is None:
         attention = backend.attention(layers, limits, contiguous=contiguous)

@@ -107,7 +107,8 @@ def make_drafter(head: LoadedHead, target: Made, plan: Plan, tokens: int, make: 
     packer, executor = target
     slots, limits = packer.slots, plan.limits
     backend = executor.backend
-    kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, head.dtype, backend.device)
+    dtype = backend.activation_dtype(head.dtype)
+    kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, dtype, backend.device)
     own, runs = make(executor=partial(EagleExecutor, head=head, features=kept, slots=slots))
     tokens_of, hidden = executor.states.residual.shape
     executor.features = Features(kept, head.fc, head.eagle.layers, slots, backend, size=(tokens_of, hidden))

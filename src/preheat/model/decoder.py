@@ -111,7 +111,7 @@ class Decoder:
         weights = self.weights.layers
         part = range(len(weights)) if only is None else only
         if self.functions is not None:
-            return self._by_functions(self.functions, residual, part, tap)
+            return self._by_functions(self.functions, residual, part, given, tap)
         x = self._first(residual) if given is None else given
         for index in part:
             attended = attend(index, before(x, weights[index], self.spec.layers[index].attention.head_dim))
@@ -125,13 +125,13 @@ class Decoder:
         return x
 
     def _by_functions(
-        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], tap: Tap | None
+        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], given: Tensor | None, tap: Tap | None
     ) -> Tensor:
         """Run the layers of ``part`` as :meth:`layers` does; the next layer's input is the residual stream itself."""
         if tap is None:
-            return functions.layers(part, residual)
+            return functions.layers(part, residual, given)
         for index in part:
-            out = functions.layers([index], residual)
+            out = functions.layers([index], residual, given)
             if index != self._last:
                 tap(index, residual)
         return out

@@ -88,6 +88,11 @@ class LoadedHead(LoadedModel):
     fc: Linear
     hidden_norm: Norm
 
+    @property
+    def outer_linears(self) -> list[object]:
+        head = self.weights.head
+        return [self.fc, head.linear if isinstance(head, DraftHead) else head]
+
 
 @dataclass(frozen=True)
 class DraftHead:
@@ -196,8 +201,8 @@ def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> Load
         fc, hidden_norm = loader.linear(spec.fc), loader.norm(spec.hidden_norm)
         if files is not None:
             files.check_finite()
-    itemsize = target.dtype.itemsize
-    per_token = spec.decoder.kv_bytes_per_token(itemsize) + spec.decoder.hidden_size * itemsize
+    feature = spec.decoder.hidden_size * backend.activation_dtype(target.dtype).itemsize
+    per_token = spec.decoder.kv_bytes_per_token(target.dtype.itemsize) + feature
     return LoadedHead(
         folder, spec.decoder, target.dtype, target.dtype_name, weights,
         (settings.block_size or backend.facts.block_size) * per_token, eagle=spec, fc=fc, hidden_norm=hidden_norm,

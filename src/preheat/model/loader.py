@@ -102,6 +102,11 @@ class LoadedModel:
     adapters: ModelAdapterSlots | None = None
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
 
+    @property
+    def outer_linears(self) -> list[object]:
+        """The linear layers outside of decoder layers and towers."""
+        return [self.weights.head]
+
 
 def load_model(
     settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0

@@ -28,20 +28,21 @@ from preheat.backends.cpu.llvm.routed import experts
 def front(module: ir.Module, name: str, how: LayerKind) -> None:
     """Write the front of a layer: from ``x`` to ``attended``.
 
-    It norms the rows, computes queries, keys and values, stores keys and values in the cache, and attends.
+    It norms the rows, or takes the given rows, computes queries, keys and values, stores keys and values in the cache,
+    and attends.
     """
     e = Job(module, name)
     x, qkv, attended = (e.pointer(each) for each in ("x", "qkv", "attended"))
     positions, tables = e.pointer("positions"), e.pointer("tables")
     parts = {each: e.part(each) for each in ("cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm")}
     window = e.field(e.layer, LAYER_FRAME["window"])
-    normed = e.own("normed", e.mul(e.rows, how.hidden))
     width, out_width = how.qkv.results, how.heads * how.dim
-
-    def make() -> None:
-        norm(e, how.norm, x, e.part("norm"), normed, e.rows)
-
-    wait(e, product(e, how.qkv, "qkv", normed, stored(e, qkv, width), Once(e, make)))
+    if how.norm is None:
+        wait(e, product(e, how.qkv, "qkv", e.pointer("given"), stored(e, qkv, width)))
+    else:
+        normed, kind = e.own("normed", e.mul(e.rows, how.hidden)), how.norm
+        make = Once(e, lambda: norm(e, kind, x, e.part("norm"), normed, e.rows))
+        wait(e, product(e, how.qkv, "qkv", normed, stored(e, qkv, width), make))
 
     def cached(row: Value, head: Value) -> tuple[Value, Cache]:
         return e.field(positions, row), Cache(e, how, parts, e.field(tables, row, POINTER), head)

@@ -113,7 +113,8 @@ class LayerKind(NamedTuple):
     """A decoder layer. Windows, scales, slopes and rope tables are data.
 
     ``turns``: queries and keys have rotary positions. ``alibi``: scores have ALiBi's terms. ``qk_norm`` norms each head
-    of queries and keys. ``o_norm`` norms the output of attention, ``down_norm`` the output of the other block.
+    of queries and keys. ``o_norm`` norms the output of attention, ``down_norm`` the output of the other block. Without
+    a ``norm`` the layer is given its inputs, beside the residual stream.
     """
 
     hidden: int
@@ -124,7 +125,7 @@ class LayerKind(NamedTuple):
     block_size: int
     turns: bool
     alibi: bool
-    norm: RowNorm
+    norm: RowNorm | None
     qk_norm: RowNorm | None
     o_norm: RowNorm | None
     post_norm: RowNorm
@@ -145,7 +146,7 @@ FRAME = {
     name: at
     for at, name in enumerate(
         "x attended qkv inner normed scores positions tables rows threads counters added adapted slots shrunk logits "
-        "chosen shares order starts visited visit_slots outputs shared_inner shared_outputs shared_shares".split()
+        "chosen shares order starts visited visit_slots outputs shared_inner shared_outputs shared_shares given".split()
     )
 }  # fmt: skip
 """Fields of the frame of a step, words of 64 bits."""

@@ -172,15 +172,18 @@ class Functions:
         self.team.set("adapted", self._adapters.adapted)
         self.team.set("slots", self._adapters.address)
 
-    def layers(self, part: Sequence[int], residual: Tensor) -> Tensor:
+    def layers(self, part: Sequence[int], residual: Tensor, given: Tensor | None = None) -> Tensor:
         """Run consecutive layers on ``residual`` [tokens, hidden]; rows that pad a step are left as they are.
 
+        ``given`` [tokens, inputs] are the inputs of a layer that does not norm the residual stream.
         Return ``residual``, or after the last layer's front its attention [tokens, heads * dim], valid until the next
         call.
         """
         ends = part[-1] == len(self._frames) - 1
         attended = self._attended[: residual.shape[0]]
         self._point(residual, attended, rows := min(self.attention.rows, residual.shape[0]))
+        if given is not None:
+            self.team.point("given", given)
         count = 2 * (part[-1] - part[0]) + (1 if ends else 2)
         self.team.run_all(self._jobs.ctypes.data + 8 * 2 * _JOB_WORDS * part[0], count, rows)
         return attended if ends else residual
@@ -267,7 +270,7 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
     attention = layer.attention
     cached = str(attention.cache.dtype).removeprefix("torch.")
     return LayerKind(
-        hidden=products["qkv"].inputs,
+        hidden=products["o"].results,
         heads=attention.num_heads,
         kv_heads=attention.num_kv_heads,
         dim=attention.head_dim,
@@ -275,7 +278,7 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         block_size=limits.block_size,
         turns=attention.rope is not None,
         alibi=attention.alibi is not None,
-        norm=_packed(layer.input_norm).how,
+        norm=_packed(layer.input_norm).how if products["qkv"].inputs == products["o"].results else None,
         qk_norm=_how(attention.qk_norm),
         o_norm=_how(layer.o_norm),
         post_norm=_packed(layer.post_norm).how,
