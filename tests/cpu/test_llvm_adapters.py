@@ -13,9 +13,16 @@ import transformers
 from torch import Tensor
 
 from preheat.backends.base import LayerContext, LayerWeights
+from preheat.errors import NotInvariant
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import LowRank
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
+from preheat.verify.boot import BootCheck
+from preheat.verify.check_runner import CheckRunner
 from preheat.verify.drive import in_groups
+from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
 from tests.cpu.test_lora import (
     ADAPTERS,
@@ -28,13 +35,14 @@ from tests.cpu.test_lora import (
     pytestmark,  # noqa: F401 - warnings of PEFT
     save_adapter,
 )
+from tests.cpu.test_lora_check import SETTINGS as CHECKED
 from tests.layers import value_of
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets, team, terms
-from preheat.backends.cpu.llvm.adapters import PanelAdapters
+from preheat.backends.cpu.llvm.adapters import PanelAdapterRows, PanelAdapters, PanelSlots
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME
 from preheat.backends.cpu.llvm.layer import PanelLayer
 from preheat.backends.cpu.llvm.memory import zeros
@@ -125,7 +133,7 @@ def test_adapters_of_experts_have_the_logits_of_peft_and_change_only_their_own_r
 
 # --- one product with adapters ---
 
-INPUTS, OUTPUTS, RANK = 1104, (64, 32), 23
+INPUTS, OUTPUTS, RANK = 1104, (72, 40), 23
 
 
 class Adapted:
@@ -245,3 +253,63 @@ def test_a_term_that_follows_the_number_of_rows_is_seen(monkeypatch):
     monkeypatch.setattr(terms, "_sums", cut)
     with pytest.raises(AssertionError):
         test_a_rows_bits_depend_on_the_row_and_its_adapter_alone("", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """Boot an engine of experts with adapters, checked as a boot is."""
+    folder = tmp_path_factory.mktemp("checked")
+    save_checkpoint(EXPERTS, folder)
+    settings = CHECKED | {"model": str(folder), "execution_mode": "llvm"}
+    loop = boot_engine(Settings.load(settings, {}), InlineTransport())
+    record = Record.of(loop.packer.plan, model="experts", platform="cpu", dtype="float32", mode="llvm")
+    runner = CheckRunner(loop.scheduler.pool, loop.packer, loop.executor)
+    return BootCheck(runner, record, loop.executor.backend.facts, loop.grammars)
+
+
+def by_place(patch):
+    """Plant matrices of later slots that are slightly off."""
+    right = PanelSlots.write
+
+    def write(self, slot, packed):
+        off = 1 + 2**-16 * slot
+        right(self, slot, [each and each._replace(scale=each.scale * off) for each in packed])
+
+    patch.setattr(PanelSlots, "write", write)
+
+
+def left_behind(patch):
+    """Plant a slot that keeps the ranks of the adapter before."""
+    right = PanelSlots.write
+
+    def write(self, slot, packed):
+        before = self._tiles[slot].copy()
+        right(self, slot, packed)
+        self._tiles[slot] = np.maximum(before, self._tiles[slot])
+
+    patch.setattr(PanelSlots, "write", write)
+    patch.setattr(PanelSlots, "clear", lambda self, slot: None)
+
+
+def neighbors_adapter(patch):
+    """Plant a step where all adapted rows have the lowest slot among them."""
+    right = PanelAdapterRows.describe
+
+    def describe(self, turn, step, slots):
+        lowest = min(slots[slots >= 0], default=-1)
+        right(self, turn, step, np.where(slots < 0, slots, lowest).astype(slots.dtype))
+
+    patch.setattr(PanelAdapterRows, "describe", describe)
+
+
+def test_all_is_well_at_boot(checked):
+    checked.run("adapters")
+
+
+@pytest.mark.parametrize("plant", [by_place, left_behind, neighbors_adapter])
+def test_the_check_at_boot_sees_a_fault_of_adapters_alone(checked, monkeypatch, plant):
+    plant(monkeypatch)
+    for usual in ("later run", "co-batched", "chunked", "decode"):
+        checked.run(usual)
+    with pytest.raises(NotInvariant, match="adapters: a context has other logits"):
+        checked.run("adapters")

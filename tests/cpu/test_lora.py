@@ -277,7 +277,7 @@ def test_every_step_with_adapters_is_planned_and_loading_is_not_cold(folder):
 
 
 def test_adapters_are_packed_by_the_thread_that_reads_them(folder, monkeypatch):
-    own = engine(folder, [], max_loras=1)
+    own = engine(folder, [], max_loras=1, execution_mode="eager")
     threads, right = list[str](), SlotTable.pack
 
     def pack(self, parts):
@@ -441,7 +441,7 @@ def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tm
     for folder in (tmp_path / "plain", tmp_path / "awq"):
         save_adapter(tmp_path / "plain" / "base", folder / "all", ADAPTERS["all"], seed=0)
     asked = prompts("all", "", "all")
-    found, right = (engine(tmp_path / name, ["all"]).run(asked) for name in ("awq", "plain"))
+    found, right = (engine(tmp_path / name, ["all"], execution_mode="eager").run(asked) for name in ("awq", "plain"))
     assert found == right
 
 

@@ -27,8 +27,9 @@ from tests.cpu.checkpoints import MODELS, save_checkpoint
 SETTINGS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16, "skip_warmup": True,
     "dtype": "float32", "kv_cache_memory_bytes": 1 << 26, "contiguous_pa": False, "enable_lora": True, "max_loras": 2,
-    "max_lora_rank": 24,
+    "max_lora_rank": 24, "execution_mode": "eager",
 }  # fmt: skip
+"""Settings of engines in which faults of torch's operations are planted."""
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def prompts() -> list[list[int]]:
 def answers(folder: Path, batches: list[list[list[int]]], **options: Any) -> list[Any]:
     llm = LLM(
         str(folder), skip_tokenizer_init=True, max_model_len=128, block_size=16, max_num_seqs=16, dtype="float32",
-        skip_warmup=False, on_cold="raise", **options,
+        skip_warmup=False, on_cold="raise", execution_mode="eager", **options,
     )  # fmt: skip
     outputs = [output for batch in batches for output in llm.generate(batch, PARAMS, use_tqdm=False)]
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]

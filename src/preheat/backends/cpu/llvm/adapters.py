@@ -15,7 +15,6 @@ from preheat.backends.base import AdapterStep
 from preheat.backends.cpu.llvm.kinds import PANEL, TERMS, Product, Terms
 from preheat.backends.cpu.llvm.memory import vector, zeros
 from preheat.backends.cpu.lowrank import CpuAdapterRows
-from preheat.errors import ModelError
 from preheat.ops.matmul import LowRankPair, pair_dtype
 from preheat.ops.values import TILE, LowRank, Matmul
 
@@ -92,9 +91,11 @@ class PanelSlots:
         self._b = torch.zeros(term.slots, matrices, tiles, TILE, how.padded)
         self._tiles, self._rounded = (zeros(prod(shape), np.int64).reshape(shape) for _ in range(2))
         self._scales = zeros(prod(shape), np.float32).reshape(shape)
-        self._part = _part_of_panels(self._places, how.padded)
+        self._lanes = _lanes(self._places, how.padded)
+        self._parts = _parts(self._lanes)
         self.frame = zeros(len(TERMS), np.int64)
-        arrays = {"tiles": self._tiles, "scales": self._scales, "rounded": self._rounded, "part": self._part}
+        arrays = {"tiles": self._tiles, "scales": self._scales, "rounded": self._rounded}
+        arrays |= {"parts": self._parts, "lanes": self._lanes}
         for name, array in arrays.items():
             self.frame[TERMS[name]] = array.ctypes.data
         self.frame[TERMS["first"]], self.frame[TERMS["second"]] = self._a.data_ptr(), self._b.data_ptr()
@@ -172,16 +173,18 @@ def _places(term: LowRank, how: Product) -> list[Tensor]:
     return list(torch.split(place, list(term.parts)))
 
 
-def _part_of_panels(places: Sequence[Tensor], outputs: int) -> np.ndarray:
-    """Return the part of each panel. Raise ModelError for a panel with outputs of several parts."""
-    found = zeros(outputs // PANEL, np.int64)
-    panels = [np.unique(mine.numpy() // PANEL) for mine in places]
-    if sum(map(len, panels)) > len(np.unique(np.concatenate(panels))):
-        sizes = " + ".join(str(len(mine)) for mine in places)
-        raise ModelError(
-            f"execution mode llvm: adapters of modules with {sizes} outputs have no function, only multiples of "
-            f"{PANEL}; use --execution-mode eager, or leave enable_lora out"
-        )
-    for part, mine in enumerate(panels):
-        found[mine] = part
+def _lanes(places: Sequence[Tensor], outputs: int) -> np.ndarray:
+    """Return the part of each of the ``outputs`` in panels, int32; -1: no output."""
+    found = zeros(outputs, np.int32)
+    found[:] = -1
+    for part, mine in enumerate(places):
+        found[mine.numpy()] = part
+    return found
+
+
+def _parts(lanes: np.ndarray) -> np.ndarray:
+    """Return the parts of each panel, int64 [panels, 2]: from, to."""
+    panels, last = lanes.reshape(-1, PANEL), np.iinfo(np.int32).max
+    found = zeros(2 * len(panels), np.int64).reshape(-1, 2)
+    found[:, 0], found[:, 1] = np.where(panels < 0, last, panels).min(1), panels.max(1) + 1
     return found

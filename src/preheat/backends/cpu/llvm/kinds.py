@@ -177,7 +177,7 @@ and the factors of stored keys and values. A ``step`` is the number of bytes fro
 SPLIT = 256
 """Keys of a KV split: a split has a softmax of its own, and splits are merged in rising order."""
 
-TERMS = {name: at for at, name in enumerate("first second tiles scales rounded part".split())}
+TERMS = {name: at for at, name in enumerate("first second tiles scales rounded parts lanes".split())}
 """Fields of the frame of a layer's adapter slots: addresses, see :mod:`preheat.backends.cpu.llvm.adapters`."""
 
 assert len(FRAME) <= JOB, "fields of the step's frame overlap the fields that threads watch"

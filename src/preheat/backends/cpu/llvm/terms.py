@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm.emit import LANES, LONG, POINTER, Function, Value
+from preheat.backends.cpu.llvm.emit import LANES, LONG, POINTER, WORD, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Once, Phase
 from preheat.backends.cpu.llvm.kinds import FRAME, PANEL, TERMS, Product, Terms
 from preheat.backends.cpu.llvm.narrow import NARROW
@@ -125,20 +125,28 @@ def _expand(module: ir.Module, how: Product, terms: Terms) -> ir.Function:
     e.function.linkage = "internal"
     e.function.attributes.add("noinline")
     frame, shrunk, slot, panel, *out = e.args
-    second, tiles, part = (e.field(frame, TERMS[x], POINTER) for x in ("second", "tiles", "part"))
-    mine = e.field(part, panel)
-    totals = [e.variable(e.v(NOTHING)) for _ in out]
-    with e.loop(0, e.field(tiles, pair(e, terms, slot, mine))) as tile:
-        ranks = e.mul(e.add(e.mul(slot, terms.tiles), tile), TILE)
-        row = e.at(shrunk, e.mul(e.add(e.mul(mine, terms.tiles), tile), TILE))
-        sums = [e.v(0.0) for _ in out]
-        for rank in range(TILE):
-            factor = e.splat(e.load(row, rank))
-            at = e.add(e.mul(e.add(ranks, rank), how.padded), e.mul(panel, PANEL))
-            sums = [e.fma(e.vector(second, e.add(at, LANES * half)), factor, sum_) for half, sum_ in enumerate(sums)]
-        for total, sum_ in zip(totals, sums, strict=True):
-            e.set(total, e.b.fadd(e.get(total), sum_))
-    for place, total in zip(out, totals, strict=True):
-        e.store(e.get(total), place)
+    second, tiles, parts, lanes = (e.field(frame, TERMS[x], POINTER) for x in ("second", "tiles", "parts", "lanes"))
+    low, high = (e.field(parts, e.add(e.mul(panel, 2), place)) for place in (0, 1))
+    found = [e.variable(e.v(NOTHING)) for _ in out]
+    with e.loop(low, high) as part:
+        totals = [e.variable(e.v(NOTHING)) for _ in out]
+        with e.loop(0, e.field(tiles, pair(e, terms, slot, part))) as tile:
+            ranks = e.mul(e.add(e.mul(slot, terms.tiles), tile), TILE)
+            row = e.at(shrunk, e.mul(e.add(e.mul(part, terms.tiles), tile), TILE))
+            sums = [e.v(0.0) for _ in out]
+            for rank in range(TILE):
+                factor = e.splat(e.load(row, rank))
+                at = e.add(e.mul(e.add(ranks, rank), how.padded), e.mul(panel, PANEL))
+                columns = [e.vector(second, e.add(at, LANES * half)) for half in (0, 1)]
+                sums = [e.fma(each, factor, sum_) for each, sum_ in zip(columns, sums, strict=True)]
+            for total, sum_ in zip(totals, sums, strict=True):
+                e.set(total, e.b.fadd(e.get(total), sum_))
+        mine = e.splat(e.b.trunc(part, WORD), WORDS)
+        for half, (each, total) in enumerate(zip(found, totals, strict=True)):
+            at = e.at(lanes, e.add(e.mul(panel, PANEL), LANES * half), WORD)
+            own = e.b.icmp_signed("==", e.b.load(at, typ=WORDS, align=4), mine)
+            e.set(each, e.b.select(own, e.get(total), e.get(each)))
+    for place, each in zip(out, found, strict=True):
+        e.store(e.get(each), place)
     e.close()
     return e.function
