@@ -163,8 +163,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
-    Refused("llvm", "tensor_parallel pipeline ray w8a8 inc",
-            "a compiled function runs a whole plain layer, whose weights stay where they are"),
+    Refused("llvm", "tensor_parallel pipeline ray", "compiled layers exchange nothing with other ranks"),
+    Refused("llvm", "w8a8 inc", "no compiled function reads inputs in float8"),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
 
