@@ -12,6 +12,7 @@ the prompt, is subtracted. Engines other than preheat and transformers live in e
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -26,12 +27,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from safetensors import safe_open
 
 from benchmarks.common.checkpoint import write_checkpoint
 from benchmarks.common.report import parser, save
-from benchmarks.vs_llama_cpp import write_weights
-from preheat.model.files import find_checkpoint, read_config
+from preheat.model.files import find_checkpoint, read_config, weight_files
 
 CHILD = Path(__file__).parent / "common" / "cpu_engine.py"
 OUTPUTS = 64
@@ -127,6 +129,15 @@ def folder_of(model: str, root: Path) -> Path:
     return folder
 
 
+def write_weights(folder: Path, out: Path) -> None:
+    """Write all tensors of a checkpoint in ``folder`` as float32, for :mod:`benchmarks.common.llama_cpp_engine`."""
+    tensors: dict[str, np.ndarray] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118
+    np.savez(out, **tensors)  # type: ignore[arg-type]  # numpy's own stub
+
+
 @contextmanager
 def children(model: str, names: Sequence[str], pythons: Mapping[str, str], threads: int) -> Iterator[list[Child]]:
     """Start the engines one after the other."""
@@ -193,25 +204,24 @@ def main(words: Sequence[str]) -> None:
         name for name in args.engines if (kind := ENGINES[name].kind) in ("llama.cpp", "vllm") and kind not in pythons
     ]
     names = [name for name in args.engines if name not in without]
-    figures: dict[str, Any] = {"threads": args.threads, "runs": args.runs, "busy": args.busy, "left_out": without}
+    facts = {"threads": args.threads, "runs": args.runs, "busy": args.busy, "left_out": without}
     with ExitStack() as stack:
         if args.busy:
             hog = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(hog.kill)
         for model in args.models:
-            some = stack.enter_context(children(model, names, pythons, args.threads))
-            draw = random.Random(0)
-            for sequences in args.sequences:
-                for length in args.prompts:
-                    load = {
-                        "prompts": [[draw.randrange(10, 4000) for _ in range(length)] for _ in range(sequences)],
-                        "outputs": [OUTPUTS] * sequences,
-                    }
-                    case = f"{model}, {sequences} x {length}"
-                    figures[case] = measure(some, load, args.runs)
-                    print(
-                        case, *(f"\n  {name:30} {json.dumps(each)}" for name, each in figures[case].items()), flush=True
-                    )
-            for child in some:
-                child.close()
-    print(save(f"cpu_engines{args.name}", figures))
+            with children(model, names, pythons, args.threads) as some:
+                cases = dict(measured(some, args.sequences, args.prompts, args.runs))
+            print(save(f"cpu_engines_{model}{args.name}", facts | {"cases": cases}))
+
+
+def measured(
+    some: Sequence[Child], sequences: Sequence[int], prompts: Sequence[int], runs: int
+) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """Yield the name and the figures of each load: so many sequences, with prompts of so many tokens."""
+    draw = random.Random(0)
+    for count, length in itertools.product(sequences, prompts):
+        asked = [[draw.randrange(10, 4000) for _ in range(length)] for _ in range(count)]
+        found = measure(some, {"prompts": asked, "outputs": [OUTPUTS] * count}, runs)
+        print(f"{count} x {length}", *(f"\n  {name:30} {json.dumps(each)}" for name, each in found.items()), flush=True)
+        yield f"{count} x {length}", found

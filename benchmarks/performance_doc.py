@@ -138,6 +138,31 @@ def invariance_cost(shape: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+def cpu_engines(name: str, results: Path) -> str:
+    """Return a table of engines on a CPU: for each load the tokens a second with prompts, decoding, and of prompts."""
+    path = results / f"cpu_engines_{name}.json"
+    if not path.exists():
+        return f"\n{name}: not measured yet.\n\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    cases, threads = found["figures"]["cases"], found["figures"]["threads"]
+    engines = dict.fromkeys(engine for case in cases.values() for engine in case)
+    lines = [
+        f"\n{name}, {threads} threads. {_machine(found['machine'])}.\n",
+        f"\n| | {' | '.join(case.replace(' x ', ' × ') for case in cases)} |\n| --- |{' --- |' * len(cases)}\n",
+    ]
+    for engine in engines:
+        cells = [
+            " / ".join(f"{case[engine][key]:,.0f}" for key in CPU_FIGURES) if engine in case else "–"
+            for case in cases.values()
+        ]
+        lines.append(f"| {engine} | {' | '.join(cells)} |\n")
+    lines += [f"\nLeft out: {', '.join(left)}.\n" for left in [found["figures"]["left_out"]] if left]
+    return "".join(lines) + "\n"
+
+
+CPU_FIGURES = ("tokens_per_s", "decode_tokens_per_s", "prompt_tokens_per_s")
+
+
 def plot(shape: str, results: Path) -> str:
     """Return the picture of the time between tokens, if there is one."""
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
@@ -189,6 +214,7 @@ def svg(shape: str, results: Path) -> str | None:
 WRITERS = {
     "beside_vllm": beside_vllm,
     "by_format": by_format,
+    "cpu_engines": cpu_engines,
     "invariance_cost": invariance_cost,
     "kernels": kernels,
     "plot": plot,

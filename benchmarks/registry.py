@@ -46,7 +46,6 @@ SINGLE = {
     "sum_chains": "one sum for an output or four interleaved ones, in a product of one row on a CPU",
     "start": "from the command to the open port and to ready, and what is imported on the way",
     "traffic": "bucket sizes solved from recorded traffic against exponential ones",
-    "vs_llama_cpp": "tokens a second against llama.cpp, on a CPU",
     "vs_transformers": "tokens a second against transformers' generate",
 }
 """One module each, ``benchmarks/NAME.py``, with a ``main`` that takes its arguments."""

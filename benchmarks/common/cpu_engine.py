@@ -131,7 +131,7 @@ class LlamaCpp:
 
     def __init__(self, task: dict[str, Any]) -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-        import llama_cpp_run as run
+        import llama_cpp_engine as run
 
         if not os.path.exists(task["gguf"]):
             run.write(task)

@@ -1,4 +1,4 @@
-"""The mode of an engine that asks for none: compiled layers, or torch's operations for what has no functions."""
+"""The mode of an engine that asks for none: compiled layers, or torch's operations where functions are missing."""
 
 from __future__ import annotations
 

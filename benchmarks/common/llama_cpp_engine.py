@@ -1,14 +1,7 @@
-"""Runs llama.cpp in an environment without preheat.
-
-A task in JSON comes on stdin; seconds of each run go to stdout. See :mod:`benchmarks.vs_llama_cpp`.
-"""
+"""llama.cpp in an environment without preheat, for :mod:`benchmarks.common.cpu_engine`."""
 
 # mypy: ignore-errors
 
-import json
-import os
-import sys
-import time
 from typing import Any
 
 import gguf
@@ -124,20 +117,3 @@ class Engine:
             for seq, token in self.decode(step).items():
                 answers[seq].append(token)
         return answers
-
-
-def main() -> None:
-    task = json.load(sys.stdin)
-    if not os.path.exists(task["gguf"]):
-        write(task)
-    engine, times = Engine(task), []
-    first = engine.generate(task["prompts"], task["outputs"])
-    for _ in range(task["runs"]):
-        started = time.perf_counter()
-        assert engine.generate(task["prompts"], task["outputs"]) == first
-        times.append(time.perf_counter() - started)
-    print(json.dumps(first[0][:16]), file=sys.stderr)
-    print(json.dumps(times))
-
-
-main()
