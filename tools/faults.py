@@ -272,8 +272,8 @@ FAULTS = (
     ),
     Fault(
         "a swap moves only its first 16 pairs",
-        (Edit("execution/executor.py", "pad_pairs(swaps.pairs, swaps.size)",
-              "pad_pairs(swaps.pairs[:16], swaps.size)"),),
+        (Edit("execution/executor.py", "swap_parts(swaps.pairs, swaps.size,",
+              "swap_parts(swaps.pairs[:16], swaps.size,"),),
         _CACHED,
     ),
     Fault(

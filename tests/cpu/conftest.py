@@ -25,6 +25,20 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def eager() -> Iterator[None]:
+    """Run engines in mode eager: a fault planted in an operation of torch reaches them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREHEAT_EXECUTION_MODE", "eager")
+        yield
+
+
+@pytest.fixture
+def eager_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the engines of one test in mode eager, as ``eager`` does for a module."""
+    monkeypatch.setenv("PREHEAT_EXECUTION_MODE", "eager")
+
+
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Write the first two layers of the bundled model.

@@ -31,7 +31,7 @@ LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
 """Options with contexts that cross a KV split."""
 
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "eager")
 
 
 @pytest.fixture(autouse=True, scope="module")

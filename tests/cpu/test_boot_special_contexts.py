@@ -29,7 +29,7 @@ from preheat.warmup.record import Record
 from tests.cpu import planted
 from tests.cpu.sampling_reference import Row, answer
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "eager")
 
 ROOMY = {
     "max_num_seqs": 4, "max_num_batched_tokens": 1024, "max_model_len": 640, "block_size": 32, "skip_warmup": True,

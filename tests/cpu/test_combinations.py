@@ -56,7 +56,7 @@ PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel", "llvm")
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel")
 """Traits that decide the bits of an answer."""
 
 
@@ -246,7 +246,7 @@ def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
 
     Each kind of request has an engine of its own, with the trait that it needs.
     """
-    numeric = [name for name in NUMERIC if name in names]
+    numeric = [name for name in NUMERIC if name in names] + ["llvm" if "llvm" in names else "eager"] * (not device)
     kinds = [name for name in ("adapters", "structured", "budget", "beam_search", "prompt_embeds") if name in names]
     found: dict[str, Any] = {}
     for kind in ("", *kinds):

@@ -124,6 +124,7 @@ def test_an_overflowing_token_leaves_earlier_blocks_alone() -> None:
     assert llm.loop.scheduler.stats().prefix_hits == 64
 
 
+@pytest.mark.usefixtures("eager_here")
 def test_attention_that_multiplies_by_zero_is_found(loud: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: attention that multiplies hidden values by zero breaks the comparisons above."""
 

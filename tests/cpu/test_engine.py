@@ -23,6 +23,10 @@ from preheat.warmup.record import Record
 THREADS = (1, 2)
 
 
+LOGIT_ERROR = 3e-5
+"""Largest difference between a logit and transformers' in float32."""
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Return 200 pieces of Python, 1 to 400 tokens long, some with common beginnings."""
@@ -54,14 +58,18 @@ def reference(dtype: torch.dtype) -> Any:
 
 @torch.inference_mode()
 def test_float32_gives_the_reference_tokens(prompts: list[list[int]]) -> None:
-    """Each of 64 greedy tokens is transformers' likeliest token after all tokens before it."""
+    """Each of 64 greedy tokens is transformers' likeliest token after all tokens before it.
+
+    Two tokens may be as likely as each other, to within twice the error of a logit in float32.
+    """
     some = prompts[:80]
     outputs = LLM(dtype="float32").generate(some, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
     model = reference(torch.float32)
     for prompt, output in zip(some, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == tokens
+        chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert float((logits.amax(-1) - chosen).max()) <= 2 * LOGIT_ERROR
 
 
 @torch.inference_mode()
@@ -158,6 +166,7 @@ def test_one_and_two_threads_give_the_same_bits(prompts: list[list[int]]) -> Non
     assert everywhere(some, MIXED, num_threads=1) == everywhere(some, MIXED, num_threads=2)
 
 
+@pytest.mark.usefixtures("eager_here")
 def test_an_operation_that_looks_at_its_batch_is_found(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ def test_the_other_dtype_passes_the_check_at_boot_too():
 def test_prompts_that_see_unrounded_keys_are_found(monkeypatch):
     """The check at boot and verify find prompts that attend to unrounded keys."""
     unrounded_prefill(monkeypatch)
-    run = verification(max_model_len=320)
+    run = verification(max_model_len=320, execution_mode="eager")
     assert next(result for result in run.results() if result.first).identical < SIZE.prompts
     assert "decode: " in run.blocked_reason
     assert "fp8 cache: " in run.blocked_reason
@@ -118,7 +118,7 @@ def test_scales_of_the_first_forward_are_found(monkeypatch):
     A constant error is not found.
     """
     scales_of_the_first_forward(monkeypatch)
-    run = verification(max_model_len=130)
+    run = verification(max_model_len=130, execution_mode="eager")
     next(run.results())
     assert "the first step of the process gave other logits" in run.blocked_reason
 

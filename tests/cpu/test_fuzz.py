@@ -11,6 +11,8 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.cli import main
@@ -23,7 +25,7 @@ from preheat.verify.random_engines import random_features
 from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
 from tests.cpu.planted import split_by_batch
 
-ROUNDS, FIRST_SEED = 9, 100
+ROUNDS, FIRST_SEED = 6, 100
 """The same rounds on every machine. The search for new ones is the command itself."""
 
 
@@ -35,6 +37,7 @@ def test_random_requests_in_random_models_have_the_bits_that_they_have_alone():
     assert [result.path for result in rounds] == [f"seed {FIRST_SEED + number}" for number in range(ROUNDS)]
 
 
+@pytest.mark.usefixtures("eager_here")
 def test_a_planted_kernel_is_found_and_its_seed_finds_it_again(monkeypatch, capsys):
     split_by_batch(monkeypatch)
     flags = ["verify", "--device", "cpu", "--log-level", "warning"]

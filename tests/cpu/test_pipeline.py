@@ -22,6 +22,8 @@ from preheat.settings import Settings
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_tensor_parallel import OPTIONS, answers, record_of
 
+pytestmark = pytest.mark.usefixtures("eager")  # faults are planted in operations of torch
+
 
 def close(llm: LLM) -> None:
     if (ranks := getattr(llm.loop.executor, "ranks", None)) is not None:

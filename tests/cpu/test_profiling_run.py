@@ -98,7 +98,7 @@ def test_the_lines_of_a_start(caplog):
                   "init_cache_engine took in total "):  # fmt: skip
         assert [line for line in info if line.startswith(begin)], begin
     (division,) = (line for line in info if line.startswith("Free device memory: "))
-    assert "(VLLM_GRAPH_RESERVED_MEM=0.1; execution mode eager captures none)" in division
+    assert "(VLLM_GRAPH_RESERVED_MEM=0.1; execution mode llvm captures none)" in division
     assert not [line for line in info if "device memory" in line and line != division]
     assert not [line for line in info if line.startswith(("[Warmup]", "temp=", "Pre-loading"))]
     debug = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]

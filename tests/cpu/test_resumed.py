@@ -13,6 +13,8 @@ from preheat.verify.drive import Engine, in_groups
 from preheat.verify.prompts import with_settings
 from tests.cpu import planted
 
+pytestmark = pytest.mark.usefixtures("eager")  # faults are planted in operations of torch
+
 OUTPUTS = 24
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,

@@ -11,6 +11,7 @@ from preheat.execution.logit_stages import sampling_input
 from preheat.ops.sampler import HostSampler, TokenCounts
 from preheat.ops.sampling import Penalties
 from preheat.schedule.slots import Slots
+from preheat.utils.memory import give_back_large_blocks
 
 VOCAB = 12
 PARAMS = SamplingParams(temperature=0.9, presence_penalty=0.4, frequency_penalty=0.9, repetition_penalty=1.4)
@@ -133,6 +134,7 @@ def test_penalties_by_hand() -> None:
 
 def test_memory_is_untouched_until_needed() -> None:
     """A host's counts for 256 slots of a large vocabulary do not take their whole size at start."""
+    give_back_large_blocks()  # as an engine does at its start
     with open("/proc/self/statm") as statm:
         before = int(statm.read().split()[1])
     counts = TokenCounts(256, 128_256)

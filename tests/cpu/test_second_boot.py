@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -82,8 +83,8 @@ def test_several_steps_in_total(caplog):
         kept.write(b"x" * len(kept))
     assert [step.name for step in steps.done] == ["one"]
     assert steps.done[0].bytes >= len(kept) // 2
-    assert caplog.messages[0].startswith("one took 3")
-    assert caplog.messages[1].startswith("Both took in total 3")
+    assert re.match(r"one took \d", caplog.messages[0])
+    assert re.match(r"Both took in total \d", caplog.messages[1])
 
 
 @pytest.mark.parametrize("policy", ["unified", "split"])

@@ -88,6 +88,7 @@ def test_all_paths_are_identical_and_were_really_taken(verified):
     assert len(verdict.digest) == 32
 
 
+@pytest.mark.usefixtures("eager_here")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_kernel_is_found(plant, monkeypatch):
     """The model is whole: two layers round the smaller fault away in bfloat16."""
@@ -146,6 +147,7 @@ def test_the_command_says_so_and_exits_with_0(quick, capsys):
     assert lines[-1] == "check at boot: did not run"
 
 
+@pytest.mark.usefixtures("eager_here")
 def test_the_command_exits_with_1_on_any_difference(quick, capsys, monkeypatch):
     PLANTS["threshold"](monkeypatch, rows=3)
     assert main([*quick, "--json", "--dtype", "float32"]) == 1  # bfloat16 rounds most of it away

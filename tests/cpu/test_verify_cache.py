@@ -21,7 +21,7 @@ from preheat.verify.served_path import served
 from preheat.verify.verification import tight
 from tests.cpu.planted import split_by_batch
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "eager")
 
 OUTPUTS = 12
 OPTIONS = {"max_num_seqs": 8, "block_size": 32, "skip_warmup": True, "boot_check": "off", "on_cold": "off"}

@@ -147,6 +147,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.usefixtures("eager_here")
 def test_each_planted_fault_is_found_by_its_path(monkeypatch):
     """Each planted fault is found by its path, all at once: none reaches the path of another."""
     for plant in PLANTED.values():

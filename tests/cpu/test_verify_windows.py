@@ -15,6 +15,8 @@ from preheat.verify.drive import Engine
 from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Record
 
+pytestmark = pytest.mark.usefixtures("eager")  # faults are planted in operations of torch
+
 WINDOW = 20
 CONFIG = {
     "architectures": ["Gemma3ForCausalLM"], "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,

@@ -81,7 +81,7 @@ def answers(engine: LLM, names: Sequence[str] = tuple(REQUESTS)) -> list[Request
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[RequestOutput]:
-    return answers(LLM(model, device="cpu", **OPTIONS))
+    return answers(LLM(model, device="cpu", execution_mode="eager", **OPTIONS))
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -126,7 +126,9 @@ def test_quantized_k_splits_too(model):
     schemes = [linear.shape.scheme for _, linear in engine.loop.executor.decoder.weights.linears() if linear.shape]
     assert {scheme and scheme.kind for scheme in schemes} == {"w8a8", None}
     names = ["greedy", "seeded"]
-    assert tokens_of(answers(engine, names)) == tokens_of(answers(LLM(model, device="cpu", **options), names))
+    assert tokens_of(answers(engine, names)) == tokens_of(
+        answers(LLM(model, device="cpu", execution_mode="eager", **options), names)
+    )
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -172,7 +174,9 @@ def test_the_heads_logits_equal_plain_torch(tmp_path):
     options = {**OPTIONS, "load_format": "auto", "dtype": "float32"}
     prompts = [[5, 9, 200, 31, 77], [300, 12, *range(40, 58)]]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    right = LLM(str(tmp_path), device="cpu", **options).generate(prompts, params, use_tqdm=False)
+    right = LLM(str(tmp_path), device="cpu", execution_mode="eager", **options).generate(
+        prompts, params, use_tqdm=False
+    )
     engine = LLM(str(tmp_path), **options, speculative_config=config)
     engine.loop.scheduler.drafting.proposer.waits = True  # the comparison is by the tokens before a feature
     found = heard(engine)
@@ -211,7 +215,9 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     backend.save(str(tmp_path / "tokenizer.json"))
     options = OPTIONS | {"skip_tokenizer_init": False, "max_num_seqs": 3}
-    right = LLM(str(tmp_path), device="cpu", **options).generate([[5], [6], [7]], MIXED, use_tqdm=False)
+    right = LLM(str(tmp_path), device="cpu", execution_mode="eager", **options).generate(
+        [[5], [6], [7]], MIXED, use_tqdm=False
+    )
     engine, order = LLM(str(tmp_path), **options), list[str]()
 
     def noted(owner: object, name: str) -> None:
@@ -257,8 +263,8 @@ def test_adapters_that_change_slots_beside_rows_without_an_adapter(k_splits, tmp
         return found
 
     found = said()
-    assert found == said(device="cpu")
-    plain = LLM(model, device="cpu", **OPTIONS | {"tp_invariant": k_splits})
+    assert found == said(device="cpu", execution_mode="eager")
+    plain = LLM(model, device="cpu", execution_mode="eager", **OPTIONS | {"tp_invariant": k_splits})
     without = tokens_of(plain.generate(prompts, params, use_tqdm=False))
     assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]
 

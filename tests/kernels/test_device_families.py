@@ -45,7 +45,7 @@ def test_a_family_has_the_answers_of_the_cpu(family: str, tmp_path: Path, monkey
     architecture = {"architectures": [f"{family}ForCausalLM"], "dtype": "float32", "vocab_size": VOCAB}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **architecture, "eos_token_id": 2}))
     names = ("greedy", "seeded", "penalised", "prompt")
-    right = answers(LLM(str(tmp_path), device="cpu", **OPTIONS), names)
+    right = answers(LLM(str(tmp_path), device="cpu", execution_mode="eager", **OPTIONS), names)
     monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
     found = answers(LLM(str(tmp_path), **OPTIONS), names)
     assert tokens_of(found) == tokens_of(right)
@@ -69,7 +69,9 @@ def test_images_are_encoded_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
         {"prompt_token_ids": [VOCAB - 1, 6], "multi_modal_data": {"image": pictures[1]}},
     ]
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=3, ignore_eos=True)
-    right = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(prompts, params, use_tqdm=False)
+    right = LLM(str(tmp_path), device="cpu", execution_mode="eager", **OPTIONS).generate(
+        prompts, params, use_tqdm=False
+    )
     monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
     found = LLM(str(tmp_path), **OPTIONS).generate(prompts, params, use_tqdm=False)
     assert tokens_of(found) == tokens_of(right)

@@ -97,7 +97,7 @@ def test_errors_of_prompt_files_name_the_mistake(text, message):
         ("serve --served-model-name a b", "write the model before it"),
         ("generate --prompt x --top-k -5", "between -1 and 2147483647"),
         ("plan --hf-overrides []", "not a JSON object"),
-        ("plan --quantization awq", "only fp8 and inc can be made while loading"),
+        ("plan --quantization awq", "only fp8, int8, int4 and inc can be made while loading"),
         ("generate --prompt x --top-p 3", "top_p"),
         ("generate --prompt x --logit-bias [1]", "--logit-bias"),
         ("generate --prompts missing.txt", "missing.txt"),

@@ -37,7 +37,7 @@ def test_gaudis_own_table(lazy, eager, mode):
     assert resolve(FACTS["hpu"], settings) == mode
 
 
-@pytest.mark.parametrize(("platform", "mode"), [("cpu", "eager"), ("cuda", "graphs"), ("hpu", "graphs")])
+@pytest.mark.parametrize(("platform", "mode"), [("cpu", "llvm"), ("cuda", "graphs"), ("hpu", "graphs")])
 def test_the_default_of_each_platform(platform, mode):
     assert resolve(FACTS[platform], Settings()) == mode
 
@@ -119,7 +119,7 @@ def test_the_page_shows_the_table(platform):
 def test_without_a_compiler_the_bridge_gives_way_and_a_named_mode_is_an_error(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     facts = replace(FACTS["cpu"], modes=cpu_facts.modes())
-    assert resolve(facts, Settings.load({}, env={"PT_HPU_LAZY_MODE": "0"})) == "eager"
+    assert resolve(facts, Settings.load({}, env={"PT_HPU_LAZY_MODE": "0"})) == facts.modes.default
     assert "install g++" in caplog.text
     with pytest.raises(SettingsError, match=r"install g\+\+"):
         resolve(facts, Settings.load({"execution_mode": "compile"}))

@@ -96,7 +96,7 @@ CHECKS: tuple[Check, ...] = (
     Check("compaction", lambda asked: policy_of(asked.settings).compacts and asked.longest > 1
           and asked.limits.num_blocks > 2),
     Check("windows", lambda asked: not asked.pools and asked.windowed),
-    Check("eager", lambda asked: asked.mode != "eager"),
+    Check("eager", lambda asked: asked.mode not in ("eager", "llvm")),
 )  # fmt: skip
 """The checks in the order in which they run; :data:`preheat.verify.boot.CHECKS` has their functions."""
 

@@ -60,10 +60,10 @@ class Functions:
     ) -> None:  # fmt: skip
         self._rows, self._kept = rows, list[Tensor]()
         self._kinds = [_kind(layer, limits) for layer in layers]
-        panels = [each for layer in layers for each in _panels(layer).values()]
-        panels += [each for each in others if isinstance(each, PanelLayer)]
+        single = [each for each in others if isinstance(each, PanelLayer)]
+        panels = [*(each for layer in layers for each in _panels(layer).values()), *single]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
-        alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in panels))}
+        alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
         self.source = _written(panels[0], numbers, alone, _packed(final_norm).how)
         self.code = Code(compile_code(self.source, folder)[0])
         self.team = Team(self.code, threads)
@@ -81,7 +81,7 @@ class Functions:
         self._jobs = zeros(2 * _JOB_WORDS * len(layers), np.int64)
         for pair, frame, words in zip(halves, self._frames, self._jobs.reshape(len(layers), -1), strict=True):
             words[0::2], words[1::2] = pair, frame.ctypes.data
-        for layer in panels:
+        for layer in single:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
         self.attention = LlvmAttention(self._positions, self._tables)
 
@@ -155,7 +155,8 @@ class Functions:
 
         def run(x: Tensor, frame: np.ndarray = frame) -> Tensor:
             out = torch.empty(len(x), width)
-            self._run(function, address, x, out)
+            for part in (slice(first, first + self._rows) for first in range(0, len(x), self._rows)):
+                self._run(function, address, x[part], out[part])  # an image may have more rows than a step
             return out
 
         return run
