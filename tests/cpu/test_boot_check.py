@@ -27,7 +27,7 @@ SMALL = {
     "max_num_seqs": 4, "max_num_batched_tokens": 96, "max_model_len": 64, "block_size": 16, "skip_warmup": False,
     "determinism_warmup_iterations": 0, "dtype": "float32",
 }  # fmt: skip
-LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
+LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400, "num_threads": 1}
 """Options with contexts that cross a KV split."""
 
 

@@ -25,7 +25,6 @@ from preheat import LLM, SamplingParams
 from preheat.backends.base import Collective, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
-from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cpu.sharing import CpuSharing
 from preheat.backends.rendezvous import OneNode
 from preheat.errors import RankDied, SettingsError
@@ -197,8 +196,7 @@ def test_options_that_exclude_ranks_are_refused_by_name(options):
     [(("tensor_parallel",), {}), (("tensor_parallel", "w8a8"), {"quantization": "fp8"})],
 )
 def test_traits_that_a_device_lacks_are_refused_before_weights_are_read(lacks, options, monkeypatch):
-    monkeypatch.setattr("preheat.backends.cpu.backend.FACTS", replace(CPU, lacks={lacks: "nobody has built it"}))
-    monkeypatch.setattr(CpuBackend, "facts", replace(CPU, lacks={lacks: "nobody has built it"}))
+    monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, lacks={lacks: "nobody has built it"}))
     with pytest.raises(SettingsError, match="cannot be used on cpu: nobody has built it: leave tensor_parallel_size"):
         LLM(tp_invariant=True, **OPTIONS, **options)
 

@@ -132,8 +132,8 @@ class CpuBackend:
     def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
         """Fix the thread count; compiled functions have a thread for each physical core."""
         self._compiled = mode == "llvm"
-        self.facts = FACTS.in_mode(mode)
-        self.adapters = PanelAdapters() if self._compiled else CpuAdapters()
+        self.facts = type(self).facts.in_mode(mode)
+        self.adapters = PanelAdapters() if self._compiled else type(self).adapters
         if settings.num_threads or self._compiled:
             torch.set_num_threads(settings.num_threads or physical_cores())
         self._cache = None if cache is None else cache / "llvm"
