@@ -26,7 +26,6 @@ class InterpretedCuda(CudaBackend):
     fingerprint = "Triton's interpreter"
     _pool = None
 
-    prepare = CpuBackend.prepare
     free_memory = CpuBackend.free_memory
     used_memory = CpuBackend.used_memory
     peak_memory = CpuBackend.peak_memory
@@ -42,6 +41,10 @@ class InterpretedCuda(CudaBackend):
         self.device = torch.device("cpu")
         self.adapters = CudaAdapters(self.device)
         self._configs, self.sharing = KernelConfigs(), CudaSharing(self.device)
+
+    def prepare(self, settings: Any, mode: Any, cache: Any) -> None:
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
 
 
 def boot_on(backend: CudaBackend) -> Callable[..., Any]:
