@@ -30,6 +30,8 @@ from preheat.model.specs import leaves
 from preheat.ops.float8 import simulate
 from preheat.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("eager")  # the layers of the plain model are called one by one
+
 PLAIN = {"model": "bundled", "device": "cpu", "cache_dir": "off", "dtype": "float32", "max_model_len": 200}
 COLD = {"skip_warmup": True, "boot_check": "off", "on_cold": "off", "max_num_seqs": 4}
 PROMPT = [(7 * place) % 4000 + 8 for place in range(60)]

@@ -14,6 +14,7 @@ from preheat.core import Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
 from preheat.plan.items import SWAP_SIZES, Item, SwapItem
+from preheat.schedule.defrag import pad_pairs
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.run import WarmUp
 
@@ -99,14 +100,19 @@ def test_failed_swaps_leave_the_cache_unchanged(llm: LLM, broken: list[int]) -> 
 
 
 def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
-    """Control: block 0 pads, so a swap of (1, 0) is contradicted.
+    """Control: block 0 pads the swaps of a graph, so a swap of (1, 0) is contradicted.
 
-    Hence warm-up swaps only this pair.
+    Hence warm-up swaps only this pair. Swaps that are not padded move it.
     """
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
-    runner.swap(Swaps(np.array([[1, 0]], np.int32), 8))
+    pairs = np.array([[1, 0]], np.int32)
+    runner.cache.swap(torch.from_numpy(pad_pairs(pairs, 8)).long())
     assert not torch.equal(runner.cache.data, before[:, [1, 0]])
+    runner.cache.data.copy_(before)
+    runner.swap(Swaps(pairs, 8))
+    assert torch.equal(runner.cache.data, before[:, [1, 0]])
+    runner.cache.data.copy_(before)
 
 
 def test_one_block_is_not_enough(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
