@@ -275,4 +275,4 @@ def main(words: Sequence[str]) -> None:
     torch.set_num_threads(1)
     figures["microseconds"] = {packer: measure(args.rows, args.steps, packer) for packer in PACKERS}
     print(json.dumps(figures["microseconds"]), flush=True)
-    save("host_step", figures)
+    save("_".join(filter(None, ("host_step", args.execution_mode))), figures)
