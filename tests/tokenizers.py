@@ -27,6 +27,13 @@ def byte_level() -> Backend:
     return backend
 
 
+def thinking() -> Backend:
+    """Return ``byte_level`` with the two tokens between which reasoning lies."""
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    return backend
+
+
 def sentencepiece(strip: bool = True, metaspace: bool = False) -> Backend:
     pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [*"▁abcdefghijklmnopqrstuvwxyz.,!()\n", "▁the", "▁▁", "▁a", "he", "▁he", "😀", "<0x4g>", "▁"]

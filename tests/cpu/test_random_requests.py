@@ -13,7 +13,6 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import fields
-from tokenizers import AddedToken
 
 from preheat import LLM, SamplingParams, StructuredOutputsParams
 from preheat.core import CALLERS_FIELDS
@@ -21,7 +20,7 @@ from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
-from tests.tokenizers import byte_level
+from tests.tokenizers import thinking
 
 REQUESTS, VOCAB = {"eager": 1_000, "compile": 400}, 338
 SMALL = {
@@ -81,9 +80,7 @@ def model(tmp_path_factory):
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": VOCAB}
     (folder / "config.json").write_text(json.dumps(config | sizes))
-    tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    thinking().save(str(folder / "tokenizer.json"))
     return {"model": str(folder), "reasoning_parser": "qwen3"}
 
 

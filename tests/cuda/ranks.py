@@ -74,7 +74,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     from tests import layers
 
     backend = CudaBackend(rank)
-    backend.prepare(Settings(device="cuda"), None)
+    backend.prepare(Settings(device="cuda"), "eager", None)
     assert backend.sharing is not None
     stage(f"rank {rank} on {backend.device}")
     ranks = backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None)
@@ -112,13 +112,14 @@ def exchange(rank: int, world: int, folder: str) -> None:
 
 def collective(world: int) -> None:
     """Run :func:`exchange` on ``world`` GPUs."""
-    import torch
+
+    from torch.multiprocessing.spawn import spawn
 
     from preheat.backends.cuda.early import NO_MULTICAST
 
     os.environ.update(NO_MULTICAST)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(exchange, (world, folder), nprocs=world)
+        spawn(exchange, (world, folder), nprocs=world)
     stage("collective: done")
 
 
@@ -143,6 +144,7 @@ def engine(
     ``adapters``: two of the requests have adapters; ``divided``: first matrices are divided in all layers.
     """
     from preheat import LLM, LoRARequest, SamplingParams
+    from preheat.warmup.cold_monitor import ColdMonitor
 
     options = {**OPTIONS, "enforce_eager": eager, "quantization": quantization}
     if model != "bundled":
@@ -156,6 +158,7 @@ def engine(
     began = time.monotonic()
     llm = LLM(model, tensor_parallel_size=world, tp_invariant=True, **options)
     stage(f"ready after {time.monotonic() - began:.1f} s")
+    assert isinstance(llm.loop.listener, ColdMonitor)
     record = llm.loop.listener.record
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, logprobs=3, prompt_logprobs=1, ignore_eos=True),

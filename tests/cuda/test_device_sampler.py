@@ -14,7 +14,7 @@ from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.sampler import HostSampler
-from preheat.plan.items import SAMPLER_SETTINGS
+from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
@@ -43,7 +43,7 @@ def rows_of(kinds: list[dict[str, object]], vocab: int = LARGE, spread: float = 
             .bfloat16()
             .float()
             .numpy(),
-            params=SamplingParams(**kind),  # type: ignore[arg-type]
+            params=SamplingParams(**kind),
             prompt=rng.integers(0, vocab, 20).tolist(),
             output=rng.integers(0, vocab, 10).tolist(),
             stop_ids=[3, 4],
@@ -90,7 +90,7 @@ def test_every_setting_of_the_plan() -> None:
 def test_reaches_the_survivors_and_no_other(params: dict[str, float]) -> None:
     """Many seeds of one row with many equal logits draw every survivor of the reference, and nothing else."""
     logits = (np.random.default_rng(5).integers(-6, 7, 40) / 2).astype(np.float32)
-    row = Row(logits, SamplingParams(temperature=3.0, **params))  # type: ignore[arg-type]
+    row = Row(logits, SamplingParams(temperature=3.0, **params))
     rows = [replace(row, seed=seed) for seed in range(3000)]
     assert set(sample_on(rows, "cuda")) == set(answer(row).survivors)
 

@@ -18,8 +18,8 @@ from preheat.execution.pooler import Pooler
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.warmup.graphs import DeviceGraphs
-from tests.cuda.test_engine import CONFIG, TIGHT, load
-from tests.tokenizers import byte_level
+from tests.cuda.test_engine import CONFIG, THINKING, TIGHT, load
+from tests.tokenizers import thinking
 
 LATE = 30_000_000
 """Cycles, about 15 ms: meanwhile the host can prepare dozens of steps, if nothing makes it wait."""
@@ -32,17 +32,17 @@ POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "LAST"}}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    byte_level().save(str(folder / "tokenizer.json"))
+    thinking().save(str(folder / "tokenizer.json"))
     return folder
 
 
 def kinds(model: Path) -> dict[str, dict[str, Any]]:
     return {
-        "generating": {},
-        "each step waited for": {"async_scheduling": False},
+        "generating": THINKING,
+        "each step waited for": THINKING | {"async_scheduling": False},
         "pooling": POOLING,
-        "a draft model": {"speculative_config": {"model": str(model), "num_speculative_tokens": 4}},
-        "adapters": {"enable_lora": True, "max_loras": 2},
+        "a draft model": THINKING | {"speculative_config": {"model": str(model), "num_speculative_tokens": 4}},
+        "adapters": THINKING | {"enable_lora": True, "max_loras": 2},
     }
 
 

@@ -41,7 +41,7 @@ TILES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _process():
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
 
 
 def device_configs(invariant=True):

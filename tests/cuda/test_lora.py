@@ -239,7 +239,7 @@ def test_the_added_term_equals_the_reference(dtype: torch.dtype, inputs: int) ->
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 def test_shrinking_beside_a_layer_has_the_bits_of_one_launch_after_another(activation: Any, kind: str) -> None:
     """With each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight: Any = (noise(sum(outputs), INPUTS) / 40).to(device, dtype)
@@ -278,7 +278,7 @@ def test_the_kernel_for_many_rows_adds_terms_like_a_separate_launch(
     choice: Wide, outputs: tuple[int, ...], rank: int
 ) -> None:
     """Also for tiles of two parts, parts without adapter matrices, and adapters of several rank tiles."""
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
     device, inputs, gated = torch.device("cuda"), 1024, outputs == (1536, 1536)
     weight = (noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16)
     made, rows = made_of(weight, outputs, rank, tokens=700, activation="silu_and_mul" if gated else None)
@@ -302,7 +302,7 @@ def test_the_kernel_for_many_rows_adds_terms_like_a_separate_launch(
 
 def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -> None:
     """In a graph, where the launch that expands may begin before the launch that gathers has ended."""
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
     device, count = torch.device("cuda"), 40
     rows = CudaAdapterRows(64, SLOTS, device)
     table = noise(500, 256, seed=1).to(device, torch.bfloat16)

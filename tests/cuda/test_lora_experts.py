@@ -115,7 +115,7 @@ SCHEMES = [
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "plain")
 def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: Scheme | None) -> None:
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
     bench = Bench(shape, 1500)
     for tokens in (1, 2, 7, 32, 100, 300, 1500):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,19 @@ def bits(llm: LLM) -> Any:
 
 
 @pytest.fixture
-def collecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collect garbage before every step."""
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Collect garbage before every step, apart from objects that are older than the test."""
     step = Loop.step
+    gc.collect()
+    gc.freeze()
 
     def collected(self: Loop) -> bool:
         gc.collect()
         return step(self)
 
     monkeypatch.setattr(Loop, "step", collected)
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("collecting")

@@ -42,7 +42,7 @@ TOKENS = 700
 
 @pytest.fixture(autouse=True, scope="module")
 def _process():
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertsLayer, Tensor, Tensor, Routing]:

@@ -37,6 +37,7 @@ from preheat.ops.kinds import Scheme
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
 from preheat.settings import Settings
+from preheat.warmup.record import Record
 from tests.cpu.test_quantized_layers import random_weight as random_layer
 from tests.kernels.ranks import on_ranks
 
@@ -59,7 +60,7 @@ def named(scheme):
 
 @pytest.fixture(autouse=True, scope="module")
 def _process():
-    CudaBackend().prepare(Settings(), None)
+    CudaBackend().prepare(Settings(), "eager", None)
 
 
 def shape_of(scheme, outputs=1152, inputs=896, gated=False):
@@ -276,7 +277,8 @@ def test_k_splits_have_the_same_bits_in_graphs_eager_and_in_any_batch():
         for asked in (prompts, *([prompt] for prompt in prompts)):
             outputs = [output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False)]
             found.append([(output.token_ids, output.logprobs) for output in outputs])
-        assert "enforce_eager" in more or not any(llm.loop.listener.record.cold.values())
+        record = Record.from_json(llm.loop.listener.report())
+        assert "enforce_eager" in more or not any(record.cold.values())
     assert found[0] == found[4] == [each for alone in found[1:4] for each in alone]
     assert found[1:4] == found[5:]
 

@@ -20,10 +20,10 @@ from preheat import LLM, SamplingParams, StructuredOutputsParams
 from preheat.execution import logit_stages
 from preheat.model.files import BUNDLED, BUNDLED_PATH
 from preheat.schedule.draft_length import FixedLength
-from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import Record
+from tests.cpu.test_random_requests import VOCAB
 from tests.cpu.test_speculation import RightAtRandom
-from tests.cuda.test_engine import CONFIG, VOCAB
+from tests.cuda.test_engine import CONFIG, ignore_other_engines
 from tests.tokenizers import byte_level
 
 ROOMY: dict[str, Any] = {
@@ -85,8 +85,8 @@ def questions(vocab: int, text: list[int]) -> Questions:
 
 
 def said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Said:
-    """Return tokens and exact log-probabilities; kernels built by other engines of this process are not cold here."""
-    llm.loop.listener._sources = ColdSources(llm.loop.executor.backend)
+    """Return tokens and exact log-probabilities."""
+    ignore_other_engines(llm)
     outputs = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from preheat.backends.base import Linear
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.families import read_spec
 from preheat.model.formats import expected_tensors
 from preheat.model.loader import load_weights
 
+HIDDEN = 1024
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 32000,
-    "hidden_size": 1024,
+    "hidden_size": HIDDEN,
     "intermediate_size": 3072,
     "num_hidden_layers": 2,
     "num_attention_heads": 16,
@@ -26,16 +26,6 @@ CONFIG = {
     "max_position_embeddings": 256,
 }
 SPEC = read_spec(CONFIG)
-
-
-class Keeping(CudaBackend):
-    """A GPU with linear layers that keep their weight for the test."""
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None, **more: object) -> Linear:
-        run = torch.nn.functional.linear
-        made = lambda x, out=None: run(x, weight, bias)  # noqa: E731
-        made.weight = weight  # type: ignore[attr-defined]
-        return made
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
@@ -49,25 +39,26 @@ def test_files_arrive_as_they_are(stored, tmp_path):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    weights = load_weights(SPEC, tmp_path, torch.bfloat16, Keeping())
+    weights = load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend())
     room = 2 * SPEC.num_params + THREADS * PIECE_BYTES
     assert torch.cuda.max_memory_allocated(device) - before <= 1.02 * room
     assert torch.equal(weights.embedding.cpu(), tensors["model.embed_tokens.weight"].to(torch.bfloat16))
     for index, layer in enumerate(weights.layers):
         at = f"model.layers.{index}"
         joined = torch.cat([tensors[f"{at}.self_attn.{part}_proj.weight"] for part in "qkv"])
-        assert torch.equal(layer.attention.qkv.weight.cpu(), joined.to(torch.bfloat16))
+        assert isinstance(layer.attention.qkv, Layer)
+        assert torch.equal(layer.attention.qkv.stored()[0].cpu(), joined.to(torch.bfloat16))
         assert torch.equal(layer.post_norm.weight.cpu(), tensors[f"{at}.post_attention_layernorm.weight"].bfloat16())
 
 
 def test_drawn_weights_are_the_same_each_time(tmp_path):
     drawn = [
-        load_weights(SPEC, tmp_path, torch.bfloat16, Keeping(), load_format="dummy", seed=seed).embedding
+        load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend(), load_format="dummy", seed=seed).embedding
         for seed in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
-    assert float(drawn[0].float().std()) == pytest.approx(CONFIG["hidden_size"] ** -0.5, rel=0.01)
+    assert float(drawn[0].float().std()) == pytest.approx(HIDDEN**-0.5, rel=0.01)
 
 
 def test_the_platform_reports_its_name_and_memory():
