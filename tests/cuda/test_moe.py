@@ -70,8 +70,8 @@ def test_every_way_gives_the_bits_of_dense_kernels(shape):
     plain = REFERENCE[x.dtype]
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = apply(plain, rows.contiguous(), experts._gate_up[number], None, True)
-        return apply(plain, inner, experts._down[number], None, False)
+        inner = apply(plain, rows.contiguous(), experts._gate_up[0][number], None, True)
+        return apply(plain, inner, experts._down[0][number], None, False)
 
     chosen, close = route(logits, routing)
     weights = arrange(logits, routing, 1, experts._counts).weights
