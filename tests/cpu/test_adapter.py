@@ -6,6 +6,7 @@ An adapter that does not fit is refused.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -475,3 +476,16 @@ def test_ensured_ties_are_refused_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": True}))
     with pytest.raises(AdapterError, match="ensure_weight_tying is set"):
         read(tmp_path, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_magnitude_is_found_by_its_bits(dtype):
+    """The reference is torch's; a number that is not finite is never missed, wherever it is."""
+    numbers = torch.randn(64, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
+    numbers[0, 0] = -0.0
+    assert adapter._largest(numbers) == float(numbers.abs().max())
+    assert adapter._largest(-numbers) == float(numbers.abs().max())
+    for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+        changed = numbers.clone()
+        changed[-1, -1] = bad
+        assert not math.isfinite(adapter._largest(changed))

@@ -68,10 +68,12 @@ def bits(y: Tensor) -> Tensor:
 def test_every_way_gives_the_bits_of_dense_kernels(shape):
     experts, x, logits, routing = made(shape)
     plain = REFERENCE[x.dtype]
+    gate_up, down = experts._gate_up[0], experts._down[0]
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = apply(plain, rows.contiguous(), experts._gate_up[0][number], None, True)
-        return apply(plain, inner, experts._down[0][number], None, False)
+        inner = apply(plain, rows.contiguous(), gate_up[number], None, True)
+        return apply(plain, inner, down[number], None, False)
 
     chosen, close = route(logits, routing)
     weights = arrange(logits, routing, 1, experts._counts).weights

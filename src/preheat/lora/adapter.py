@@ -7,13 +7,16 @@ misread parts would still answer, only worse. Every error names the adapter and 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -33,6 +36,9 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
 _LINEAR, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 _DTYPES = ("F32", "BF16", "F16")
+
+READERS = 4
+"""Threads that read and hash the tensors of an adapter."""
 
 FEW_TENSORS = 10_000
 """A number of tensors that are read in a moment, for any model."""
@@ -346,39 +352,64 @@ def _tensors(each: Single | Stack) -> Iterator[str]:
 
 
 def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRankPair], str]:
-    """Return the factors of the modules in ``found``, and their digest."""
+    """Return the factors of the modules in ``found``, and their digest: of the modules' digests, in order of names."""
     digest, factors = hashlib.sha256(), dict[str, LowRankPair]()
-    for _, each in sorted(found.items(), key=lambda item: item[0]):
-        scale = rules.scale_of(each.parameter)
-        digest.update(f"{each.key} {scale.hex()}".encode())
-        a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
-        _check_scale(each.parameter, rules.alpha_of(each.parameter), scale, (a, b))
-        factors |= dict(each.split(a, b, scale))
+    modules = [each for _, each in sorted(found.items(), key=lambda item: item[0])]
+    with ThreadPoolExecutor(READERS, "adapter") as threads:
+        parts = threads.map(lambda each: _read_module(file, rules, each, dtype), modules)
+        for own, of_module in parts:
+            digest.update(of_module)
+            factors |= own
     return factors, digest.hexdigest()
 
 
-def _check_scale(module: str, alpha: float, scale: float, matrices: Iterable[Tensor]) -> None:
-    """Raise AdapterError unless the scaled ``matrices`` are finite in float32.
-
-    They are scaled in float32. ``scale`` comes from ``alpha``, and must be finite too.
-    """
-    largest = max(1.0, *(float(each.abs().max()) for each in matrices))
-    if abs(scale) * largest > torch.finfo(torch.float32).max:
+def _read_module(
+    file: Any, rules: ModuleRules, each: Single | Stack, dtype: torch.dtype
+) -> tuple[dict[str, LowRankPair], bytes]:
+    """Return the factors of one module, or of a stack of modules, and their digest."""
+    scale, digest = rules.scale_of(each.parameter), hashlib.sha256()
+    digest.update(f"{each.key} {scale.hex()}".encode())
+    a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
+    largest = max(1.0, a.largest, b.largest)
+    if abs(scale) * largest > torch.finfo(torch.float32).max:  # the product is in float32, whatever the dtype
         raise AdapterError(
-            f"lora_alpha {alpha:g} scales {module} by {scale:g}, beyond the range of float32: make lora_alpha smaller"
+            f"lora_alpha {rules.alpha_of(each.parameter):g} scales {each.parameter} by {scale:g}, beyond the range of "
+            "float32: make lora_alpha smaller"
         )
+    return dict(each.split(a.numbers, b.numbers, scale)), digest.digest()
 
 
-def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> Tensor:
-    """Return the tensor ``name`` in ``dtype``; add its numbers to ``digest``."""
+class _Matrix(NamedTuple):
+    """A matrix of an adapter, and the largest magnitude in it."""
+
+    numbers: Tensor
+    largest: float
+
+
+def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> _Matrix:
+    """Return the tensor ``name`` in ``dtype``; add its numbers to ``digest``. Raises AdapterError if one is not finite.
+
+    The work is numpy's, on this thread: torch would share each small operation among all threads of the process, and a
+    busy machine makes them wait for each other.
+    """
+    stored = file.get_tensor(name).contiguous()
     # A copy: the file is mapped, and may be written to while the adapter is served.
-    stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
+    stored = torch.from_numpy(stored.view(torch.uint8).numpy().copy()).view(stored.dtype).view(stored.shape)
     digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
     digest.update(stored.view(torch.uint8).numpy().data)
-    return _finite(stored.to(dtype), name)
+    numbers = stored.to(dtype)
+    largest = _largest(numbers)
+    if not math.isfinite(largest):
+        raise AdapterError(f"tensor {name} is not finite in {numbers.dtype}: save the adapter again")
+    return _Matrix(numbers, largest)
 
 
-def _finite(tensor: Tensor, name: str) -> Tensor:
-    if not torch.isfinite(tensor).all():
-        raise AdapterError(f"tensor {name} is not finite in {tensor.dtype}: save the adapter again")
-    return tensor
+def _largest(numbers: Tensor) -> float:
+    """Return the largest magnitude: infinite or not a number if any is so.
+
+    Magnitudes have the order of their bits as integers, and numbers that are not finite have the greatest.
+    """
+    size = numbers.element_size()
+    bits = numbers.view(torch.int16 if size == 2 else torch.int32).numpy().view(f"u{size}")
+    most = np.array([(bits & ((1 << 8 * size - 1) - 1)).max()], bits.dtype)
+    return float(torch.from_numpy(most.view(f"i{size}")).view(numbers.dtype))

@@ -7,17 +7,16 @@ beyond the step's end at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.base import Collective
+from preheat.backends.cuda import pinned
 from preheat.backends.cuda.collective import RankSums, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
@@ -64,6 +63,12 @@ class Packed(NamedTuple):
     a: Tensor
     b: Tensor
     table: Tensor
+
+
+def _copy(numbers: Tensor, to: Tensor) -> None:
+    """Copy ``numbers`` into ``to``, of the same shape, on this thread: torch would wake all its threads."""
+    bits = torch.int16 if to.element_size() == 2 else torch.int32
+    np.copyto(to[: len(numbers)].view(bits).numpy(), numbers.to(to.dtype).view(bits).numpy())
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -135,7 +140,7 @@ class Factors:
         self._table = torch.zeros(adapter_slots, TABLE_ROWS, width, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
         self._own = self._table[:, 2]
-        self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
+        self._host = pinned.ADAPTERS.zeros if device.type == "cuda" else torch.zeros
         self._nothing, self._cleared = self._host(TABLE_ROWS, width, dtype=torch.int32), [True] * adapter_slots
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
@@ -172,12 +177,13 @@ class Factors:
         table = self._host(*self._nothing.shape, dtype=torch.int32)
         for part, (down, up, scale) in given.items():
             tiles = -(-len(down) // TILE)
-            more = tiles * TILE - len(down)
-            own = len(range(rank, tiles, world))
-            a[:own, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs)[rank::world])
-            mine = b[:tiles, self.bounds[part] : self.bounds[part + 1]]
-            mine.copy_(F.pad(up, (0, more)).view(len(up), tiles, TILE).transpose(0, 1))
-            table[0, part], table[1].view(torch.float32)[part], table[2, part] = tiles, scale, own
+            own = range(rank, tiles, world)
+            for at, tile in enumerate(own):
+                _copy(down[tile * TILE :][:TILE], a[at, part])
+            for tile in range(tiles):
+                columns = up[:, tile * TILE :][:, :TILE]
+                _copy(columns, b[tile, self.bounds[part] : self.bounds[part + 1], : columns.shape[1]])
+            table[0, part], table[1].view(torch.float32)[part], table[2, part] = tiles, scale, len(own)
         return Packed(a, b, table)
 
     def write(self, slot: int, packed: Packed) -> None:
