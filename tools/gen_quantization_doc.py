@@ -22,6 +22,8 @@ FORMATS = (
     ("compressed-tensors", "float-quantized, weights only", W8A16, ""),
     ("compressed-tensors", "pack-quantized, 8 bits", W8A16, "int8"),
     ("compressed-tensors", "pack-quantized, 4 bits, symmetric or not, actorder weight", W4A16, "int4-g128"),
+    ("compressed-tensors", "mxfp4-pack-quantized, weights only: blocks of 32, e8m0 scales", W4A16, ""),
+    ("compressed-tensors", "nvfp4-pack-quantized, weights only: blocks of 16, e4m3 scales and one factor", W4A16, ""),
     ("fp8", "made while loading (`--quantization fp8`): per channel; activations per token", W8A8, "fp8"),
     ("fp8", "per tensor; activations per token or static", W8A8, ""),
     ("fp8", "blocks of 128 × 128 (DeepSeek, Qwen3); activations per 128 numbers", W8A8, "fp8-block"),

@@ -81,6 +81,33 @@ def compressed(style: str, group: dict[str, Any], **more: Any) -> Kind:
     return Kind(config | more, module, inputs, static)
 
 
+def fp4(style: str) -> Kind:
+    """Weights of MXFP4 or NVFP4, packed by compressed-tensors; the meaning is its own too, in float32."""
+    group = 32 if style.startswith("mx") else 16
+    said = scheme(4, "float", "group" if group == 32 else "tensor_group", group_size=group)
+    config = compressed(style, said).config
+
+    def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+        from compressed_tensors.quantization import QuantizationScheme
+
+        greatest = weight.view(len(weight), -1, group).abs().amax(2)
+        if group == 32:
+            whole, scale = None, torch.exp2(torch.floor(torch.log2(greatest)) - 2)
+            tensors = {"weight": weight, "weight_scale": scale}
+        else:
+            whole = (448 * 6 / weight.abs().max()).view(1)
+            scale = (greatest / 6 * whole).to(E4M3).float()
+            tensors = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+        stored = BaseCompressor.get_value_from_registry(style).compress(tensors, QuantizationScheme(**said))
+        numbers = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+        each = (scale if whole is None else scale / whole).repeat_interleave(group, 1)
+        return stored, numbers * each
+
+    return Kind(config, module)
+
+
 def _ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
     outputs, inputs = weight.shape
     if args.strategy == "tensor":

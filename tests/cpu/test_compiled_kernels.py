@@ -315,6 +315,7 @@ def test_experts_of_small_groups_fit_into_shared_memory(tokens):
 @pytest.mark.parametrize(("weight", "form"), [
     (stored(), CodesForm(four=True, group=128, even=True)),
     (stored(index="*i32"), CodesForm(four=True, group=32, even=False)),
+    (stored("*u8", None), CodesForm(four=True, group=32, even=False, e2m1=True)),
     (stored("*i8", None), CodesForm(four=False, group=0, even=True)),
     (stored(FP8, None), CodesForm(four=False, group=0, even=True)),
 ])  # fmt: skip

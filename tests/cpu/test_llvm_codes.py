@@ -15,12 +15,13 @@ from torch import Tensor
 from preheat import LLM, SamplingParams
 from preheat.errors import ModelError
 from preheat.model.quantization import ONLINE
+from preheat.ops.fp4 import codes_of
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight, dequantize, empty_weight, quantize_weight
 from preheat.ops.values import Finish, Matmul, WeightFormat
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.machine_code import undefined
-from tests.cpu.quantized import Kind, awq, compressed, gptq, quantize_checkpoint, scheme, symmetric
+from tests.cpu.quantized import Kind, awq, compressed, fp4, gptq, quantize_checkpoint, scheme, symmetric
 from tests.cpu.test_family_engines import differing, error, prompts, run
 from tests.cpu.test_gguf_engine import OPTIONS as GGUF
 from tests.cpu.test_gguf_engine import PROMPTS, write
@@ -53,6 +54,7 @@ FORMATS: dict[str, tuple[Scheme, torch.dtype]] = {
     "int4 in groups of 64, zero points": (grouped("int4", 64, zeros=True), torch.float32),
     "int4 in groups of 128": (grouped("int4", 128), torch.bfloat16),
     "int4 in groups of 128, zero points": (grouped("int4", 128, zeros=True), torch.float16),
+    "fp4 in blocks of 16": (grouped("fp4", 16), torch.float32),
     "int4 by a list": (grouped("int4", 32, zeros=True, indexed=True), torch.float16),
 }
 
@@ -60,12 +62,10 @@ FORMATS: dict[str, tuple[Scheme, torch.dtype]] = {
 def weight_of(name: str, outputs: int = OUTPUTS) -> QuantizedWeight:
     """Return random codes, with every code and zero point of the format."""
     kind, dtype = FORMATS[name]
-    half, out = (
-        8 if kind.code == "int4" else 128,
-        empty_weight(kind, outputs, INPUTS, dtype=torch.float32, device="cpu"),
-    )
+    half, out = 1 << kind.bits - 1, empty_weight(kind, outputs, INPUTS, dtype=torch.float32, device="cpu")
     draw = torch.Generator().manual_seed(sum(map(ord, name)))
-    out.codes.copy_(torch.randint(-half, half, out.shape, generator=draw))
+    numbers = torch.randint(-half, half, out.shape, generator=draw)
+    out.codes.copy_(codes_of(numbers + half) if kind.code == "fp4" else numbers)
     out.scales.copy_((torch.rand(out.scales.shape, generator=draw) * 0.01 + 0.001).to(dtype))
     if out.zeros is not None:
         out.zeros.copy_(torch.randint(-half, half + 1, out.zeros.shape, generator=draw))
@@ -257,7 +257,7 @@ def layer_of(weight: QuantizedWeight, **more: Any) -> PanelLayer:
 def test_a_layer_holds_codes_and_no_more_bytes_than_planned(name):
     weight = weight_of(name)
     size = sum(each.numel() * each.element_size() for each in layer_of(weight).weights())
-    least = OUTPUTS * INPUTS * (4 if weight.scheme.code == "int4" else 8) // 8
+    least = OUTPUTS * INPUTS * weight.scheme.bits // 8
     assert least < size <= weight.scheme.bytes(OUTPUTS, INPUTS)
 
 
@@ -283,6 +283,7 @@ def test_schemes_without_a_function_are_refused(kind, reason):
 # --- engines ---
 
 CHECKPOINTS: dict[str, Kind] = {
+    "compressed-tensors, nvfp4": fp4("nvfp4-pack-quantized"),
     "awq": awq(),
     "gptq": gptq(),
     "gptq with desc_act": gptq(desc_act=True),

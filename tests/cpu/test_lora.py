@@ -436,12 +436,12 @@ def test_adapted_float8_experts_change_only_their_own_rows(tmp_path):
 def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tmp_path):
     """Rows beside four-bit weights have the bits of the plain checkpoint with the dequantized weights."""
     save_checkpoint(MODELS["llama"], tmp_path / "plain" / "base")
-    (tmp_path / "awq").mkdir()
-    quantize_checkpoint(tmp_path / "plain" / "base", KINDS["awq"], tmp_path / "awq" / "base")
-    for folder in (tmp_path / "plain", tmp_path / "awq"):
+    (tmp_path / "codes").mkdir()
+    quantize_checkpoint(tmp_path / "plain" / "base", KINDS["mxfp4"], tmp_path / "codes" / "base")
+    for folder in (tmp_path / "plain", tmp_path / "codes"):
         save_adapter(tmp_path / "plain" / "base", folder / "all", ADAPTERS["all"], seed=0)
     asked = prompts("all", "", "all")
-    found, right = (engine(tmp_path / name, ["all"], execution_mode="eager").run(asked) for name in ("awq", "plain"))
+    found, right = (engine(tmp_path / name, ["all"], execution_mode="eager").run(asked) for name in ("codes", "plain"))
     assert found == right
 
 

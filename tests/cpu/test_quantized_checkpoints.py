@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from preheat.errors import ModelError
 from tests.cpu import quantized
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, scheme, symmetric
+from tests.cpu.quantized import Kind, awq, compressed, fp4, fp8, gptq, inputs_of, scheme, symmetric
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 from tests.pure.test_quantization_spec import ct, spec_of
 
@@ -42,6 +42,8 @@ KINDS: dict[str, Kind] = {
         "pack-quantized", scheme(4, "int", "group", actorder="weight", **GROUP | {"symmetric": False})
     ),
     "compressed-tensors, int8": compressed("pack-quantized", scheme(8, "int", "channel")),
+    "mxfp4": fp4("mxfp4-pack-quantized"),
+    "nvfp4": fp4("nvfp4-pack-quantized"),
     "fp8": fp8(),
     "fp8, static": fp8(static=True),
     "fp8, block": fp8(block=True),
@@ -78,7 +80,7 @@ def test_logits_equal_the_dequantized_reference(name: str, tmp_path: Path) -> No
         assert error_at_each_position(unrounded, right).median() > 1e-2  # the tolerance is below the effect of rounding
 
 
-@pytest.mark.parametrize("name", ["gptq, desc_act", "compressed-tensors, weights only", "awq"])
+@pytest.mark.parametrize("name", ["gptq, desc_act", "compressed-tensors, weights only", "awq", "nvfp4"])
 def test_bfloat16_has_the_bits_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
     made(tmp_path, KINDS[name])
     models = [open_decoder(tmp_path / folder, torch.bfloat16) for folder in ("quantized", "plain")]
@@ -86,7 +88,7 @@ def test_bfloat16_has_the_bits_of_the_dequantized_model(name: str, tmp_path: Pat
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors, weights only", "compressed-tensors, int4", "awq", "gptq"])
+@pytest.mark.parametrize("name", ["compressed-tensors, weights only", "mxfp4", "awq", "gptq"])
 def test_experts_of_every_format(name: str, tmp_path: Path) -> None:
     kind, tokens = KINDS[name], random_tokens(40)
     assert len(made(tmp_path, kind, MOE)) == 2 * (4 + 4 * 3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import coded_product, parts_of
 from preheat.ops import quantization
+from preheat.ops.fp4 import codes_of
 from preheat.ops.kinds import ActivationScales, Scheme
 from preheat.ops.proof import noise
 from preheat.ops.quantization import (
@@ -40,6 +41,7 @@ WHOLE = [
     Scheme(code="int4", scales="group", group=32, zeros=True, indexed=True),
     Scheme(code="int8", scales="channel", zeros=True),
     replace(FP8, activations=None),
+    Scheme(code="fp4", scales="group", group=16),
 ]
 
 
@@ -51,8 +53,10 @@ def random_weight(scheme: Scheme, *shape: int, dtype: torch.dtype = torch.float3
     if scheme.code == "fp8":
         weight.codes.copy_(torch.randn(shape, generator=random).mul_(90).clamp_(-448, 448))
     else:
-        half = 8 if scheme.code == "int4" else 128
+        half = 1 << scheme.bits - 1
         weight.codes.random_(-half, half, generator=random)
+        if scheme.code == "fp4":
+            weight.codes.copy_(codes_of(weight.codes + half))
     if weight.zeros is not None:
         weight.zeros.random_(-7, 9, generator=random)
     if weight.index is not None:

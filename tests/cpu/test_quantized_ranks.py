@@ -23,7 +23,7 @@ from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.model.shard import shard
 from tests.cpu.checkpoints import save_checkpoint
-from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, quantize_checkpoint, scheme, symmetric
+from tests.cpu.quantized import Kind, awq, compressed, fp4, fp8, gptq, inputs_of, quantize_checkpoint, scheme, symmetric
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 from tests.cpu.test_tensor_parallel import OPTIONS, TOKENS, Wrapped, answers, on_ranks, record_of, same
 
@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[Any, Kind]] = {
     "gptq, symmetric": (MODEL, symmetric(4, 8, sym=True)),
     "experts, fp8": (MOE, fp8()),
     "experts, awq": (MOE, awq()),
+    "experts, nvfp4": (MOE, fp4("nvfp4-pack-quantized")),
 }
 
 

@@ -16,9 +16,10 @@ from preheat.ops.sampling import SamplingInput, allowed
 from preheat.schedule import prefix
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.verify import paths
 from preheat.verify.compare import PathResult
 from preheat.verify.drive import Engine
-from preheat.verify.paths import PathRunner
+from preheat.verify.paths import PATHS, Path, PathRunner
 from preheat.verify.prompt_sets import CHUNKED
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import tight
@@ -35,15 +36,19 @@ TAKEN = (
 
 def results() -> dict[str, PathResult]:
     settings = Settings.load(OPTIONS)
-    engine, paths = Engine(boot_engine, settings), PathRunner(SIZE, lambda engine: [])
-    found = list(paths.on(engine, "asked", TAKEN))
+    engine, runner = Engine(boot_engine, settings), PathRunner(SIZE, lambda engine: [])
+    found = list(runner.on(engine, "asked", TAKEN))
     prompts = make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
-    found += paths.on(Engine(boot_engine, tight(settings, prompts)), "tight", TAKEN)
+    found += runner.on(Engine(boot_engine, tight(settings, prompts)), "tight", TAKEN)
     return {result.path: result for result in found}
 
 
-def test_all_is_well_and_was_really_taken():
+def test_all_is_well_and_was_really_taken(monkeypatch):
+    """A toy path is a row beside the others."""
+    toy = Path("toy path", "asked", "short texts", lambda trial: trial.compared(trial.run(), note="toy"))
+    monkeypatch.setattr(paths, "PATHS", (*PATHS, toy))
     found = results()
+    assert found["toy path"].note == "toy" and found["toy path"].prompts > 0
     assert [path for path, result in found.items() if result.first] == []
     assert found["penalties, long prompts"].note == "1,300 tokens"
     assert int(found["beam search"].note.split()[0].replace(",", "")) > 1000

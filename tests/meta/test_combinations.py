@@ -11,12 +11,13 @@ from itertools import combinations, product
 import pytest
 
 from preheat.backends.registry import FACTS
-from preheat.combinations import ROWS, TRAITS, Refused, Row, Works, check, pairs
+from preheat.combinations import ROWS, TRAITS, Refused, Row, Trait, Works, check, pairs
 from preheat.errors import SettingsError
 from preheat.ops.kinds import Scheme
 from preheat.plan.modes import MODES
 from preheat.settings import OPTIONS
 from tests.meta.source import ROOT
+from tools import gen_combinations_doc
 from tools.gen_combinations_doc import DOC, render, verdicts
 
 REFUSED = [row for row in ROWS if isinstance(row, Refused)]
@@ -35,6 +36,14 @@ def test_every_pair_is_decided():
 def test_a_pair_that_nobody_decided_is_seen():
     assert {"sleep", "replicas"} in undecided(tuple(row for row in ROWS if "replicas" not in row.right.split()))
     assert undecided((*ROWS, Works("x", "sleep", "replicas"))) == [{"sleep", "replicas"}]
+
+
+def test_a_toy_feature_needs_a_row_for_each_other_feature(monkeypatch):
+    monkeypatch.setattr(gen_combinations_doc, "TRAITS", {**TRAITS, "toy": Trait("a toy", "", None)})
+    others = " ".join(TRAITS)
+    assert undecided(ROWS) == [{"toy", other} for other in TRAITS]
+    assert undecided((*ROWS, Works("tests/cpu/test_toy_backend.py::test_it", "toy", others))) == []
+    assert undecided((*ROWS, Refused("toy", others, "it is a toy"))) == []
 
 
 @pytest.mark.parametrize("test", TESTS)

@@ -1,5 +1,6 @@
 """The documents tell the truth: settings are generated, paths and links exist, examples run."""
 
+import ast
 import os
 import re
 import subprocess
@@ -129,6 +130,24 @@ def test_sections_on_adding_are_short():
     _, *sections = re.split(r"^## ", ADDING.read_text(), flags=re.MULTILINE)
     assert len(sections) >= 7
     assert [section.partition("\n")[0] for section in sections if len(section.strip().splitlines()) > 30] == []
+
+
+EXAMPLE = re.compile(r"^Example: `(test_\w+)` in `(tests/[\w/]+\.py)`\.$", re.MULTILINE)
+
+
+def examples(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the tests that the sections of the guide to additions name as examples."""
+    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    return {section.partition("\n")[0]: EXAMPLE.findall(section) for section in sections}
+
+
+def test_each_section_on_adding_ends_with_an_example_that_runs():
+    found = examples(ADDING.read_text())
+    assert len(found) >= 12 and [section for section, named in found.items() if len(named) != 1] == []
+    for name, path in (each for named in found.values() for each in named):
+        defined = ast.parse((ROOT / path).read_text()).body
+        assert name in {node.name for node in defined if isinstance(node, ast.FunctionDef)}, (name, path)
+    assert examples("## A thing\n\n1. A line.\n") == {"A thing": []}
 
 
 def test_every_decision_is_a_dated_record():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from preheat.frontend.reasoning import REASONING_PARSERS
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, StreamParser
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool
+from preheat.frontend.tools.json_calls import MarkedJsonParser
 from preheat.frontend.tools.json_object import JsonObject, whole_object
 from preheat.settings import OPTIONS
 from tests.tool_calls import CASES
@@ -61,6 +63,19 @@ def read(arguments: str) -> dict:
 def test_options_and_tables_name_the_same_parsers() -> None:
     assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(sorted(CASES))
     assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
+
+
+class ToyParser(MarkedJsonParser):
+    """A format of calls that only names its markers."""
+
+    ENDS: ClassVar[Mapping[str, str]] = {"<toy>": "</toy>"}
+
+
+def test_a_toy_parser_only_names_its_markers() -> None:
+    text = 'Well <toy>{"name": "weather", "arguments": {"city": "Oslo"}}</toy> <toy>not a call</toy>'
+    found = parts(ToyParser(TOOLS), text)
+    assert found == ("Well  <toy>not a call</toy>", {0: ("weather", '{"city": "Oslo"}')})
+    assert parts(ToyParser(TOOLS), *text) == found
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tools.md"

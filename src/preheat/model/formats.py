@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.backends.base import LayerWeights
+from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
@@ -132,6 +133,8 @@ FORMATS: Mapping[str, LinearFormat] = {
     "gptq_v2": Gptq(0),
     "gptq-symmetric": Gptq(None),
     "gguf": GgufCodes(),
+    "mxfp4-pack-quantized": MxFp4(),
+    "nvfp4-pack-quantized": NvFp4(),
 }
 """The formats by the name in :attr:`LinearSpec.format`."""
 

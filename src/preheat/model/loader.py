@@ -465,6 +465,10 @@ class WeightLoader:
         """Return the checkpoint's tensor ``name`` in float32, for temporary use."""
         return self._read(name, shape, torch.float32)
 
+    def read_bytes(self, name: str, *shape: int) -> Tensor:
+        """Return the checkpoint's tensor ``name`` in uint8, for temporary use."""
+        return self._read(name, shape, torch.uint8)
+
     def read_words(self, name: str, *shape: int) -> Tensor:
         """Return the checkpoint's tensor ``name`` in int32, for temporary use."""
         return self._read(name, shape, torch.int32)

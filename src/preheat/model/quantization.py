@@ -501,11 +501,13 @@ def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
     if kind == "float" and bits == 8:
         group.one_of("format", ["float-quantized", "naive-quantized"], style)
         return group.names("targets"), Stored("fp8", _float_scheme(group, weights))
-    if style != "pack-quantized" or kind == "float":
-        known = ["float-quantized with 8 bits", "pack-quantized with 4 or 8 bits"]
+    if style not in (("pack-quantized",) if kind == "int" else _FP4):
+        known = ["float-quantized with 8 bits", "pack-quantized with 4 or 8 bits", *_FP4]
         group.refuse("format", f"{style} with {bits} bits {kind}", known)
     if group.get("input_activations") is not None:
-        group.refuse("input_activations", "set, with pack-quantized weights", ["none"])
+        group.refuse("input_activations", f"set, with {style} weights", ["none"])
+    if kind == "float":
+        return group.names("targets"), Stored(style, _fp4_scheme(weights, style))
     weights.one_of("strategy", ["group", "channel"])
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):
@@ -516,6 +518,18 @@ def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
         zeros=not weights.get("symmetric", True),
     )  # fmt: skip
     return group.names("targets"), Stored("pack-quantized", scheme)
+
+
+_FP4 = {"mxfp4-pack-quantized": ("group", 32), "nvfp4-pack-quantized": ("tensor_group", 16)}
+"""Formats of four-bit floats, with the strategy and the size of their blocks."""
+
+
+def _fp4_scheme(weights: _Fields, style: str) -> Scheme:
+    strategy, size = _FP4[style]
+    weights.one_of("strategy", [strategy])
+    weights.one_of("group_size", [size])
+    weights.one_of("symmetric", [True], True)
+    return Scheme(code="fp4", scales="group", group=size)
 
 
 def _float_scheme(group: _Fields, weights: _Fields) -> Scheme:

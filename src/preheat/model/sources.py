@@ -298,14 +298,20 @@ DUMMY_CODES = 16.0
 """Standard deviation of dummy weights stored in float8."""
 
 
+DUMMY_EXPONENT = 127 - 10
+"""Exponent of the power of two of dummy weights whose scales are exponents: the scale of other dummy codes."""
+
+
 def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
     """Fill ``out`` with random codes, middle zero points or equal scales."""
     if out.is_floating_point():
-        out.fill_(2.0**-10)
+        out.fill_(1.0 if name.endswith("global_scale") else 2.0**-10)
     elif name.endswith(("zeros", "zero_point")):
         out.fill_(-0x77777778)  # the nibble 8, eight times
     elif name.endswith("g_idx"):
         out.fill_(-1)
+    elif out.dtype == torch.uint8:
+        out.fill_(DUMMY_EXPONENT) if name.endswith(SCALES) else out.random_(0, 256, generator=generator)
     elif out.dtype == torch.int8:
         out.random_(-8, 8, generator=generator)  # fits four bits, too
     else:

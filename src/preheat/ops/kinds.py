@@ -17,8 +17,8 @@ With "_and_mul" the first half of the outputs is the gate of the second half, an
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 """Kinds of norm, see :mod:`preheat.ops.norm`."""
 
-Code = Literal["fp8", "int4", "int8"]
-"""Storage of a quantized weight: float8 e4m3fn, int4 or int8."""
+Code = Literal["fp8", "fp4", "int4", "int8"]
+"""Storage of a quantized weight: float8 e4m3fn, float4 e2m1, int4 or int8."""
 
 Scales = Literal["tensor", "channel", "group", "block"]
 """Sharing of the scales of a weight [outputs, inputs] in a checkpoint.
@@ -50,9 +50,14 @@ class Scheme:
     activations: ActivationScales | None = None
 
     @property
+    def bits(self) -> int:
+        """Bits of a weight's code."""
+        return 4 if self.code in ("fp4", "int4") else 8
+
+    @property
     def kind(self) -> str:
         """Bits of weights and activations; each kind needs its own kernels."""
-        return f"w{4 if self.code == 'int4' else 8}a{8 if self.activations else 16}"
+        return f"w{self.bits}a{8 if self.activations else 16}"
 
     @property
     def name(self) -> str:
@@ -70,5 +75,5 @@ class Scheme:
 
         These are its codes, scales and zero points. A device holds scales for each output, in float32.
         """
-        codes = outputs * inputs // 2 if self.code == "int4" else outputs * inputs
+        codes = outputs * inputs * self.bits // 8
         return codes + outputs * self.groups(inputs) * (4 + 4 * self.zeros) + 4 * inputs * self.indexed

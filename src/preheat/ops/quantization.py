@@ -4,6 +4,8 @@ Contract of weights. A weight is (code - zero point) * scale, in fp32: the diffe
 Scales are converted to fp32, exactly for every dtype that checkpoints store. The scale of a tensor or of a block of
 outputs is given to each of its outputs, so stacked parts keep their own scales.
 
+Codes of four-bit floats are twice the number, and their scales are halved (:mod:`preheat.ops.fp4`).
+
 Contract without quantized activations (W8A16, W4A16). The weight is rounded once more, to the model's dtype. Then the
 layer is the plain one with this weight: all bits equal the bits of the dequantized model. ``g_idx`` names the scale of
 each input and does not change the order of the sum.
@@ -53,10 +55,10 @@ PROMOTED = 128
 class QuantizedWeight:
     """A weight [outputs, inputs], or a stack of weights [experts, outputs, inputs].
 
-    ``codes`` [..., outputs, inputs] are e4m3fn or int8 (codes of four bits lie between -8 and 7). ``scales`` fp32 and
-    ``zeros`` int16 (for int4 and int8 with zero points) are [..., outputs, groups]. ``index`` int32 [inputs] names the
-    group of each input where ``scheme.indexed``; else every ``scheme.group`` consecutive inputs are a group. ``static``
-    fp32 [] is the checkpoint's scale of activations, if they are static. ``dtype`` is the model's.
+    ``codes`` [..., outputs, inputs] are e4m3fn or int8: int4 lies between -8 and 7, fp4 is twice the number. ``scales``
+    fp32 and ``zeros`` int16 (for int4 and int8 with zero points) are [..., outputs, groups]. ``index`` int32 [inputs]
+    names the group of each input where ``scheme.indexed``; else every ``scheme.group`` consecutive inputs are a group.
+    ``static`` fp32 [] is the checkpoint's scale of activations, if they are static. ``dtype`` is the model's.
     """
 
     scheme: Scheme

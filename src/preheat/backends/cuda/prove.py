@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,8 @@ from preheat.backends.cuda.matmul.config import (
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import ExpertsLayer
+from preheat.ops import fp4
+from preheat.ops.kinds import Code
 from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
@@ -223,6 +225,15 @@ def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> No
         signed_pairs(tensor, sign)
 
 
+_ROUNDED: Mapping[Code, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "fp8": (E4M3_MAX, lambda numbers: numbers),
+    "fp4": (fp4.MOST, fp4.nearest),
+    "int4": (7.0, torch.round),
+    "int8": (127.0, torch.round),
+}
+"""The greatest code of each kind, and how numbers become codes."""
+
+
 def random_weight(shape: LinearShape, device: torch.device, seed: int) -> DeviceWeight:
     """Return a random quantized weight.
 
@@ -234,9 +245,9 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
     weight = empty_weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype, device=device)
     numbers = torch.empty(weight.shape, device=device)
     _fill(numbers, -1.0, seed, random)
-    top = {"fp8": E4M3_MAX, "int4": 7.0, "int8": 127.0}[shape.scheme.code]
+    top, nearest = _ROUNDED[shape.scheme.code]
     numbers.mul_(top / 4).clamp_(-top, top)
-    weight.codes.copy_(numbers if shape.scheme.code == "fp8" else numbers.round_())
+    weight.codes.copy_(nearest(numbers))
     weight.scales.uniform_(0.5, 2, generator=random).mul_(2.0**-10)
     if weight.zeros is not None:
         weight.zeros.random_(-7, 9, generator=random)

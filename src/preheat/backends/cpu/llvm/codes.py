@@ -1,4 +1,4 @@
-"""Products of rows with codes in panels: int8 and int4, with scales and zero points.
+"""Products of rows with codes in panels: int8, int4 and fp4, with scales and zero points.
 
 Contract. A code less its zero point is exact. The products of a group are one sum over its inputs in order, from zero.
 Group by group the sum times the scale joins the output, in one fused multiply-add. A scale for each output is the
@@ -6,7 +6,8 @@ scale of one group with all inputs. Where a list names the group of each input, 
 rounded to float32, and an output is one sum over all inputs in order.
 
 Layout of a panel. Each group has its codes, its 32 scales, then its 32 zero points in bfloat16, without rounding.
-Codes of int8 lie side by side for each input. A word of int4 has eight inputs of one output; codes are stored plus 8.
+Codes of int8 lie side by side for each input. A word of four-bit codes has eight inputs of one output; int4 is stored
+plus 8, fp4 as the bits of e2m1.
 With a list the panels follow the list; a panel has all codes, then all scales, then all zero points.
 """
 
@@ -100,10 +101,9 @@ class Codes:
         for panel in self._panels:
             for line in range(0, AT_ONCE * each, CACHE_LINE):
                 e.prefetch(e.at(panel, e.add(at, line, AHEAD), BYTE))
-        if self.how.stored == "int4":
-            yield from _unpacked(
-                e, [e.b.load(place, typ=WORDS, align=4) for place in self._halves(at, 4 * LANES)], zeros
-            )
+        if self.how.stored != "int8":
+            words = [e.b.load(place, typ=WORDS, align=4) for place in self._halves(at, 4 * LANES)]
+            yield from _floats(e, words) if self.how.stored == "fp4" else _unpacked(e, words, zeros)
             return
         for place in range(AT_ONCE):
             places = self._halves(e.add(at, place * each), LANES)
@@ -131,6 +131,24 @@ def _unpacked(e: Function, words: list[Value], zeros: list[Value] | None) -> Ite
         bits = [b.or_(b.and_(word, e.w(15 << bit)), e.w(exponent)) for word in words]
         less = [offset] * len(words) if zeros is None else [b.fadd(zero, offset) for zero in zeros]
         yield [b.fsub(b.bitcast(each, FLOATS), one) for each, one in zip(bits, less, strict=True)]
+
+
+def _floats(e: Function, words: list[Value]) -> Iterator[list[Value]]:
+    """Yield twice the numbers of e2m1 in ``words``.
+
+    Behind float32's exponent of 1 the bits of e2m1 are twice the number, if that is 2 or more. A lesser one is read as
+    if a one stood in front: 1 is read for 0, and 3/2 for 1. Twice the number read, less 2, is right there, and too
+    great elsewhere.
+    """
+    b, one = e.b, _BIAS << _MANTISSA
+    for place in range(IN_WORD):
+        tops = [b.shl(word, e.w(4 * (IN_WORD - 1 - place))) for word in words]
+        sizes = [b.and_(b.lshr(top, e.w(6)), e.w(7 << _MANTISSA - 1)) for top in tops]
+        reads = [b.bitcast(b.add(size, e.w(one)), FLOATS) for size in sizes]
+        least = [b.fsub(b.fadd(each, each), e.v(2.0)) for each in reads]
+        found = [b.select(b.fcmp_ordered("<", *pair), *pair) for pair in zip(least, reads, strict=True)]
+        signs = [b.and_(top, e.w(-(1 << 31))) for top in tops]
+        yield [b.bitcast(b.xor(b.bitcast(each, WORDS), sign), FLOATS) for each, sign in zip(found, signs, strict=True)]
 
 
 def sums(e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], vectors: int) -> list[list[Value]]:

@@ -11,15 +11,15 @@ PANEL = 32
 
 LANES = 16
 
-Stored = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-"""Numbers in memory. Numbers of int8 and int4 are codes with scales."""
+Stored = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp4"]
+"""Numbers in memory. Numbers of int8, int4 and fp4 are codes with scales."""
 
 Cached = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 """Numbers of a KV cache."""
 
 
 IN_WORD = 8
-"""Codes of int4 in a word: so many inputs of one output, the first in the lowest bits."""
+"""Codes of four bits in a word: so many inputs of one output, the first in the lowest bits."""
 
 
 class Scales(NamedTuple):

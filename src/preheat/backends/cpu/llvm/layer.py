@@ -53,7 +53,7 @@ def product_of(value: Matmul, weight: Tensor | QuantizedWeight) -> Product:
     scales, scheme = None, value.weight.scheme
     if scheme is not None:
         assert isinstance(weight, QuantizedWeight)
-        stored = "int4" if scheme.code == "int4" else "int8"
+        stored = "int8" if scheme.code == "fp8" else scheme.code
         scales = Scales(scheme.group or value.inputs, exact(weight.scales), scheme.zeros, scheme.indexed)
     return Product(value.inputs, value.outputs, stored, *value.finish, scales, terms_of(value))
 

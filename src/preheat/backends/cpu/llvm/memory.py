@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.cpu.llvm.kinds import IN_WORD, LANES, PANEL, Product, Stored
+from preheat.ops.fp4 import nibbles_of
 from preheat.ops.quantization import QuantizedWeight
 
 ALIGNMENT = 64
@@ -61,7 +62,7 @@ def _coded(how: Product, weight: QuantizedWeight) -> Tensor:
     scales = how.scales
     assert scales is not None
     codes = _in_panels(how, weight.codes).transpose(1, 2)
-    parts = [_words(codes) if how.stored == "int4" else codes.contiguous()]
+    parts = [codes.contiguous() if how.stored == "int8" else _words(how, codes)]
     rows = [weight.scales.to(getattr(torch, scales.stored))]
     if weight.zeros is not None:
         rows.append(weight.zeros.to(torch.bfloat16))
@@ -71,9 +72,10 @@ def _coded(how: Product, weight: QuantizedWeight) -> Tensor:
     return found if weight.index is None else torch.cat((weight.index.view(torch.uint8), found))
 
 
-def _words(codes: Tensor) -> Tensor:
+def _words(how: Product, codes: Tensor) -> Tensor:
     """Return codes of 4 bits [panels, inputs, 32] as words [panels, inputs / 8, 32]."""
-    eights = (codes + 8).view(len(codes), -1, IN_WORD, PANEL).to(torch.int32)
+    nibbles = nibbles_of(codes) if how.stored == "fp4" else codes + 8
+    eights = nibbles.reshape(len(codes), -1, IN_WORD, PANEL).to(torch.int32)
     words = torch.zeros_like(eights[:, :, 0])
     for place in range(IN_WORD):
         words |= eights[:, :, place] << (4 * place)

@@ -231,14 +231,14 @@ def small_m_bytes(shape: LinearShape, tile: Tile) -> int:
 
 def whole_groups(scheme: Scheme) -> bool:
     """Whether all weights that are dequantized at a time are of one group: half a step of four bits, else a step."""
-    return not scheme.indexed and scheme.group % (64 if scheme.code == "int4" else 128) == 0
+    return not scheme.indexed and scheme.group % (64 if scheme.bits == 4 else 128) == 0
 
 
 def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     """Of a stage of a tile of codes, and of its inputs, in shared memory."""
     assert shape.scheme is not None
     weights = width * (2 if shape.gated else 1) * depth
-    held = weights // (2 if shape.scheme.code == "int4" else 1)
+    held = weights * shape.scheme.bits // 8
     if not whole_groups(shape.scheme):
         held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
     return held + height * depth * (1 if shape.scheme.activations else shape.dtype.itemsize)

@@ -263,7 +263,8 @@ def _operands(tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeig
     experts = weight.scales.ndim > 2
     each = weight.scales[0].numel() if experts else 0
     w = Codes(weight.codes, weight.scales, weight.zeros, weight.index, *layout(weight)[1:], each)
-    return _Operands(x, w, codes, CodesForm(scheme.code == "int4", scheme.group, whole_groups(scheme)), {}, depth)
+    coded = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4")
+    return _Operands(x, w, codes, coded, {}, depth)
 
 
 def multiply(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from preheat.backends.cuda.matmul.weights import STEP, decoded, scales_of, signed
+from preheat.backends.cuda.matmul.weights import STEP, decoded, of_nibbles, scales_of
 
 
 class Plain(NamedTuple):
@@ -53,12 +53,13 @@ class CodesForm(NamedTuple):
     """Constants of weights as codes of ``four`` bits or eight.
 
     Each ``group`` inputs have a scale; with ``group`` 0 all inputs share one. ``even``: weights that are decoded at a
-    time are of one group.
+    time are of one group. ``e2m1``: four bits are a float.
     """
 
     four: bool
     group: int
     even: bool
+    e2m1: bool = False
 
 
 class Float8(NamedTuple):
@@ -142,12 +143,16 @@ def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
     if FORM.four:
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
         scale, zero = scales_of(scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF)
-        acc = tl.dot(decoded(signed(pair & 0xF), scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
+        acc = tl.dot(
+            decoded(of_nibbles(pair & 0xF, FORM.e2m1), scale, zero, zeros, dtype), xs, acc, input_precision="ieee"
+        )
         if not FORM.even or FORM.group // STEP * STEP != FORM.group:
             scale, zero = scales_of(
                 scales, zeros, index, out, k + HALF, size, outputs, groups, FORM.group, FORM.even, HALF
             )
-        acc = tl.dot(decoded(signed(pair >> 4), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee")
+        acc = tl.dot(
+            decoded(of_nibbles(pair >> 4, FORM.e2m1), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee"
+        )
     else:  # code behind a return would be compiled, too
         columns = k + tl.arange(0, STEP)
         at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]

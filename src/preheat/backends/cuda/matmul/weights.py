@@ -18,6 +18,7 @@ from preheat.backends.cuda.launch import begin, options, widened
 from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
+from preheat.ops.fp4 import nibbles_of
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
@@ -59,8 +60,8 @@ class DeviceWeight:
         A weight may be ``shuffled`` only if :func:`can_be_shuffled` is true of it.
         """
         codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
-        if weight.scheme.code == "int4":
-            codes = _packed(codes, shuffled, splits)
+        if weight.scheme.bits == 4:
+            codes = _packed(nibbles_of(codes) if weight.scheme.code == "fp4" else codes, shuffled, splits)
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
         if shuffled and _same(scales, torch.bfloat16):
             scales = scales.bfloat16()
@@ -111,7 +112,7 @@ def _same(scales: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _packed(codes: Tensor, shuffled: bool, splits: int) -> Tensor:
-    """Pack two int8 codes between -8 and 7 into a byte.
+    """Pack two codes of four bits into a byte: int8 between -8 and 7, or nibbles in uint8.
 
     The inputs of each split are filled up with zeros to whole steps. The bytes of a step lie in order. Where they are
     ``shuffled``, a lane of the matrix unit finds its sixteen bytes side by side: bytes of inputs 16 a + 8 b + 2 c + d
@@ -133,6 +134,20 @@ def signed(nibbles):
     Put them behind the bits of 2**23: cheaper than a conversion.
     """
     return ((nibbles ^ 8).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def of_nibbles(nibbles, E2M1: tl.constexpr):
+    """Convert codes of four bits to fp32: integers, or twice the numbers of e2m1.
+
+    The bits of e2m1 are the bits of a number of float16 that is 2**14 times smaller, also below the least normal one.
+    """
+    if E2M1:
+        half = (((nibbles & 8).to(tl.uint16) << 12) | ((nibbles & 7).to(tl.uint16) << 9)).to(tl.float16, bitcast=True)
+        numbers = half.to(tl.float32) * 32768.0
+    else:
+        numbers = signed(nibbles)
+    return numbers
 
 
 @triton.jit
@@ -173,7 +188,8 @@ def decoded(numbers, scale, zero, zeros, dtype: tl.constexpr):
 @triton.jit
 def _dequantize(
     codes, scales, zeros, index, weight, outputs, inputs, size, groups, row_bytes, split_bytes, FOUR: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, SHUFFLED: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+    E2M1: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, SHUFFLED: tl.constexpr, OUTPUTS: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one step of one split for ``OUTPUTS`` outputs."""
     begin(overlap)
@@ -196,7 +212,7 @@ def _dequantize(
         for half in tl.static_range(2):
             at = k + half * HALF
             scale, zero = scales_of(scales, zeros, index, out, at, size, outputs, groups, GROUP, EVEN, HALF)
-            w = decoded(signed((pair >> (4 * half)) & 0xF), scale, zero, zeros, dtype)
+            w = decoded(of_nibbles((pair >> (4 * half)) & 0xF, E2M1), scale, zero, zeros, dtype)
             columns = (at + tl.arange(0, HALF))[None, :]
             tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < size))
     else:
@@ -215,8 +231,8 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     steps = triton.cdiv(inputs // weight.splits, STEP.value)
     _dequantize[(triton.cdiv(outputs, 32), steps, weight.splits)](
         weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
-        SHUFFLED=weight.shuffled, FOUR=weight.scheme.code == "int4", GROUP=weight.scheme.group,
-        EVEN=whole_groups(weight.scheme), **options(num_warps=4, num_stages=1),
+        SHUFFLED=weight.shuffled, FOUR=weight.scheme.bits == 4, E2M1=weight.scheme.code == "fp4",
+        GROUP=weight.scheme.group, EVEN=whole_groups(weight.scheme), **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return result
 
