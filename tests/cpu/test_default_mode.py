@@ -6,10 +6,13 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 from preheat import LLM
 from preheat.backends.cpu import facts
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.errors import SettingsError
+from preheat.settings import Settings
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 
@@ -25,8 +28,13 @@ def mode_of(llm: LLM) -> str:
 
 def test_layers_are_compiled_unless_an_option_has_no_functions(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert mode_of(LLM("bundled", **OPTIONS)) == "llvm"
+    llm = LLM("bundled", **OPTIONS | {"num_threads": 3})
+    assert mode_of(llm) == "llvm"
+    assert llm.loop.executor.decoder.functions.team.threads == 3
+    assert torch.get_num_threads() == 1, "torch's threads would wait actively beside those of the functions"
     assert "instead of llvm" not in caplog.text
+    CpuBackend().prepare(Settings(), "eager", None)
+    assert torch.get_num_threads() == 3, "an engine without functions has torch's threads again"
     assert mode_of(LLM("bundled", tp_invariant=True, **OPTIONS)) == "eager"
     (line,) = (line for line in caplog.messages if "instead of llvm" in line)
     assert line.startswith(

@@ -14,11 +14,13 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install l
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import targets
+from preheat.backends.cpu.llvm.best import Best
 from preheat.backends.cpu.llvm.draw import Draw
-from preheat.backends.cpu.llvm.emit import LANES, LONG, POINTER, WORDS
+from preheat.backends.cpu.llvm.emit import INT, LANES, LONG, POINTER, WORDS
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.sampler import Draws
 from preheat.backends.cpu.sampler import CpuSampler
+from preheat.ops.order import best_ids
 from preheat.ops.philox import _gumbel
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import Edits, SamplingInput
@@ -147,6 +149,32 @@ def test_a_tie_that_goes_to_a_higher_id_is_seen(monkeypatch):
 
     monkeypatch.setattr(Draw, "better", late)
     assert differing(Draws(ROWS, None), 20, seed=0) > 0
+
+
+def other_orders(draws: Draws) -> int:
+    """Return how many lines have other best tokens than the reference finds, or another order."""
+    found, rng = 0, np.random.default_rng(4)
+    for vocab in VOCABULARIES * 10:
+        line = logits_of(rng, 1, vocab)[0]
+        line[rng.random(vocab) < 0.1] = -0.0
+        for width in {1, min(5, vocab), min(128, vocab), vocab}:
+            found += draws.best_ids(line, width).tolist() != best_ids(line, width).tolist()
+    return found
+
+
+def test_the_best_tokens_are_the_reference_s(draws):
+    assert other_orders(draws) == 0
+    assert draws.best_ids(np.full(70, -np.inf, np.float32), 5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fault", ["key", "number"])
+def test_other_best_tokens_are_seen(fault, monkeypatch):
+    right = getattr(Best, fault)
+    if fault == "key":  # equal tokens are in falling order
+        monkeypatch.setattr(Best, "key", lambda e, logit, id: right(e, logit, e.b.xor(id, e.i(255))))
+    else:  # negative numbers rise the wrong way
+        monkeypatch.setattr(Best, "number", lambda e, rising: right(e, e.b.or_(rising, ir.Constant(INT, 1 << 31))))
+    assert other_orders(Draws(ROWS, None)) > 0
 
 
 def test_noise_of_another_key_is_seen(monkeypatch):

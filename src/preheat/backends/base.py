@@ -582,6 +582,12 @@ class LayerFunctions(Protocol):
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return hidden states [rows, hidden] after the last layer and the final norm; ``residual`` is overwritten."""
 
+    def take(self, attended: Tensor, residual: Tensor, index: Tensor) -> Tensor:
+        """Return hidden states [size, hidden] of the tokens ``index``, int32 [size], valid until the next call.
+
+        The states have the bits of :meth:`finish` on these tokens alone. ``residual`` is left as it is.
+        """
+
 
 class Sampler(Protocol):
     """Draws tokens and reports log-probabilities.

@@ -87,6 +87,7 @@ class StepBuffers:
         self._host = [backend.host_copy(self._device) for _ in range(HOST_COPIES)]
         self._arrays = [host.numpy() for host in self._host]
         self._views = cache(self._view)
+        self.first_sampled = cache(lambda size: self.sampled[:size])
         self._turn = 0
         self._launched = [backend.event() for _ in range(HOST_COPIES)]
 

@@ -8,6 +8,7 @@ may be launched before the host has seen them. Only the cache keeps state of req
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,8 @@ class Executor:
         self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each kind
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # states of the last step's tokens
+        self._first_tokens = functools.cache(self._views)
+        self._first_logits = functools.cache(lambda size: self._logits[:size])
         self.other_caches: list[BlockCache] = []  # caches of the same blocks: a draft model's
         self.features: Features | None = None  # for a head that drafts
         self._watch: LogitWatch | None = None
@@ -440,8 +443,8 @@ class Executor:
         are complete only after the part with the last layer.
         """
         decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
-        tokens = len(inputs.tokens)
-        residual, normed, out = self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
+        tokens = inputs.tokens.shape[0]
+        residual, normed, out = self._first_tokens(tokens)
         before = self._begin(inputs, residual) if begins else normed
         attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
         after = decoder.layers(residual, attend, layers, given=before, eager=tap is not None, tap=tap or keep)
@@ -451,6 +454,10 @@ class Executor:
             return Attended(after, residual)
         normed.copy_(after)
         return Attended(out, residual)
+
+    def _views(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the static buffers of the first ``tokens`` tokens: the residual stream, its norm, and attention."""
+        return self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
 
     def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor | None:
         """Fill ``residual`` [tokens, hidden] with the input of the residual stream.
@@ -476,12 +483,14 @@ class Executor:
     def _head(self, program: Program[int]) -> Tensor:
         """Return the logits of the first ``program.size`` sampled tokens."""
         hidden = self._hidden(program.size, adapted=program.adapted)
-        return self.decoder.weights.head(hidden, out=self._logits[: program.size])
+        return self.decoder.weights.head(hidden, out=self._first_logits(program.size))
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
         """Return the hidden states of the first ``size`` sampled tokens."""
         self._use("sampled", adapted)
-        index = self.buffers.sampled[:size]
+        index, functions = self.buffers.first_sampled(size), self.decoder.functions
+        if functions is not None and tap is None:
+            return functions.take(*self._states, index)
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
 

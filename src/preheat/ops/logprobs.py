@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from preheat.core import TokenLogprobs
-from preheat.ops.order import best_ids, mend, row_chunks
+from preheat.ops.order import BestIds, best_ids, mend, row_chunks
 
 
 def token_logprobs(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]] = ()
-) -> list[TokenLogprobs]:
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]] = (),
+    *, best: BestIds = best_ids,
+) -> list[TokenLogprobs]:  # fmt: skip
     """Return one entry per row: token ``tokens[i]`` and alternatives with their log-probabilities.
 
     The alternatives are the tokens ``logprob_ids[i]``, if there are any, else the ``alternatives[i]`` most likely
     tokens (0: none). ``logits`` are float32 [rows, vocab] on the host and stay unchanged; ``tokens`` and
     ``alternatives`` are integers [rows]. A rank is 1 + the number of tokens before: tokens with a greater logit, or
     with an equal logit and a lower id. NaN counts as impossible, +inf as the greatest finite number. An impossible
-    token has the log-probability -inf.
+    token has the log-probability -inf. ``best`` finds the ids.
     """
     entries: list[TokenLogprobs] = []
     for part in row_chunks(*logits.shape):
-        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], logprob_ids[part])
+        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], logprob_ids[part], best)
     return entries
 
 
@@ -45,7 +46,7 @@ def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[Tok
 
 
 def _entries(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]]
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]], best: BestIds
 ) -> list[TokenLogprobs]:
     values = logits.numpy()
     if not np.isfinite(values.max(axis=-1)).all():
@@ -55,7 +56,7 @@ def _entries(
     for row, (token, count) in enumerate(zip(tokens.tolist(), alternatives.tolist(), strict=True)):
         line, ids = values[row], list(logprob_ids[row]) if row < len(logprob_ids) else []
         if not ids and count:
-            ids = best_ids(line, min(count, vocab)).tolist()
+            ids = best(line, min(count, vocab)).tolist()
         own, *others = _possible(logprobs[row][[token, *ids]]).tolist()
         found.append(TokenLogprobs(token, own, _rank(line, token), list(zip(ids, others, strict=True))))
     return found

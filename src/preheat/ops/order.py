@@ -8,7 +8,7 @@ equal and every correct selection algorithm gives the same answer; none of the a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -19,6 +19,9 @@ So temporaries stay in the processor's cache. Changes no bits.
 """
 
 _FEW = 4
+
+BestIds = Callable[[np.ndarray, int], np.ndarray]
+"""A function with the results of :func:`best_ids`."""
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:

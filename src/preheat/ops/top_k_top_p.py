@@ -76,6 +76,55 @@ class SamplingMetadata:
 
 
 @dataclass(slots=True)
+class Filter:
+    """The filters of one row: ``metadata`` of the row alone, and its numbers.
+
+    ``top_k`` is 0 if it cuts nothing, ``top_p`` is 1 if it is off, ``furthest`` is the greatest deficit.
+    """
+
+    metadata: SamplingMetadata
+    temperature: np.float32
+    top_k: int
+    top_p: float
+    furthest: np.float32
+
+    @classmethod
+    def of(cls, how: SamplingMetadata, at: int, vocab: int) -> Self:
+        """Return the filters of row ``at`` of ``how``."""
+        row = how.take(slice(at, at + 1))
+        k = int(row.top_k[0]) if row.cut_by_k(vocab)[0] else 0
+        return cls(row, row.temperature[0], k, float(row.top_p[0]), furthest(row.min_p)[0])
+
+    def kept(self, line: np.ndarray, values: np.ndarray, *, duplicates: bool) -> int | None:
+        """Return how many of a row's tokens are kept, as :func:`keep_ordered` does: the first ones.
+
+        ``values`` are the greatest logits of the ``line``, in order. None: the answer depends on other tokens.
+        """
+        deficit = values[0] - values
+        deficit /= self.temperature
+        count = width = len(values)
+        if deficit[-1] > self.furthest:
+            count = int(deficit.searchsorted(self.furthest, "right"))
+        if 0 < self.top_k < width:
+            k = self.top_k if not duplicates else int(np.count_nonzero(values >= values[self.top_k - 1]))
+            count = min(count, k)
+        open_end = count == width < len(line)
+        if open_end and self.top_k:
+            return None
+        if self.top_p < 1:
+            mass = _masses(deficit)[:count]
+            before = mass.cumsum()
+            total = before[-1] if not open_end else self._mass(line, values[0])
+            before -= mass
+            count = max(int(before.searchsorted(self.top_p * total)), 1)
+        return None if open_end and count == width else count
+
+    def _mass(self, line: np.ndarray, peak: np.float32) -> float:
+        """Return the mass of a whole row after min_p."""
+        return float(_total_mass(line[None], np.array([peak]), self.metadata)[0])
+
+
+@dataclass(slots=True)
 class KeptTokens:
     """Tokens still possible: ``ids[i]`` of row ``rows[i]`` and its deficit.
 

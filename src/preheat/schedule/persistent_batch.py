@@ -19,7 +19,7 @@ class PersistentBatch:
     """The rows that consecutive steps have in common.
 
     ``changes`` is the running sequences' counter at the start. ``left`` is the number of steps until a row reaches its
-    maximum length.
+    maximum length. ``room`` is the number of steps for which all rows have blocks.
     """
 
     number: int
@@ -28,13 +28,15 @@ class PersistentBatch:
     ones: np.ndarray  # int32 [rows]: every row computes and samples one token
     changes: int
     left: int
+    room: int
 
     @classmethod
     def of(cls, running: RunningSequences, number: int, decode: np.ndarray) -> Self:
         """Return the batch of all running sequences, in the order of the slots ``decode``."""
         slots = running.slots
         left = int((slots.max_len[decode] - slots.device_len[decode]).min())
-        return cls(number, decode, running.ids[decode], np.ones(len(decode), np.int32), running.changes, left)
+        ids, ones, room = running.ids[decode], np.ones(len(decode), np.int32), room_of(running, decode)
+        return cls(number, decode, ids, ones, running.changes, left, room)
 
     def goes_on(self, running: RunningSequences) -> bool:
         """Return whether the next step has the same rows."""
@@ -43,5 +45,12 @@ class PersistentBatch:
     def step(self, running: RunningSequences, started: dict[int, int]) -> Schedule:
         """Return the schedule of the batch's next step."""
         self.left -= 1
+        self.room -= 1
         first = running.slots.cached_len.take(self.slots)
         return Schedule(self.slots, first, self.ones, self.ones, len(self.slots), self.ids, started, self.number)
+
+
+def room_of(running: RunningSequences, decode: np.ndarray) -> int:
+    """Return for how many tokens of each row of ``decode`` there is room in its blocks."""
+    slots = running.slots
+    return int((slots.num_blocks[decode] * slots.block_size - slots.cached_len[decode]).min())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from preheat.core import Delta, Finish, Schedule, Stats, StepResult, TokenLogprobs
+from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Schedule, Stats, StepResult, TokenLogprobs
 from preheat.errors import GrammarFailed, NotFinite, WireError
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.prefix import PrefixCache
@@ -74,9 +74,12 @@ def process_results(
         _count_drafts(schedule, live, ends, totals, drafting)
     _publish(running, prefix, schedule, ends, live)
     slots.tokens[kept.slots, kept.positions] = kept.tokens
-    first_ones = kept.positions == slots.prompt_len.take(kept.slots)
     totals.generation_tokens += len(kept.slots) if result.hidden is None else 0
-    totals.prompt_tokens += int(kept.positions[first_ones].sum()) if first_ones.any() else 0
+    begins = schedule.persistent_batch == NO_PERSISTENT_BATCH or schedule.persistent_batch != running.begun
+    if begins:
+        first_ones = kept.positions == slots.prompt_len.take(kept.slots)
+        totals.prompt_tokens += int(kept.positions[first_ones].sum()) if first_ones.any() else 0
+        running.begun = schedule.persistent_batch
     ids, ended = kept.ids.tolist(), _ended(slots, kept)
     if (held := slots.has_grammar.take(kept.slots)).any():
         ended |= _refused(slots, kept, held, ended)
@@ -85,7 +88,7 @@ def process_results(
         tokens=kept.tokens.tolist(),
         finished={ids[j]: finish for j, finish in ended.items()} | corrupted,
         logprobs=kept.logprobs(result),
-        prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if result.hidden is None else {},
+        prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if begins and result.hidden is None else {},
         started=schedule.started,
     )
     if result.hidden is not None:  # nothing was drawn
@@ -243,6 +246,8 @@ def _publish(
 ) -> None:
     """Publish the blocks that the step filled with known tokens."""
     slots, size = running.slots, running.slots.block_size
+    if schedule.num_decode == schedule.rows and (schedule.ends % size).all():
+        return
     first, last = schedule.first // size, ends // size
     for row in ((last > first) & live).nonzero()[0].tolist():
         slot = int(schedule.slots[row])

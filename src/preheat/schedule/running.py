@@ -11,6 +11,7 @@ from collections import Counter
 
 import numpy as np
 
+from preheat.core import NO_PERSISTENT_BATCH
 from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
@@ -23,7 +24,8 @@ class RunningSequences:
     """The sequences in slots, with the blocks and adapter slots that they own.
 
     ``order`` int64 lists the running slots by rank: priority, then arrival. ``ids`` int64 [slots] are the request ids,
-    FREE for a free slot. ``changes`` counts arrivals and departures.
+    FREE for a free slot. ``changes`` counts arrivals and departures. ``begun`` is the persistent batch whose first step
+    has results: its rows are past their prompts.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterSlotTable | None = None) -> None:
@@ -32,7 +34,7 @@ class RunningSequences:
         self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
         self._slot_of: dict[int, int] = {}
-        self.changes = 0
+        self.changes, self.begun = 0, NO_PERSISTENT_BATCH
 
     def __len__(self) -> int:
         return len(self._slot_of)

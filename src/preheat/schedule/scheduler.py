@@ -20,9 +20,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
-from msgspec.structs import replace
 
 from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
@@ -35,7 +35,7 @@ from preheat.schedule.grammar import GrammarState
 from preheat.schedule.images import EncoderCache, inside
 from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
-from preheat.schedule.persistent_batch import PersistentBatch
+from preheat.schedule.persistent_batch import PersistentBatch, room_of
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
@@ -274,7 +274,9 @@ class Scheduler:
         totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
         places = self.drafting.proposer.num_speculative_tokens if self.drafting else 0
         totals.accepted_per_pos += [0] * (places - len(totals.accepted_per_pos))
-        return replace(totals, accepted_per_pos=totals.accepted_per_pos.copy())
+        found = copy(totals)
+        found.accepted_per_pos = totals.accepted_per_pos.copy()
+        return found
 
     def serves(self, lora_name: str) -> bool:
         """Return whether a request with the adapter ``lora_name`` waits or runs."""
@@ -386,11 +388,16 @@ class Scheduler:
         Preempt if blocks are lacking.
         """
         slots, batch = self.slots, self._last_batch()
-        step = NextStep(self._decode_slots() if batch is None or self._drafts else batch.slots)
+        known = batch is not None and not self._drafts
+        step = NextStep(batch.slots if batch is not None and known else self._decode_slots())
+        if batch is not None and known and batch.room > 0:
+            return step
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
             self.running.grow_each(at_edge)
+        if batch is not None and known and batch.goes_on(self.running):
+            batch.room = room_of(self.running, batch.slots)
         return step
 
     def _decode_slots(self) -> np.ndarray:

@@ -10,12 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from preheat.core import Swaps
+from preheat.backends.base import AttentionWork
+from preheat.core import Level, Swaps
 from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
+from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program, encoder_programs
 from preheat.warmup.cold_sources import ColdSources
@@ -42,6 +44,27 @@ class _Hits:
     steps: int = 0
 
 
+class _Like(NamedTuple):
+    """Parts of a step that the next step of the same rows shares: its programs are the same then."""
+
+    work: AttentionWork
+    bucket: Bucket
+    sampled: int
+    level: Level
+
+    @classmethod
+    def of(cls, batch: InputBatch) -> _Like | None:
+        """Return the parts of ``batch``, None if the step runs more than the programs of its tokens."""
+        schedule = batch.schedule
+        if schedule.images is not None or schedule.transfers:
+            return None
+        return cls(batch.work, batch.bucket, batch.sampling_size, batch.sampling.level)
+
+    def same(self, other: _Like) -> bool:
+        """Return whether ``other`` is a step of the same rows."""
+        return self.work is other.work and self[1:] == other[1:]
+
+
 class ColdMonitor:
     """A step listener that counts hits and reports cold events.
 
@@ -60,6 +83,7 @@ class ColdMonitor:
         self._drafted = drafted
         self._record, self.on_cold, self._sources = record, on_cold, sources
         self._hits: dict[Programs, _Hits] = {}
+        self._last: tuple[_Like, _Hits] | None = None  # of the last step that was known
         self._traffic: dict[tuple[str, int], int] = defaultdict(int)  # steps by phase and tokens
         entries = record.by_name()
         self._plan = plan
@@ -83,17 +107,28 @@ class ColdMonitor:
             self._traffic[event.bucket.phase, event.schedule.tokens] += 1
         if self.on_cold == "off":
             return
+        like = _Like.of(event) if isinstance(event, InputBatch) and self._drafted is None else None
+        if like is not None and self._last is not None and like.same(self._last[0]):
+            self._last[1].steps += 1
+            events = self._sources.new_events()
+        else:
+            events = self._looked_up(event, like)
+        if events:
+            self._report(events)
+
+    def _looked_up(self, event: InputBatch | Swaps, like: _Like | None) -> list[tuple[str, str]]:
+        """Count a step by its programs, and return its cold events."""
         programs = programs_of(event)
         if self._drafted is not None:
             programs = (*programs, *_of_drafts(self._drafted()))
         hits = self._hits.get(programs)
         events = self._sources.new_events()
-        if hits is not None:
-            hits.steps += 1
-        else:
-            events = self._first(programs) + events
-        if events:
-            self._report(events)
+        if hits is None:
+            self._last = None
+            return self._first(programs) + events
+        hits.steps += 1
+        self._last = None if like is None else (like, hits)
+        return events
 
     def forget(self) -> None:
         """Discard the cold events until now, which belong to no step.

@@ -55,6 +55,7 @@ from preheat.backends.cpu.lowrank import CpuAdapters, Embedding, expert_slots, s
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
 from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.cpu.threads import give_back_threads, leave_one_thread
 from preheat.backends.layer import Layer as ProductLayer
 from preheat.backends.support import matmuls, supports
 from preheat.errors import SettingsError
@@ -79,6 +80,7 @@ class CpuBackend:
     device = torch.device("cpu")
     _compiled = False
     _cache: Path | None = None
+    _threads = 1  # of compiled functions
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
@@ -130,12 +132,18 @@ class CpuBackend:
         return self._compiled or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
     def prepare(self, settings: Settings, mode: Mode, cache: Path | None) -> None:
-        """Fix the thread count; compiled functions have a thread for each physical core."""
+        """Fix the thread count; compiled functions have a thread for each physical core.
+
+        torch has as many while weights are loaded, and one from :meth:`functions` on.
+        """
         self._compiled = mode == "llvm"
         self.facts = type(self).facts.in_mode(mode)
         self.adapters = PanelAdapters() if self._compiled else type(self).adapters
+        self._threads = settings.num_threads or physical_cores()
         if settings.num_threads or self._compiled:
-            torch.set_num_threads(settings.num_threads or physical_cores())
+            torch.set_num_threads(self._threads)
+        else:
+            give_back_threads()
         self._cache = None if cache is None else cache / "llvm"
 
     def synchronize(self) -> None:
@@ -167,9 +175,10 @@ class CpuBackend:
             return None
         from preheat.backends.cpu.llvm.model import Functions
 
-        threads = torch.get_num_threads()
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
-        return Functions(layers, final_norm, others, limits, threads=threads, folder=self._cache, rows=rows)
+        found = Functions(layers, final_norm, others, limits, threads=self._threads, folder=self._cache, rows=rows)
+        leave_one_thread()
+        return found
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
@@ -201,7 +210,7 @@ class CpuBackend:
         from preheat.backends.cpu.llvm.sampler import Draws
 
         draw = Draws(limits.max_sampled, self._cache, duplicates=handle_topk_duplicates)
-        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw)
+        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw, best=draw.best_ids)
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES

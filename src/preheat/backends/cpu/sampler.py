@@ -11,9 +11,15 @@ from torch import Tensor
 from preheat.backends.base import SampledRows
 from preheat.core import Level, TokenLogprobs, marked, unmarked
 from preheat.ops.logprobs import prompt_entries, token_logprobs
-from preheat.ops.order import finite_rows
+from preheat.ops.order import BestIds, best_ids, finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
+
+def _array(logits: Tensor) -> np.ndarray:
+    """Return logits as float32, without a copy if they are float32."""
+    found: np.ndarray = (logits if logits.dtype == torch.float32 else logits.float()).numpy()
+    return found
+
 
 Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
 """A function that draws from float32 logits [rows, vocab] as :class:`HostSampler` does, or returns None."""
@@ -24,13 +30,13 @@ class CpuSampler:
 
     def __init__(
         self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0,
-        draw: Draw = lambda logits, step: None,
+        draw: Draw = lambda logits, step: None, best: BestIds = best_ids,
     ) -> None:  # fmt: skip
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
-        self._step, self._draw = SamplingInput(0, None, None, None), draw
+        self._step, self._draw, self._best = SamplingInput(0, None, None, None), draw, best
         self._tokens = np.empty(0, np.int64)
-        self._raw = torch.empty(0, 0)
+        self._raw = np.empty((0, 0), np.float32)
         self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
@@ -40,15 +46,16 @@ class CpuSampler:
         return self._masks
 
     def sample(self, level: Level, logits: Tensor) -> None:
-        given = logits[: self._step.size].float()
-        drawn = self._draw(given.numpy(), self._step)
+        step = self._step
+        given = _array(logits)[: step.size]
+        drawn = self._draw(given, step)
         if drawn is None:
-            tokens = self._host.sample(given, self._step, self._masks).numpy()
-            drawn = marked(tokens, finite_rows(given.numpy()))
+            tokens = self._host.sample(torch.from_numpy(given), step, self._masks).numpy()
+            drawn = marked(tokens, finite_rows(given))
         self._tokens = drawn
 
     def report(self, logits: Tensor) -> None:
-        self._raw = logits[: self._step.size].to(torch.float32, copy=True)  # a prompt's logits take its memory
+        self._raw = _array(logits)[: self._step.size].copy()  # a prompt's logits take its memory
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Do nothing: the tokens are on the host."""
@@ -58,16 +65,17 @@ class CpuSampler:
         if not len(reporting):
             return tokens, []
         return tokens, token_logprobs(
-            self._raw[torch.from_numpy(reporting)],
+            torch.from_numpy(self._raw if len(reporting) == len(self._raw) else self._raw[reporting]),
             unmarked(tokens[reporting]),
             alternatives,
             self._step.logprob_ids_of(reporting),
+            best=self._best,
         )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
-        raw = logits[: len(tokens)].float()
-        entries = token_logprobs(raw, tokens, np.full(len(tokens), alternatives))
-        return prompt_entries(entries, finite_rows(raw.numpy()))
+        raw = _array(logits)[: len(tokens)]
+        entries = token_logprobs(torch.from_numpy(raw), tokens, np.full(len(tokens), alternatives), best=self._best)
+        return prompt_entries(entries, finite_rows(raw))
 
     def compile(self, logits: Tensor) -> None:
         """Do nothing: there is nothing to build."""

@@ -66,6 +66,32 @@ def draw(module: ir.Module) -> None:
     e.close(e.get(bad))
 
 
+def pick(module: ir.Module) -> None:
+    """Write ``pick(ids, logits, count, settings)``: the token that a row draws among ``count`` tokens.
+
+    The first logit is the greatest one. ``ids`` are integers of 64 bits; both lists have room for whole vectors.
+    """
+    e = Draw(module, "pick", [POINTER, POINTER, LONG, POINTER], LONG)
+    listed, logits, count, own = e.args
+    b, (best, ids) = e.b, e.start()
+    top, temperature, furthest = (e.splat(each) for each in (e.load(logits), e.load(own), e.load(own, 1)))
+    key, counter = ([e.splat(e.load(own, at, INT), WORDS) for at in pair] for pair in ((2, 3), (4, 5)))
+    with e.loop(0, count, LANES) as at:
+        numbers = b.trunc(b.load(e.at(listed, at, LONG), typ=_WIDE, align=8), WORDS)
+        deficit = b.fdiv(b.fsub(top, e.vector(logits, at)), temperature)
+        near = b.and_(b.fcmp_ordered("<=", deficit, furthest), e.first(e.sub(count, at)))
+        words = e.philox([b.lshr(numbers, e.w(2)), *counter, e.w(0)], key)
+        place, word = b.and_(numbers, e.w(3)), words[0]
+        for which in (1, 2, 3):
+            word = b.select(b.icmp_unsigned("==", place, e.w(which)), words[which], word)
+        score = b.select(near, b.fsub(e.gumbel(word), deficit), e.v(-np.inf))
+        equal = b.and_(b.fcmp_ordered("==", score, e.get(best)), b.icmp_unsigned("<", numbers, e.get(ids)))
+        more = b.or_(b.fcmp_ordered(">", score, e.get(best)), equal)
+        e.set(ids, b.select(more, numbers, e.get(ids)))
+        e.set(best, b.select(more, score, e.get(best)))
+    e.close(b.zext(e.winner(e.get(best), e.get(ids))[1], LONG))
+
+
 class Draw(Function):
     """The body of the function that draws."""
 

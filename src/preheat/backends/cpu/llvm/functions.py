@@ -1,4 +1,4 @@
-"""The functions of a model: the front of a layer, its back, one product, and a norm.
+"""The functions of a model: the front of a layer, its back, one product, a norm, and copies of rows.
 
 Contract, beside the contracts of :mod:`preheat.backends.cpu.llvm.emit`, of norms, activations, attention and the cache.
 Activations are float32. An output of a product is one sum over inputs 0, 1, ... in order, then the bias, then the
@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from preheat.backends.cpu.llvm.attend import Attend, append, queries_at_once
 from preheat.backends.cpu.llvm.cache import Cache
-from preheat.backends.cpu.llvm.emit import POINTER, Value
+from preheat.backends.cpu.llvm.emit import INT, LONG, POINTER, Value
 from preheat.backends.cpu.llvm.job import Job, Once, wait
 from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, SPLIT, LayerKind, Product, RowNorm
 from preheat.backends.cpu.llvm.norms import norm, norm_row
@@ -113,6 +113,24 @@ def alone(module: ir.Module, name: str, how: Product) -> None:
     e = Job(module, name)
     x, out = e.pointer("x"), e.pointer("attended")
     wait(e, product(e, how, "qkv", x, stored(e, out, how.results)))
+    e.close()
+
+
+def take(module: ir.Module, name: str, hidden: int, width: int) -> None:
+    """Write a copy of rows of ``x``, of ``hidden`` numbers, and of ``attended``, of ``width`` numbers.
+
+    ``taken`` of the layer's frame are the numbers of the rows, integers of 32 bits.
+    """
+    e = Job(module, name)
+    taken, parts = e.part("taken"), (("x", hidden), ("attended", width))
+    pairs = [(e.pointer(each), e.part(f"taken_{each}"), size) for each, size in parts]
+    phase = e.phase(e.rows)
+    with e.units(*phase) as row:
+        number = e.b.sext(e.load(taken, row, INT), LONG)
+        for source, out, size in pairs:
+            begin, end = e.at(source, e.mul(number, size)), e.at(out, e.mul(row, size))
+            e.over(size, lambda at, mask, begin=begin, end=end: e.put(e.vector(begin, at, mask), end, at, mask))
+    wait(e, [phase])
     e.close()
 
 

@@ -12,6 +12,9 @@ from preheat.backends.cpu.llvm.kinds import FRAME, FUNCTION, JOB, LAYER, LAYER_F
 Phase = tuple[Value, Value, Value]
 """Arguments of :meth:`Function.units` and :meth:`Function.finished`: a counter, the number of units, and the job."""
 
+JOB_WORDS = 4
+"""Words of a listed job."""
+
 _ARGS = [POINTER, POINTER, LONG, LONG]
 _KIND = ir.FunctionType(ir.VoidType(), _ARGS)
 
@@ -67,7 +70,8 @@ def jobs(module: ir.Module, counters: int) -> None:
     """Write the functions ``start``, ``run`` and ``work``, by which threads share jobs.
 
     ``start(frame, function, layer)`` publishes a job and takes part in it, as thread 0, until the job is done.
-    ``run(frame, jobs, count)`` starts one job after another; ``jobs`` are pairs of a function and a layer's frame.
+    ``run(frame, jobs, count)`` starts one job after another. A job is four words: a function, a layer's frame, and the
+    addresses of ``x`` and ``attended``. An address of 0 leaves the field as it is.
     ``work(frame, thread, spins, seen)`` takes part in jobs after the job number ``seen``. It returns the latest job's
     number after ``spins`` empty turns, or -1 when the function is null.
     """
@@ -75,7 +79,11 @@ def jobs(module: ir.Module, counters: int) -> None:
     e = Function(module, "run", [POINTER, POINTER, LONG])
     frame, listed, most = e.args
     with e.loop(0, most) as at:
-        function, layer = (e.field(listed, e.add(e.mul(at, 2), part), POINTER) for part in (0, 1))
+        function, layer = (e.field(listed, e.add(e.mul(at, JOB_WORDS), part), POINTER) for part in (0, 1))
+        for part, name in ((2, "x"), (3, "attended")):  # no thread works now: the job before is closed
+            address = e.field(listed, e.add(e.mul(at, JOB_WORDS), part))
+            with e.when(e.b.icmp_signed("!=", address, e.i(0))):
+                e.store(address, frame, FRAME[name], LONG, 8)
         e.b.call(start, [frame, function, layer])
     e.close()
     _work(module)

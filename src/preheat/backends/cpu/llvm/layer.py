@@ -16,7 +16,7 @@ from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
 from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor, Tensor], Tensor]
 
 
 def supports(value: Value) -> Support:
@@ -71,7 +71,10 @@ class PanelLayer:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs] float32 -> [rows, outputs] float32."""
         assert self.run is not None, "the functions of the model are not compiled yet"
-        found = self.run(x.float().contiguous())
+        x = x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
+        if out is not None and out.dtype == torch.float32 and out.is_contiguous():
+            return self.run(x, out)
+        found = self.run(x, torch.empty(len(x), self.how.results))
         return found if out is None else out.copy_(found)
 
     def weights(self) -> Iterator[Tensor]:

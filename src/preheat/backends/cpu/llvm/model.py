@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from preheat.backends.cpu.llvm import functions, job, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
+from preheat.backends.cpu.llvm.job import JOB_WORDS
 from preheat.backends.cpu.llvm.kinds import (
     COUNTERS,
     LANES,
@@ -39,10 +41,7 @@ from preheat.backends.cpu.llvm.team import Team
 from preheat.limits import Limits
 
 _FRAME_WORDS = 64
-_JOB_WORDS = 2
-"""Words of a listed job: its function and the layer's frame."""
-
-
+_TAKEN = LAYER_FRAME["taken"]
 _WRITTEN: WeakKeyDictionary[PanelLayer, tuple[Any, str]] = WeakKeyDictionary()
 
 
@@ -64,11 +63,11 @@ class Functions:
         panels = [*(each for layer in layers for each in _panels(layer).values()), *single]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
-        self.source = _written(panels[0], numbers, alone, _packed(final_norm).how)
+        last = self._kinds[-1]
+        self.source = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
         self.code = Code(compile_code(self.source, folder)[0])
         self.team = Team(self.code, threads)
         halves = [[self.code.address(f"{half}{numbers[kind]}") for half in ("front", "back")] for kind in self._kinds]
-        self._norm = self.code.address("norm")
         self._adapters = next((layer.slots.rows for layer in panels if layer.slots is not None), PanelAdapterRows(rows))
         self._attended = torch.zeros(rows, max(kind.heads * kind.dim for kind in self._kinds))
         shrunk = [layer.how.shrunk for layer in panels]
@@ -76,11 +75,12 @@ class Functions:
         self._buffers(rows, threads, max(shrunk))
         tables: dict[int, tuple[int, int]] = {}
         self._frames = [self._frame(layer, tables) for layer in layers]
-        self._last = zeros(_FRAME_WORDS, np.int64)
-        self._last[LAYER_FRAME["norm"]] = _packed(final_norm).numbers.data_ptr()
-        self._jobs = zeros(2 * _JOB_WORDS * len(layers), np.int64)
-        for pair, frame, words in zip(halves, self._frames, self._jobs.reshape(len(layers), -1), strict=True):
-            words[0::2], words[1::2] = pair, frame.ctypes.data
+        self._jobs = zeros(2 * JOB_WORDS * len(layers), np.int64).reshape(-1, 2, JOB_WORDS)
+        for pair, frame, words in zip(halves, self._frames, self._jobs, strict=True):
+            words[:, 0], words[:, 1] = pair, frame.ctypes.data
+        self._final(_packed(final_norm), limits.max_sampled)
+        self._listed, self._ended = self._jobs.ctypes.data, self._ends.ctypes.data
+        self._of_attended, self._of_hidden = cache(lambda n: self._attended[:n]), cache(lambda n: self._hidden[1, :n])
         for layer in single:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
         self.attention = LlvmAttention(self._positions, self._tables)
@@ -109,6 +109,19 @@ class Functions:
             self.team.set(name, array.ctypes.data)
         self.team.set("positions", self._positions.ctypes.data)
         self.team.set("tables", self._tables.ctypes.data)
+
+    def _final(self, norm: PackedNorm, rows: int) -> None:
+        """List the jobs from the last layer's attention to the hidden states of at most ``rows`` sampled tokens."""
+        kind, self._last = self._kinds[-1], zeros(_FRAME_WORDS, np.int64)
+        attended, self._hidden = torch.zeros(rows, kind.heads * kind.dim), torch.zeros(2, rows, kind.hidden)
+        stream, normed = (each.data_ptr() for each in self._hidden)
+        self._last[LAYER_FRAME["norm"]] = norm.numbers.data_ptr()
+        self._last[LAYER_FRAME["taken_x"]], self._last[LAYER_FRAME["taken_attended"]] = stream, self._keep(attended)
+        last = self._last.ctypes.data
+        self._ends = zeros(3 * JOB_WORDS, np.int64).reshape(3, JOB_WORDS)
+        self._ends[0] = self.code.address("take"), last, 0, 0
+        self._ends[1] = *self._jobs[-1, 1, :2], stream, attended.data_ptr()
+        self._ends[2] = self.code.address("norm"), last, stream, normed
 
     def _frame(self, layer: LayerParts, tables: dict[int, tuple[int, int]]) -> np.ndarray:
         """Return a layer's frame. ``tables``: the cosines and sines of known tables, by their identity."""
@@ -146,15 +159,17 @@ class Functions:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _alone(self, layer: PanelLayer, function: int) -> Callable[[Tensor], Tensor]:
+    def _alone(self, layer: PanelLayer, function: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Return what runs one product by itself."""
         frame = zeros(_FRAME_WORDS, np.int64)
         for name, place in layer.fields("qkv"):
             frame[LAYER_FRAME[name]] = place
-        address, width = frame.ctypes.data, layer.how.results
+        address = frame.ctypes.data
 
-        def run(x: Tensor, frame: np.ndarray = frame) -> Tensor:
-            out = torch.empty(len(x), width)
+        def run(x: Tensor, out: Tensor, frame: np.ndarray = frame) -> Tensor:
+            if len(x) <= self._rows:
+                self._run(function, address, x, out)
+                return out
             for part in (slice(first, first + self._rows) for first in range(0, len(x), self._rows)):
                 self._run(function, address, x[part], out[part])  # an image may have more rows than a step
             return out
@@ -181,20 +196,33 @@ class Functions:
         call.
         """
         ends = part[-1] == len(self._frames) - 1
-        attended = self._attended[: residual.shape[0]]
-        self._point(residual, attended, rows := min(self.attention.rows, residual.shape[0]))
+        tokens = residual.shape[0]
+        attended = self._of_attended(tokens)
+        self._point(residual, attended, rows := min(self.attention.rows, tokens))
         if given is not None:
             self.team.point("given", given)
         count = 2 * (part[-1] - part[0]) + (1 if ends else 2)
-        self.team.run_all(self._jobs.ctypes.data + 8 * 2 * _JOB_WORDS * part[0], count, rows)
+        self.team.run_all(self._listed + 8 * 2 * JOB_WORDS * part[0], count, rows)
         return attended if ends else residual
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] after the last layer and the final norm."""
-        self._run(int(self._jobs[-2]), int(self._jobs[-1]), residual, attended)
+        function, frame = self._ends[1, :2].tolist()
+        self._run(function, frame, residual, attended)
         hidden = torch.empty_like(residual)
-        self._run(self._norm, self._last.ctypes.data, residual, hidden)
+        function, frame = self._ends[2, :2].tolist()
+        self._run(function, frame, residual, hidden)
         return hidden
+
+    def take(self, attended: Tensor, residual: Tensor, index: Tensor) -> Tensor:
+        """Return the hidden states [size, hidden] of the tokens ``index``, int32 [size], as :meth:`finish` does.
+
+        They are valid until the next call. The residual stream stays as it is.
+        """
+        self._point(residual, attended, rows := index.shape[0])
+        self._last[_TAKEN] = index.data_ptr()
+        self.team.run_all(self._ended, len(self._ends), rows)
+        return self._of_hidden(rows)
 
 
 def _written(model: PanelLayer, *what: Any) -> str:
@@ -207,8 +235,8 @@ def _written(model: PanelLayer, *what: Any) -> str:
     return _WRITTEN[model][1]
 
 
-def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm) -> str:
-    """Return the functions of a model in LLVM's language."""
+def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm, width: int) -> str:
+    """Return the functions of a model in LLVM's language; ``width``: numbers of the last layer's attention."""
     module = ir.Module("preheat")
     module.triple = targets.here().triple
     for kind, number in kinds.items():
@@ -217,6 +245,7 @@ def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: 
     for how, number in alone.items():
         functions.alone(module, f"alone{number}", how)
     functions.norms(module, "norm", final_norm)
+    functions.take(module, "take", final_norm.size, width)
     job.jobs(module, COUNTERS)
     return str(module)
 

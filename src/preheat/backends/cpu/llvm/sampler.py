@@ -9,16 +9,17 @@ import numpy as np
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import targets
-from preheat.backends.cpu.llvm.draw import BLOCK, SETTINGS, draw
+from preheat.backends.cpu.llvm.best import best
+from preheat.backends.cpu.llvm.draw import BLOCK, SETTINGS, draw, pick
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.memory import zeros
 from preheat.core import Level
-from preheat.ops.order import finite_rows
 from preheat.ops.philox import MAX_SPREAD
 from preheat.ops.sampling import SamplingInput
-from preheat.ops.top_k_top_p import SamplingMetadata, furthest, keep_ordered
+from preheat.ops.top_k_top_p import WINDOW, Filter, SamplingMetadata, furthest, keep_ordered
 
 _POSITION = 4
+_ID = 0xFFFFFFFF
 
 
 class Draws:
@@ -30,17 +31,22 @@ class Draws:
     def __init__(self, rows: int, folder: Path | None, *, duplicates: bool = False) -> None:
         module = ir.Module("draw")
         module.triple = targets.here().triple
-        draw(module)
+        for write in (draw, pick, best):
+            write(module)
         self.code = Code(compile_code(str(module), folder)[0])
         arguments = c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p
         self._draw = CFUNCTYPE(c_int64, *arguments)(self.code.address("draw"))
+        self._pick = CFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64, c_void_p)(self.code.address("pick"))
+        self._best = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_void_p)(self.code.address("best"))
         self._tokens = zeros(rows, np.int64)
         self._settings = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)
         self._tail = zeros(BLOCK, np.float32)
         self._addresses = tuple(each.ctypes.data for each in (self._settings, self._tokens, self._tail))
         self._duplicates = duplicates
         self._kept: np.ndarray | None = None
-        self._filtered: SamplingMetadata | None = None
+        self._filtered: list[tuple[int, Filter]] = []
+        self._found, self._near = zeros(WINDOW, np.int64), zeros(WINDOW, np.float32)
+        self._own = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)  # of filtered rows
 
     def __call__(self, logits: np.ndarray, step: SamplingInput) -> np.ndarray | None:
         """Return a token for each row of ``logits`` float32 [rows, vocab].
@@ -53,13 +59,42 @@ class Draws:
         if step.random is not None:
             self._describe(step.random, vocab)
         elif self._kept is not None:
-            self._settings[:, 0], self._kept, self._filtered = 0, None, None
-        if self._filtered is not None:
-            if not finite_rows(logits).all():
-                return None
-            logits = self._only_kept(logits, self._filtered)
-        bad = self._draw(logits.ctypes.data, vocab, count, *self._addresses)
-        return None if bad else self._tokens[:count]
+            self._settings[:, 0], self._kept, self._filtered = 0, None, []
+        if self._draw(logits.ctypes.data, vocab, count, *self._addresses):
+            return None
+        for row, how in self._filtered:
+            self._tokens[row] = self._among(logits, row, how)
+        return self._tokens[:count]
+
+    def best_ids(self, line: np.ndarray, width: int) -> np.ndarray:
+        """Return the ids of the best tokens of a ``line`` without NaN, as :func:`preheat.ops.order.best_ids` does."""
+        keys = self._found[:width] if width <= WINDOW else np.empty(width, np.int64)
+        self._best(line.ctypes.data, len(line), width, keys.ctypes.data)
+        keys.sort()
+        return keys & _ID
+
+    def _among(self, logits: np.ndarray, row: int, how: Filter) -> int:
+        """Return the token that a row with top_k or top_p draws."""
+        line, own = logits[row], self._own[row].ctypes.data
+        ids = self.best_ids(line, min(WINDOW, len(line)))
+        values = line[ids]
+        count = how.kept(line, values, duplicates=self._duplicates)
+        if count is None:  # tokens beyond the window are kept, too
+            kept = keep_ordered(line[None], values[:1], how.metadata, self._duplicates)
+            ids = next(found.ids for _, found in kept)
+            values, count = line[ids], len(ids)
+        return int(self._pick(*self._padded(ids, values, count), count, own))
+
+    def _padded(self, ids: np.ndarray, values: np.ndarray, count: int) -> tuple[int, int]:
+        """Return the addresses of the first ``count`` tokens and their logits, in whole vectors."""
+        if count <= WINDOW:
+            self._found[:count], self._near[:count] = ids[:count], values[:count]
+            return self._found.ctypes.data, self._near.ctypes.data
+        room = -(-count // BLOCK) * BLOCK
+        self._many = zeros(room, np.int64), zeros(room, np.float32)
+        for whole, part in zip(self._many, (ids, values), strict=True):
+            whole[:count] = part
+        return self._many[0].ctypes.data, self._many[1].ctypes.data
 
     def _describe(self, how: SamplingMetadata, vocab: int) -> None:
         """Write the settings of rows; positions alone change from step to step of the same rows."""
@@ -71,16 +106,11 @@ class Draws:
             columns = how.temperature.view(np.uint32), limit.view(np.uint32), low, high, how.position, how.choice
             for at, column in enumerate(columns):
                 settings[rows, at] = column
-            filtered = np.flatnonzero(how.ordered(vocab))
-            self._kept, self._filtered = rows, how.take(filtered) if len(filtered) else None
+            filtered = how.ordered(vocab).nonzero()[0]
+            self._own[:] = settings
+            settings[rows[filtered], 0] = 0  # the function that draws takes their best tokens
+            self._kept = rows
+            self._filtered = [(int(rows[at]), Filter.of(how, int(at), vocab)) for at in filtered]
         settings[rows, _POSITION] = how.position
-
-    def _only_kept(self, logits: np.ndarray, how: SamplingMetadata) -> np.ndarray:
-        """Return ``logits`` with the kept tokens alone in the rows of ``how``; others are impossible there."""
-        lines = logits[how.rows]
-        found = logits.copy()
-        found[how.rows] = -np.inf
-        for which, kept in keep_ordered(lines, lines.max(axis=-1), how, self._duplicates):
-            rows = which[kept.rows]
-            found[how.rows[rows], kept.ids] = lines[rows, kept.ids]
-        return found
+        if self._filtered:
+            self._own[rows, _POSITION] = how.position

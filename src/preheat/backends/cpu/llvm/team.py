@@ -56,7 +56,7 @@ class Team:
     """
 
     def __init__(self, code: Code, threads: int) -> None:
-        self.code, self._shared = code, _Shared(code)
+        self.code, self.threads, self._shared = code, threads, _Shared(code)
         self._frame = self._shared.frame
         self._frame[FRAME["threads"]] = threads
         others = [
