@@ -347,7 +347,9 @@ def test_a_gguf_file_keeps_its_codes(kind, stored, tmp_path, monkeypatch):
     llm = LLM(file, **GGUF | {"execution_mode": "llvm"})
     layer = llm.loop.executor.decoder.weights.layers[0]
     assert layer.attention.qkv.how.stored == layer.mlp.down.how.stored == stored
-    assert layer.attention.qkv.how.scales == Scales(32, "float16")
+    head = llm.loop.executor.decoder.weights.head
+    assert layer.attention.qkv.how.scales == head.how.scales == Scales(32, "float16")
+    assert head.how.stored == stored
     params = SamplingParams(temperature=0, max_tokens=24)
     eager = LLM(file, **GGUF | {"execution_mode": "eager"})
     found, expected = (each.generate(PROMPTS, params, use_tqdm=False) for each in (llm, eager))
@@ -355,18 +357,27 @@ def test_a_gguf_file_keeps_its_codes(kind, stored, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
-@pytest.mark.parametrize("mode", ["eager", "llvm"])
-def test_codes_made_while_loading_are_those_of_the_rule(method, mode, tmp_path):
-    save_checkpoint(("Llama", SIZES), tmp_path)
+@pytest.mark.parametrize(("mode", "tied"), [("eager", False), ("llvm", True)])
+def test_codes_made_while_loading_are_those_of_the_rule(method, mode, tied, tmp_path):
+    """The head has codes of 8 bits by both methods, beside the table of embeddings where it is the table."""
+    save_checkpoint(("Llama", SIZES | {"tie_word_embeddings": tied}), tmp_path)
 
     def module(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         return {"weight": weight}, rounded(weight.numpy(), method)
 
     quantize_checkpoint(tmp_path, Kind({}, module), tmp_path / "plain", config={"use_cache": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    tensors["lm_head.weight"] = rounded(head.float().numpy(), "int8")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     reference, some = reference_of(tmp_path), prompts()
     llm = LLM(str(tmp_path / "plain"), **LLVM | {"execution_mode": mode, "quantization": method})
     for prompt, found in zip(some, run(llm, some), strict=True):
         assert error(found, prompt, reference) <= 1e-5
+    if mode == "llvm":
+        assert llm.loop.executor.decoder.weights.head.how.stored == "int8"
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])

@@ -73,7 +73,7 @@ from preheat.model.ties import with_stored_head
 from preheat.model.values import check_supported, embedding_of, experts_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
-from preheat.ops.quantization import QuantizedWeight, empty_weight
+from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
 from preheat.ops.values import Dtype, WithoutTerms
 from preheat.settings import Settings
 from preheat.utils.pooling import pooling_of
@@ -81,6 +81,9 @@ from preheat.utils.pooling import pooling_of
 logger = logging.getLogger(__name__)
 
 Copy = Callable[[Tensor, Tensor], object]
+
+QUANTIZED_AT_ONCE = 1 << 22
+"""Numbers of a tied head that are quantized at once, in float32."""
 
 
 @dataclass(frozen=True)
@@ -372,19 +375,27 @@ class WeightLoader:
             return HiddenStates()
         if "head" in spec.elsewhere:
             return HeadElsewhere()
-        if spec.tied and self._collective is None:
-            own = replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),))
-            return self.layer_of(own, LayerWeights(embedding))
-        if not spec.tied:
-            head = self.linear(spec.head)
-        else:
-            rows = slice(spec.head.order[0][0], spec.head.order[-1][1])
-            own = replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),))
-            head = self.layer_of(own, LayerWeights(embedding[rows].clone()))
+        head = self._tied_head(spec.head, embedding) if spec.tied else self.linear(spec.head)
         if self._collective is None:
             return head
         width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
         return GatheredHead(head, width, spec.vocab_size, self._collective)
+
+    def _tied_head(self, spec: LinearSpec, embedding: Tensor) -> Linear:
+        """Return the output head of the table ``embedding``, quantized beside the table if ``spec`` says so."""
+        rows = embedding
+        if self._collective is not None:
+            rows = embedding[spec.order[0][0] : spec.order[-1][1]].clone()
+        weight = rows if spec.scheme is None else self._quantized(spec.scheme, rows)
+        return self.layer_of(replace(spec, parts=((TIED_HEAD, len(embedding)),)), LayerWeights(weight))
+
+    def _quantized(self, scheme: Scheme, rows: Tensor) -> QuantizedWeight:
+        """Return ``rows`` quantized by ``scheme``, some rows at a time."""
+        out, step = self.empty_weight(scheme, *rows.shape), max(1, QUANTIZED_AT_ONCE // rows.shape[1])
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            quantize_weight(rows[part].float(), out.part(part))
+        return out
 
     def layer_of(self, spec: LinearSpec, weights: LayerWeights) -> Linear:
         """Return the layer of ``spec``, whole or a shard, with these weights."""

@@ -55,12 +55,18 @@ class Stored:
         return replace(self, scheme=replace(self.scheme, group=found))
 
 
+MADE = "quantize"
+"""Format of plain modules that are quantized while they are loaded."""
+
 ONLINE: Mapping[str, Stored] = {
-    "fp8": Stored("quantize", Scheme(code="fp8", scales="channel", activations="token")),
-    "int8": Stored("quantize", Scheme(code="int8", scales="channel")),
-    "int4": Stored("quantize", Scheme(code="int4", scales="group", group=128), others=(32,)),
+    "fp8": Stored(MADE, Scheme(code="fp8", scales="channel", activations="token")),
+    "int8": Stored(MADE, Scheme(code="int8", scales="channel")),
+    "int4": Stored(MADE, Scheme(code="int4", scales="group", group=128), others=(32,)),
 }
 """Methods that quantize a plain checkpoint while it is loaded, by its own numbers."""
+
+ONLINE_HEADS: Mapping[str, Stored] = {"int8": ONLINE["int8"], "int4": ONLINE["int8"]}
+"""Storage of the output head by such a method; methods that are not named leave the head plain."""
 
 
 WHOLE_WORDS = ("awq", "gptq", "gptq_v2", "gptq-symmetric")
@@ -84,12 +90,13 @@ Named = Callable[[str], Stored | None]
 class Quantization:
     """The rules of a method.
 
-    ``says`` gives the storage of a module. ``head``: it applies to the output head too; ``routers``: to the routers of
-    experts too. ``tables``: whether the config names a module as a quantized table of embeddings.
+    ``says`` gives the storage of a module, ``head`` the storage of the output head; None: the head is plain.
+    ``routers``: ``says`` applies to the routers of experts too. ``tables``: whether the config names a module as a
+    quantized table of embeddings.
     """
 
     says: Says
-    head: bool = False
+    head: Says | None = None
     routers: bool = True
     tables: Callable[[Module], bool] = lambda module: False
 
@@ -109,7 +116,8 @@ def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | No
                 "be made while loading",
                 param="quantization",
             )
-        return _applied(spec, Quantization(lambda module: ONLINE[asked], routers=False))
+        head = ONLINE_HEADS.get(asked)
+        return _applied(spec, Quantization(lambda module: ONLINE[asked], lambda module: head, routers=False))
     method = str(config.get("quant_method", "unknown"))
     if method not in METHODS:
         raise ModelError(f"quantized checkpoints ({method}) are not supported; supported are {', '.join(METHODS)}")
@@ -149,15 +157,28 @@ def _applied(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
     for table in (spec.embedding, spec.positions):
         if table is not None and quantization.tables(names_of(table.name, spec.renames)):
             raise ModelError(f"quantized embeddings are not supported: {table.name}; add it to the modules to ignore")
-    head = spec.head
-    if quantization.head and spec.tied and says(TIED_HEAD) is not None:
+    layers = tuple(_walked(layer, says, quantization.routers) for layer in spec.layers)
+    return replace(spec, layers=layers, head=_head(spec, quantization.head))
+
+
+def _head(spec: ModelSpec, says: Says | None) -> LinearSpec | None:
+    """Return the output head, stored as ``says`` gives it.
+
+    A head that is the table of embeddings can be quantized while it is loaded, beside the table. Raises ModelError for
+    any other storage of it.
+    """
+    if spec.head is None or says is None:
+        return spec.head
+    named = partial(_said, says, spec.renames)
+    if not spec.tied:
+        return _linear(spec.head, named)
+    stored = named(TIED_HEAD)
+    if stored is not None and stored.format != MADE:
         raise ModelError(
             "quantized embeddings are not supported: the output head is the table of embeddings, so lm_head has to be "
             "among the modules to ignore"
         )
-    if quantization.head and head is not None and not spec.tied:
-        head = _linear(head, says)
-    return replace(spec, layers=tuple(_walked(layer, says, quantization.routers) for layer in spec.layers), head=head)
+    return spec.head if stored is None else _linear(spec.head, lambda module: stored)
 
 
 def _said(says: Says, renames: tuple[Rename, ...], module: str) -> Stored | None:
@@ -377,7 +398,8 @@ def modelopt(config: _Fields) -> Quantization:
     config.one_of("quant_algo", ["FP8"])
     scheme = Scheme(code="fp8", scales="tensor", activations="static")
     ignored = config.names("exclude_modules", "ignore")
-    return Quantization(_except(ignored, Stored("fp8", scheme)), head="lm_head" not in ignored)
+    says = _except(ignored, Stored("fp8", scheme))
+    return Quantization(says, head=None if "lm_head" in ignored else says)
 
 
 def awq(config: _Fields) -> Quantization:
@@ -417,7 +439,7 @@ def gptq(config: _Fields) -> Quantization:
         chosen = not only or TIED_HEAD in module or any(name in own for name in only for own in module)
         return stored if chosen and not _matched(module, plain) else None
 
-    return Quantization(says, head=bool(config.get("lm_head", False)), routers=False)
+    return Quantization(says, head=says if config.get("lm_head", False) else None, routers=False)
 
 
 def _plain_by_dynamic(config: _Fields) -> tuple[str, ...]:
@@ -440,11 +462,12 @@ def gguf(config: _Fields) -> Quantization:
     schemes = {kind: Scheme(code=code, scales="group", group=GROUP) for kind, code in PACKED.items()}
     for name in modules.values:
         modules.one_of(name, [*PACKED])
-    return Quantization(
-        lambda module: next(
-            (Stored("gguf", schemes[modules.values[name]]) for name in module if name in modules.values), None
-        )
-    )
+
+    def says(module: Module) -> Stored | None:
+        found = (Stored("gguf", schemes[modules.values[name]]) for name in module if name in modules.values)
+        return next(found, None)
+
+    return Quantization(says, head=says)
 
 
 def compressed_tensors(config: _Fields) -> Quantization:
@@ -472,7 +495,7 @@ def compressed_tensors(config: _Fields) -> Quantization:
         by_kind = (stored for targets, stored in groups if LINEAR in targets and not _matched(module, ignored))
         return by_name(module) or next(by_kind, None)
 
-    return Quantization(says, head=True, tables=lambda module: by_name(module) is not None)
+    return Quantization(says, head=says, tables=lambda module: by_name(module) is not None)
 
 
 def _check_cache(config: _Fields) -> None:

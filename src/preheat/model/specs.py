@@ -620,10 +620,8 @@ class ModelSpec:
         """
         found: dict[Scheme | None, int] = {None: 0}
         for path, leaf in leaves(self):
-            if self.tied and path == "head":
-                continue
             if not isinstance(leaf, LinearSpec | ExpertsSpec) or leaf.scheme is None:
-                found[None] += leaf.params * itemsize
+                found[None] += 0 if self.tied and path == "head" else leaf.params * itemsize
                 continue
             found[leaf.scheme] = found.get(leaf.scheme, 0) + leaf.weight_bytes(itemsize)
             if isinstance(leaf, LinearSpec) and leaf.bias:

@@ -1,7 +1,8 @@
 """A GGUF file as a checkpoint: its ``config.json``, and its tensors under the family's names. No torch.
 
-A linear layer in Q8_0 or Q4_0 keeps its codes, if all layers that are computed with it have the same type. Other
-tensors, tables of embeddings and heads among them, are numbers of the model's dtype once they are loaded.
+A linear layer in Q8_0 or Q4_0 keeps its codes, if all layers that are computed with it have the same type, and so does
+the output head. A head that is the table of embeddings reads the table's codes, and tokens get the table's numbers.
+Other tensors, tables of embeddings among them, are numbers of the model's dtype once they are loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from preheat.utils.text import brief, some
 
 ORIGINAL = "give the checkpoint that the file was made from, a directory or an organization/name with safetensors"
 
+HEAD = TOP["output"]
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 _MOST_EXPERTS = 4096
 _DTYPES = {"F32": "float32", "F16": "float16"}
@@ -101,7 +103,7 @@ class Description:
                 raise self.wrong(f"the field {self.name}.{row.fields[name]} has the value {config[name]}")
         self._refuse_unread()
         config |= {ours: f"blk.0.{stem}.bias" in self.stored for ours, stem in row.biases.items()}
-        config |= {"vocab_size": self._table.shape[0], "tie_word_embeddings": "output.weight" not in self.stored}
+        config |= {"vocab_size": self._table.shape[0], "tie_word_embeddings": self._tied}
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         if config.get("sliding_window") == 0:
@@ -140,6 +142,11 @@ class Description:
         value, key = (self.fields.get(f"{self.name}.attention.{each}_length") for each in ("value", "key"))
         if value != key and value is not None:
             raise self.wrong(f"keys of {key} numbers and values of {value} are not supported")
+
+    @property
+    def _tied(self) -> bool:
+        """Whether the output head is the loaded table of embeddings."""
+        return "output.weight" not in self.stored and HEAD not in self.packed
 
     @property
     def _table(self) -> Stored:
@@ -202,6 +209,9 @@ class Description:
     def packed(self) -> dict[str, str]:
         """The type of each linear layer that keeps its codes, by module."""
         found: dict[str, str] = {}
+        head = self.stored.get("output.weight", self._table)
+        if head.kind.name in PACKED:
+            found[HEAD] = head.kind.name
         matches = map(_LAYER.fullmatch, self.stored)
         for layer in sorted({int(match[1]) for match in matches if match}):
             for group in FUSED:
@@ -246,6 +256,9 @@ class Description:
             step = math.prod(shape[:-1])
             for place, module in enumerate(modules):
                 yield from self._entry(tensor, module, end, shape, (place * step, (place + 1) * step))
+        if HEAD in self.packed and "output.weight" not in self.stored:
+            table = self._table
+            yield from self._entry(table, HEAD, "weight", table.shape, (0, table.shape[0]))
 
     def _entry(
         self, tensor: Stored, module: str, end: str, shape: Sequence[int], rows: tuple[int, int]
