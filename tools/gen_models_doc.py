@@ -11,12 +11,13 @@ from preheat.model.families import FAMILIES, read_spec
 from preheat.model.specs import ModelSpec
 from preheat.settings import OPTIONS
 from preheat.utils.options import Option
-from tests.cpu.checkpoints import MODELS, SMALL
+from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL
 from tests.llava import TEXT, VISION
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 LLAVA = "LlavaForConditionalGeneration"
+MISTRAL3 = "Mistral3ForConditionalGeneration"
 LLAVA_SMALL = {
     "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
     "image_token_index": 336,
@@ -71,6 +72,8 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes = [_size(f"{kind}ForCausalLM", changes) for kind, changes in MODELS.values() if f"{kind}ForCausalLM" in names]
     if LLAVA in names:
         sizes = [_sizes_of(read_spec(LLAVA_SMALL))]
+    if MISTRAL3 in names:
+        sizes = [_sizes_of(read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT}))]
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     cells.append("yes")

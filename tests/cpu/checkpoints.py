@@ -33,6 +33,8 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GROWING_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+GROWING_ROPE |= {"original_max_position_embeddings": 16}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -54,6 +56,9 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+
+PLUS_ONE = ("Gemma", "Gemma3")
+"""Families with norms that are stored as factors minus one."""
 
 Model = tuple[str, dict[str, Any]]
 
@@ -141,8 +146,91 @@ MODELS: dict[str, Model] = {
             "qkv_bias": False,
         },
     ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
+    "ministral 3": ("Ministral3", {"head_dim": 64, "rope_parameters": GROWING_ROPE}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "head_dim": 24, "num_hidden_layers": 4, "attention_bias": True}),
+    "smollm3 with windows": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "head_dim": 24,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 11,
+        },
+    ),
+    "olmo 2": ("Olmo2", {"head_dim": 24, "attention_bias": True}),
+    "olmo 3": (
+        "Olmo3",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "head_dim": 24,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm": ("Glm", {"eos_token_id": [1, 2], "pad_token_id": 0, "attention_bias": False}),
+    "glm 4": ("Glm4", {"eos_token_id": [1, 2], "pad_token_id": 0, "head_dim": 40}),
+    "cohere": ("Cohere", {"head_dim": 24, "pad_token_id": 0, "attention_bias": True}),
+    "cohere 2": (
+        "Cohere2",
+        {"head_dim": 24, "pad_token_id": 0, "num_hidden_layers": 4, "sliding_window": 11, "eos_token_id": 7},
+    ),
+    "exaone 4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 11}),
+    "exaone 4 without windows": ("Exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),
+    "seed oss": ("SeedOss", {"attention_out_bias": True}),
+    "ernie 4.5": ("Ernie4_5", {"use_bias": True}),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "cwm": ("Cwm", {"head_dim": 24, "num_hidden_layers": 5, "sliding_window": 11, "rope_parameters": LLAMA3_ROPE}),
+    "helium": ("Helium", {"head_dim": 24, "pad_token_id": 0, "attention_bias": True}),
+    "jais 2": ("Jais2", {"head_dim": 24}),
+    "stablelm": ("StableLm", {"head_dim": 24, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm side by side": (
+        "StableLm",
+        {"head_dim": 24, "use_parallel_residual": True, "partial_rotary_factor": 1.0},
+    ),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
+    "olmoe": ("Olmoe", {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "flex olmo": ("FlexOlmo", {"head_dim": 24, "pad_token_id": 0, "num_experts": 6, "num_experts_per_tok": 3}),
+    "phi": ("Phi", {"head_dim": 24}),
     "qwen3 with yarn": ("Qwen3", {"rope_parameters": YARN_ROPE, "head_dim": 64, "attention_bias": True}),
 }
+
+
+MISTRAL3_TEXT: dict[str, Any] = SMALL | {"model_type": "ministral3", "rope_parameters": GROWING_ROPE}
+
+
+def save_mistral3(folder: Path) -> Callable[[Tensor], Tensor]:
+    """Write a random Mistral 3 with a Pixtral tower and return its reference for text."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"head_dim": 16, "image_size": 28, "patch_size": 7, "model_type": "pixtral"}
+    config = Mistral3Config(
+        text_config=MISTRAL3_TEXT, vision_config=tower | more, image_token_index=198, attn_implementation="eager",
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    return lambda tokens: model(tokens[None]).logits[0].detach()
 
 
 def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int = 0) -> Callable[[Tensor], Tensor]:
@@ -162,7 +250,7 @@ def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int
             if weight.dim() >= 2:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             else:
-                weight.normal_(mean=float(("norm" in name and family != "Gemma3") or ".ln_" in name), std=0.1)
+                weight.normal_(mean=float(("norm" in name and family not in PLUS_ONE) or ".ln_" in name), std=0.1)
     reference.save_pretrained(folder, max_shard_size=shard)
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.ops.embedding import embed
 from preheat.ops.rotary import apply_rope_
-from tests.cpu.checkpoints import MODELS, longrope, save_checkpoint
+from tests.cpu.checkpoints import MODELS, YARN_ROPE, longrope, save_checkpoint, save_mistral3
 
 TOKENS = 90
 
@@ -37,6 +37,8 @@ def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
     rope = decoder.ropes[layer]
     if rope is not None:
         apply_rope_(turned, *rope[: len(qkv)].unbind(1))
+    if (factors := decoder.growth[layer]) is not None:
+        qkv[:, : spec.num_heads].mul_(factors[: len(qkv), None, None])
 
 
 def dense_attention(decoder: Decoder) -> Attend:
@@ -91,6 +93,11 @@ def test_logits_equal_transformers(name, tmp_path):
     assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens[:1]), right[:1]).max() <= 1e-5
 
 
+def test_the_text_part_of_mistral_3(tmp_path):
+    reference, tokens = save_mistral3(tmp_path), random_tokens() % 198
+    assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens), reference(tokens)).max() <= 1e-5
+
+
 def test_the_comparison_can_fail(tmp_path):
     """Control: a window ignored, a bias dropped or rope not scaled is far outside of the tolerance."""
     for name, change in {
@@ -99,6 +106,10 @@ def test_the_comparison_can_fail(tmp_path):
         "llama tied": {"rms_norm_eps": 1e-3},
         "gemma 3": {"query_pre_attn_scalar": 40},
         "gpt bigcode": {"scale_attn_weights": False},
+        "ministral 3": {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 16}},
+        "smollm3": {"no_rope_layers": [1, 1, 1, 1]},
+        "granite": {"residual_multiplier": 0.2},
+        "cohere 2": {"logit_scale": 0.07},
         "mpt": {"attn_config": {"alibi_bias_max": 7}},
         "mpt with six heads": {"attn_config": {"softmax_scale": 0.3}},
         "phi3 with longrope": {"rope_parameters": longrope(12) | {"original_max_position_embeddings": 99}},

@@ -17,7 +17,7 @@ from preheat.model.quantization import METHODS, ONLINE
 from preheat.settings import OPTIONS
 from preheat.utils.vllm_flags import FOREIGN, SHORT
 from tests.meta.source import PACKAGE, ROOT
-from tools import gen_models_doc, gen_quantization_doc, gen_vllm_doc
+from tools import gen_architectures_doc, gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -71,6 +71,11 @@ def test_models_are_documented_as_they_are():
     assert (ROOT / "docs" / "models.md").read_text() == gen_models_doc.render(), "run: python -m tools.gen_models_doc"
     rows = gen_models_doc.render().splitlines()
     assert [name for name in FAMILIES if not any(row.startswith("|") and f"`{name}`" in row for row in rows)] == []
+
+
+def test_the_page_of_architectures_is_current():
+    found, text = gen_architectures_doc.render(), gen_architectures_doc.PAGE.read_text()
+    assert text == found, "run: python -m tools.gen_architectures_doc"
 
 
 def test_options_in_prose_exist():

@@ -197,7 +197,8 @@ REJECTED = {
         "rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": [1, 2]}
     },
     "differ between layers": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-    "mscale": {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "rope parameter mscale": {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "rope parameter llama_4_scaling_beta": {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
     "needs low_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "quantized checkpoints (bitsandbytes)": {"quantization_config": {"quant_method": "bitsandbytes"}},
@@ -232,7 +233,7 @@ def test_missing_needs_are_listed_only_for_unsupported_architectures():
 def test_the_architecture_is_judged_by_its_name_alone():
     check_architecture({})
     check_architecture({"architectures": ["LlamaModel"]})
-    with pytest.raises(ModelError, match="it needs a squared ReLU"):
+    with pytest.raises(ModelError, match="it needs norms that subtract a mean"):
         check_architecture({"architectures": ["NemotronForCausalLM"]})
 
 
@@ -403,6 +404,8 @@ def tensors_of(leaf: Leaf) -> list[str]:
         names = (leaf.gate, leaf.up, leaf.down)
         return [f"{name.format(expert)}.weight" for name in names for expert in range(leaf.num_experts)]
     kinds = ("weight", "bias") if isinstance(leaf, LinearSpec | NormSpec) and leaf.bias else ("weight",)
+    if isinstance(leaf, NormSpec) and leaf.kind == "identity":
+        return []
     names = [name for name, _ in leaf.parts] if isinstance(leaf, LinearSpec) else [leaf.name]
     return [f"{name}.{kind}" for name in names for kind in kinds]
 
@@ -422,6 +425,8 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
     config = BASE | {"architectures": [architecture]} | EXPERTS | changes
     if architecture == "LlavaForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
+    if architecture == "Mistral3ForConditionalGeneration":
+        return {"architectures": [architecture], "text_config": config | {"model_type": "mistral"}}
     return config | {own: config[name] for name, names in OWN_NAMES.items() for own in names}
 
 
@@ -434,20 +439,23 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
 )
 def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied):
     """The checkpoint's tensors are exactly the tensors of the tree's leaves, each once."""
+    tied = tied and architecture != "PhiForCausalLM"
     heads = kv_heads * group
-    sizes = {"hidden_size": 4 * heads, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes = {"hidden_size": 8 * heads, "head_dim": 8, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     spec = read_spec(config_of(architecture, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes))
     shapes = expected_tensors(spec)
     names = [name for path, leaf in leaves(spec) if path != "head" for name in tensors_of(leaf)]
     assert len(set(names)) == len(names)
-    assert shapes.keys() - set(names) == (set() if tied else {"lm_head.weight"})
+    head = spec.head
+    assert head is not None
+    assert shapes.keys() - set(names) == (set() if tied else {*tensors_of(head)})
     assert spec.num_params == sum(math.prod(shape) for shape in shapes.values())
     paths = [path for path, _ in spec.linears()]
     assert len(set(paths)) == len(paths) >= 3 * layers + 1
     assert paths[-1] == "head"
     for layer in spec.layers:
-        assert layer.attention.qkv.outputs == (heads + 2 * layer.kv.num_kv_heads) * 4
-        assert layer.attention.o.inputs == heads * 4
+        assert layer.attention.qkv.outputs == (heads + 2 * layer.kv.num_kv_heads) * 8
+        assert layer.attention.o.inputs == heads * 8
         rows = sorted(row for start, end in layer.attention.qkv.order for row in range(start, end))
         assert rows in ([], list(range(layer.attention.qkv.outputs)))
         if isinstance(layer.mlp, DenseSpec):

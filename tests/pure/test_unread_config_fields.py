@@ -37,7 +37,7 @@ def outcome(config: dict[str, Any]) -> object:
         return str(error)
 
 
-NEEDS = {"use_sliding_window": {"max_window_layers": 0, "sliding_window": 8}}
+NEEDS = {"use_sliding_window": {"max_window_layers": 0, "sliding_window": 8, "num_hidden_layers": 4}}
 """Fields without which another has no effect."""
 
 

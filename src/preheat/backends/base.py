@@ -471,7 +471,7 @@ class AttentionLayer:
     ``cache`` [blocks, 2, kv heads, block size, dim]; ``rope`` [positions, 2, 1, dim], see
     :func:`preheat.model.rope.rope_table`; ``qk_norm`` norms each query and key head before rotary embedding. ``alibi``
     fp32 [heads]: slope * (key's position - query's) is added to a head's scaled scores, in fp32, before their maximum
-    is taken.
+    is taken. ``growth`` [positions] are factors of rotated queries; a product is rounded to ``dtype``.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -489,6 +489,7 @@ class AttentionLayer:
     qk_norm: Norm | None
     alibi: Tensor | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)
+    growth: Tensor | None = None
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]
@@ -549,7 +550,9 @@ class LayerParts:
     """The parts of one decoder layer.
 
     ``gate_up`` and ``down`` are the feed-forward block, None if it is ``routed``. ``o_norm`` norms the output of
-    attention before its addition to the residual stream, ``down_norm`` the output of the block.
+    attention before its addition to the residual stream, ``down_norm`` the output of the block. ``whole_qk_norm`` norms
+    all query heads together, and all key heads together. ``parallel``: the second norm reads the residual stream as
+    attention found it.
     """
 
     attention: AttentionLayer
@@ -562,6 +565,8 @@ class LayerParts:
     routed: RoutedParts | None
     o_norm: Norm | None
     down_norm: Norm | None
+    whole_qk_norm: tuple[Norm, Norm] | None = None
+    parallel: bool = False
 
 
 class LayerFunctions(Protocol):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import ALONE, AdapterSlots, Collective, LayerContext, LayerWeights
-from preheat.ops.activation import ACTIVATIONS, clip
 from preheat.ops.float8 import simulate
-from preheat.ops.matmul import tree_sum
+from preheat.ops.matmul import finished, tree_sum
 from preheat.ops.values import Finish, Matmul, SumOrder
 
 
@@ -132,8 +131,7 @@ class Layer:
         self._split, self._divided = value.order.is_split, any(term.shared == "ranks" for term in value.terms)
         self._bias = weights.bias.float() if self._split and weights.bias is not None else None
         self._rounding, self._most = weights.rounding, weights.most
-        self._activation = None if finish.activation is None else ACTIVATIONS[finish.activation]
-        self._limit = finish.clip
+        self._finish = finish
 
     @property
     def parts(self) -> Sequence[Product]:
@@ -146,9 +144,7 @@ class Layer:
             x = simulate(x, self._rounding, self._most)
         terms = self.slots
         y = self._whole(self._products(x), x.dtype) if terms is None else self._with_terms(x, terms)
-        if self._activation is not None:
-            return self._activation(y)
-        return y if self._limit is None else clip(y, self._limit)
+        return finished(y, self._finish)
 
     def _whole(self, sums: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the outputs from the products' sums; ranks add theirs if they share the inputs."""

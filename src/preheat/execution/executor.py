@@ -508,7 +508,7 @@ def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.n
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """Return the input of each layer's attention."""
-    parts = cache.layers, decoder.ropes, decoder.alibi, decoder.weights.layers
+    parts = cache.layers, decoder.ropes, decoder.alibi, decoder.growth, decoder.weights.layers
     layers = zip(decoder.spec.layers, *parts, strict=True)
     return [
         AttentionLayer(
@@ -523,8 +523,9 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             qk_norm=weights.attention.qk_norm,
             alibi=alibi,
             kv_scales=spec.kv.scales,
+            growth=growth,
         )
-        for spec, layer_cache, rope, alibi, weights in layers
+        for spec, layer_cache, rope, alibi, growth, weights in layers
     ]
 
 
@@ -545,6 +546,8 @@ def layer_parts(decoder: Decoder, attention: Sequence[AttentionLayer]) -> list[L
                 routed=None if isinstance(layer.mlp, DenseMlp) else _routed_parts(layer.mlp),
                 o_norm=layer.attention_out_norm,
                 down_norm=layer.mlp_out_norm,
+                whole_qk_norm=layer.attention.whole_qk_norm,
+                parallel=layer.parallel,
             )
         )
     return found

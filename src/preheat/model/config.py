@@ -6,12 +6,13 @@ No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 from preheat.errors import ModelError
 from preheat.model.specs import Dtype, RopeKind, RopeSpec
 from preheat.model.unread import MODEL, refuse_unread
+from preheat.utils.angles import log
 
 RunDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -24,10 +25,11 @@ _ROPE_NUMBERS = {
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
     "original_max_position_embeddings",
 }  # fmt: skip
+_YARN_NUMBERS = {"mscale", "mscale_all_dim"}
 _ROPE_KNOWN = {
     *RopeSpec.__dataclass_fields__, *_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "partial_rotary_factor",
-    "finetuned",
-} - {"kind", "theta", "partial", "original_length"}  # fmt: skip
+    "finetuned", "max_position_embeddings",
+} - {"kind", "theta", "partial", "interleaved", "original_length"}  # fmt: skip
 _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 MAX_LAYERS = 10_000
@@ -198,13 +200,16 @@ class Config:
         layers: str | None = None,
         *,
         partial: bool = False,
+        interleaved: bool = False,
         theta: float = 10000.0,
         also: Mapping[str, str] | None = None,
+        read: Collection[str] = (),
     ) -> RopeSpec:
         """Return the spec of ``rope_parameters`` (transformers 5), or of ``rope_theta`` and ``rope_scaling``.
 
         ``layers`` selects the parameters of this layer type, if the config has them by type. ``partial``: only a part
-        of a head may turn. ``theta`` is the default. ``also`` are other names of kinds.
+        of a head may turn. ``interleaved``: partners are neighbors. ``theta`` is the default. ``also`` are other names
+        of kinds, ``read`` the parameters that the family reads itself.
         """
         fields = self._fields
         params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
@@ -224,18 +229,22 @@ class Config:
         part = params.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
         if part != 1.0 and not partial:
             raise ModelError(f"partial_rotary_factor other than 1 is not supported by {self.architecture}")
-        if unknown := sorted(name for name in params.keys() - _ROPE_KNOWN if params[name]):
+        known = {*_ROPE_KNOWN, *read, *(_YARN_NUMBERS if kind == "yarn" else ())}
+        if unknown := sorted(name for name in params.keys() - known if params[name]):
             raise ModelError(f"rope parameter {unknown[0]} {params[unknown[0]]!r} is not supported")
         for name in _ROPE_NEEDS.get(kind, ()):
             if params.get(name) is None:
                 raise ModelError(f"rope type {kind!r} needs {name} in config.json")
-        for name in _ROPE_NUMBERS & params.keys():
+        for name in (_ROPE_NUMBERS | _YARN_NUMBERS) & params.keys():
             if params[name] is not None and not (type(params[name]) in (int, float) and math.isfinite(params[name])):
                 raise ModelError(f"config.json: {name} of the rope parameters must be a number, got {params[name]!r}")
         given = {name: params[name] for name in RopeSpec.__dataclass_fields__ if params.get(name) is not None}
         for name in ("short_factor", "long_factor"):
             _check_numbers(name, params.get(name))
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        given["interleaved"] = interleaved
+        if kind == "yarn":
+            given |= _yarn_factor(params)
         given["partial"] = _positive("partial_rotary_factor", part)
         given["theta"] = _positive("rope_theta", params.get("rope_theta", fields.get("rope_theta", theta)))
         name = "original_max_position_embeddings"
@@ -307,6 +316,15 @@ def resolve_dtype(
     if wanted == "float16":
         return "bfloat16", "float16 runs as bfloat16, with the same size and a wider range"
     return "bfloat16", None
+
+
+def _yarn_factor(params: Mapping[str, Any]) -> dict[str, float]:
+    """Return yarn's factor of cosines and sines if the parameters ``mscale`` and ``mscale_all_dim`` state it."""
+    one, other, factor = params.get("mscale"), params.get("mscale_all_dim"), params["factor"]
+    if params.get("attention_factor") is not None or not (one and other):
+        return {}
+    grown = [0.1 * each * log(factor) + 1.0 if factor > 1 else 1.0 for each in (one, other)]
+    return {"attention_factor": grown[0] / grown[1]}
 
 
 def _positive(name: str, value: object) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
 from preheat.model.layers import DecoderLayer, Weights, fused, normed
-from preheat.model.rope import rope_table
+from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
 
 Inputs = tuple[FusedInput | None, FusedInput | None]
@@ -36,7 +36,7 @@ class Attended(NamedTuple):
 
 def project(x: Tensor, layer: DecoderLayer, dim: int) -> Tensor:
     """Return queries, keys and values of normed ``x`` [tokens, hidden]: [tokens, all heads, dim]."""
-    return layer.attention.qkv(x).view(len(x), -1, dim)
+    return layer.attention.project(x).view(len(x), -1, dim)
 
 
 def after_attention(
@@ -48,6 +48,10 @@ def after_attention(
     the fused inputs of this layer's second block and of the next layer.
     """
     here, following = inputs
+    if layer.parallel:
+        x = normed(layer.post_norm, residual, None, here)
+        residual.add_(layer.attention_output(attended))
+        return normed(norm, layer.mlp_output(x), residual, following)
     x = normed(layer.post_norm, layer.attention_output(attended), residual, here)
     return normed(norm, layer.mlp_output(x), residual, following)
 
@@ -57,8 +61,8 @@ class Decoder:
 
     Call it under inference mode. A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]``
     [max_model_len, 2, 1, dim] are the cosines and sines of each position, ``alibi[layer]`` fp32 [heads] the slopes, if
-    it has any; layers of the same kind share them. :meth:`finish` runs the rest of the last layer, only for sampled
-    tokens.
+    it has any; ``growth`` [max_model_len] the factors of queries. Layers of the same kind share them. :meth:`finish`
+    runs the rest of the last layer, only for sampled tokens.
     """
 
     def __init__(
@@ -84,6 +88,11 @@ class Decoder:
             for each in {layer.attention.alibi for layer in spec.layers}
         }
         self.alibi = [slopes[layer.attention.alibi] for layer in spec.layers]
+        factors = {
+            each: None if each is None else query_factors(each, max_model_len, self.dtype).to(device)
+            for each in {layer.attention.growth for layer in spec.layers}
+        }
+        self.growth = [factors[layer.attention.growth] for layer in spec.layers]
         self._fused = [(fused(layer.attention.qkv), fused(layer.mlp)) for layer in weights.layers]
         self._last = len(weights.layers) - 1
         self._eager = project, after_attention

@@ -148,7 +148,7 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
     for _, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec | ExpertsSpec):
             found |= formats[leaf.format].tensors(leaf)
-        else:
+        elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape
             if isinstance(leaf, NormSpec) and leaf.bias:
                 found[f"{leaf.name}.bias"] = leaf.shape

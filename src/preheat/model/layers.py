@@ -23,12 +23,23 @@ Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 class AttentionWeights:
     """The weights of attention.
 
-    ``qk_norm`` is the norm of each query and key head, if there is one.
+    ``qk_norm`` is the norm of each query and key head, if there is one. ``whole_qk_norm`` norms all query heads
+    together, and all key heads together.
     """
 
     qkv: Linear
     o: Linear
     qk_norm: Norm | None
+    whole_qk_norm: tuple[Norm, Norm] | None = None
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values of ``x`` [tokens, hidden], side by side."""
+        qkv, first = self.qkv(x), 0
+        for each in self.whole_qk_norm or ():
+            part = qkv[:, first : first + each.weight.shape[-1]]
+            part.copy_(each(part))
+            first += part.shape[1]
+        return qkv
 
     def linears(self) -> Linears:
         yield "qkv", self.qkv
@@ -116,6 +127,7 @@ class DecoderLayer:
     post_norm: Norm
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
+    parallel: bool = False
 
     def attention_output(self, attended: Tensor) -> Tensor:
         """Return the addition of attention to the residual, from ``attended`` [tokens, heads * dim]."""

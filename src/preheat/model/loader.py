@@ -408,16 +408,19 @@ class WeightLoader:
         return layer
 
     def layer(self, spec: LayerSpec) -> DecoderLayer:
+        input_norm = self.norm(spec.input_norm)
         return DecoderLayer(
-            input_norm=self.norm(spec.input_norm),
+            input_norm=input_norm,
             attention=AttentionWeights(
-                self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention)
+                self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention),
+                self.whole_qk_norm(spec.attention),
             ),
-            post_norm=self.norm(spec.post_norm),
+            post_norm=self.norm(spec.post_norm) if spec.post_norm else input_norm,
             mlp=self.mlp(spec.mlp),
             attention_out_norm=self.norm(spec.attention_out_norm) if spec.attention_out_norm else None,
             mlp_out_norm=self.norm(spec.mlp_out_norm) if spec.mlp_out_norm else None,
-        )
+            parallel=spec.parallel,
+        )  # fmt: skip
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):
@@ -451,6 +454,8 @@ class WeightLoader:
         return self._formats[spec.format].load(spec, self)
 
     def norm(self, spec: NormSpec) -> Norm:
+        if spec.kind == "identity":
+            return self.backend.norm(torch.ones(spec.shape, dtype=self.dtype, device=self._device), spec.eps, spec.kind)
         weight = self.tensor(f"{spec.name}.weight", *spec.shape)
         bias = self.tensor(f"{spec.name}.bias", *spec.shape) if spec.bias else None
         return self.backend.norm(weight, spec.eps, spec.kind, bias)
@@ -465,6 +470,13 @@ class WeightLoader:
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
+
+    def whole_qk_norm(self, spec: AttentionSpec) -> tuple[Norm, Norm] | None:
+        """Return the norms of all query heads together, and of all key heads together, if there are any."""
+        if spec.whole_qk_norm is None:
+            return None
+        q, k = spec.whole_qk_norm
+        return self.norm(q), self.norm(k)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the checkpoint's tensor ``name``."""

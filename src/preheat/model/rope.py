@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.model.specs import RopeSpec
+from preheat.model.specs import QueryGrowth, RopeSpec
 from preheat.utils.angles import cos_sin, log, power
 
 
@@ -59,6 +59,13 @@ def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -
         cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
     table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
     return table.unsqueeze(2).to(dtype)
+
+
+def query_factors(growth: QueryGrowth, length: int, dtype: torch.dtype) -> Tensor:
+    """Return [length]: the factor of a query at each position, computed in float64 and rounded once."""
+    steps = range(-(-length // growth.length))
+    factors = torch.tensor([1 + growth.rate * log(1 + step) for step in steps], dtype=torch.float64)
+    return factors.repeat_interleave(growth.length)[:length].to(dtype)
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:

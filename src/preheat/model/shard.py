@@ -67,6 +67,8 @@ class _Cut:
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        if spec.whole_qk_norm is not None:
+            raise _not_yet("norms of all query heads together")
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._divide("attention heads", heads, self.world)
         if kv_heads % self.world and self.world % kv_heads:

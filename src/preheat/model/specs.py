@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
@@ -28,8 +29,8 @@ class LinearSpec:
 
     ``parts`` are the checkpoint's modules (name, outputs), stacked from top to bottom. ``format`` is the storage of the
     modules (:mod:`preheat.model.formats`); ``scheme`` is their quantization, None without. The outputs go through
-    ``activation``, or are kept between -``clip`` and ``clip``. ``order`` lists ranges of the stacked rows [from, to) in
-    the layer's order; empty: the stacked order.
+    ``activation``, or are kept between -``clip`` and ``clip``, or are multiplied by ``factor``. ``order`` lists ranges
+    of the stacked rows [from, to) in the layer's order; empty: the stacked order.
 
     A shard (:mod:`preheat.model.shard`) has some of the rows, listed in ``order``, or some of the inputs: ``columns``
     [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the numbers of rows computed by one product
@@ -41,6 +42,7 @@ class LinearSpec:
     bias: bool = False
     activation: Activation | None = None
     clip: float | None = None
+    factor: float | None = None
     order: tuple[tuple[int, int], ...] = ()
     format: str = "plain"
     scheme: Scheme | None = None
@@ -49,7 +51,7 @@ class LinearSpec:
     tiles: tuple[int, ...] = ()
     k_splits: int = 0
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """Rows of W."""
         return sum(end - start for start, end in self.order) if self.order else self.stored_outputs
@@ -105,7 +107,10 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm of rows of ``size`` numbers; ``name`` is the checkpoint's module."""
+    """A norm of rows of ``size`` numbers; ``name`` is the checkpoint's module.
+
+    A norm of kind identity has no module.
+    """
 
     name: str
     size: int
@@ -119,7 +124,7 @@ class NormSpec:
 
     @property
     def params(self) -> int:
-        return self.size * (1 + self.bias)
+        return 0 if self.kind == "identity" else self.size * (1 + self.bias)
 
 
 TIED_HEAD = "lm_head"
@@ -155,7 +160,7 @@ class RopeSpec:
     before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to kind llama3, the fields up to ``truncate`` to
     yarn (``attention_factor`` None: derived from ``factor``). Kind longrope divides each pair's frequency by its
     ``short_factor``, or by its ``long_factor`` if sequences may be longer than ``original_length``. ``partial``: the
-    part of a head's dimensions that turns.
+    part of a head's dimensions that turns. ``interleaved``: in a checkpoint, partners are neighbors.
     """
 
     kind: RopeKind
@@ -171,14 +176,23 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial: float = 1.0
+    interleaved: bool = False
 
     def turned(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that turn.
 
-        In a checkpoint they are the first dimensions of the head. A layer has their first half at the beginning of the
-        head, and their second half in its middle. So partners are half a head apart.
+        In a checkpoint they are the first dimensions of the head. A layer has the first partner of each pair at the
+        beginning of the head, and the second ones in its middle. So partners are half a head apart.
         """
         return int(head_dim * self.partial)
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Growth of queries with their position: a factor of 1 + ``rate`` * log(1 + floor(position / ``length``))."""
+
+    rate: float
+    length: int
 
 
 @dataclass(frozen=True)
@@ -212,8 +226,9 @@ class AttentionSpec:
     """Causal attention of one layer.
 
     ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
-    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores. Then
-    ``alibi`` adds each head's slope times the distance of the positions, key less query.
+    and of each key head, ``whole_qk_norm`` of all query heads together and of all key heads together. ``qkv`` returns
+    queries, keys and values in this order. Rotated queries are multiplied by their ``growth``. ``scale`` multiplies the
+    scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query.
     """
 
     num_heads: int
@@ -225,6 +240,8 @@ class AttentionSpec:
     o: LinearSpec
     scale: float
     alibi: tuple[float, ...] | None = None
+    whole_qk_norm: tuple[NormSpec, NormSpec] | None = None
+    growth: QueryGrowth | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -487,14 +504,17 @@ class LayerSpec:
     """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition.
 
     ``attention_out_norm`` norms the output of attention before its addition, ``mlp_out_norm`` the output of the block.
+    ``parallel``: the block reads the residual stream as attention found it, by a ``post_norm`` of its own or, without
+    one, by the ``input_norm``.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec
     input_norm: NormSpec
-    post_norm: NormSpec
+    post_norm: NormSpec | None
     attention_out_norm: NormSpec | None = None
     mlp_out_norm: NormSpec | None = None
+    parallel: bool = False
 
     @property
     def step_params(self) -> int:
@@ -503,7 +523,11 @@ class LayerSpec:
         Biases and norms of heads are too few to count.
         """
         linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
-        return linears + self.input_norm.size + self.post_norm.size
+        return linears + self._norm_params
+
+    @property
+    def _norm_params(self) -> int:
+        return self.input_norm.size + (self.post_norm.size if self.post_norm else 0)
 
     @property
     def expert_params(self) -> int:
@@ -513,7 +537,7 @@ class LayerSpec:
     def step_bytes(self, itemsize: int) -> int:
         """Return the bytes that a step reads besides experts."""
         linears = sum(leaf.weight_bytes(itemsize) for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
-        return linears + (self.input_norm.size + self.post_norm.size) * itemsize
+        return linears + self._norm_params * itemsize
 
     def expert_bytes(self, itemsize: int) -> int:
         """Return the bytes of all experts."""

@@ -75,8 +75,11 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
         yield _linear(attention.o, loaded.attention.o)
         if attention.qk_norm is not None:
             yield Part(attention.qk_norm, loaded.attention.qk_norm, partial(_qk_norm, attention))
+        if attention.whole_qk_norm is not None:
+            pairs = zip(attention.whole_qk_norm, loaded.attention.whole_qk_norm, strict=True)
+            yield from (_norm(*each) for each in pairs)
         for name in ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"):
-            if (norm := getattr(layer, name)) is not None:
+            if (norm := getattr(layer, name)) is not None and norm.params:
                 yield _norm(norm, getattr(loaded, name))
         yield from _mlp(layer.mlp, loaded.mlp)
     yield _norm(spec.final_norm, model.final_norm)

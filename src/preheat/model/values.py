@@ -52,7 +52,7 @@ def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None)
         weight=WeightFormat(dtype, spec.scheme),
         input=(spec.scheme.activations if spec.scheme else None) or "plain",
         order=_order(spec.inputs, spec.k_splits, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
-        finish=Finish(spec.bias, spec.activation, spec.clip),
+        finish=Finish(spec.bias, spec.activation, spec.clip, spec.factor),
     )
     if room is None:
         return found

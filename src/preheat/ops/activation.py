@@ -9,6 +9,9 @@ Contract of gelu: (1 + erf(x * sqrt(1/2))) * (x / 2). Contract of gelu_tanh: x /
 * x * x * x + x))); it equals x / 2 * (1 + tanh(...)) without the cancellation. Both are computed in fp32, one operation
 after the other, none fused, and rounded to the dtype. gelu_tanh_and_mul multiplies the rounded gelu_tanh(gate) by up.
 quick_gelu, CLIP's, is x / (1 + exp(-1.702 * x)), computed in the same way.
+
+Contract of relu2: the square of max(x, 0), rounded once; NaN stays NaN. Contract of scaled: x times an fp32 factor,
+rounded once.
 """
 
 from __future__ import annotations
@@ -62,6 +65,19 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return gelu_tanh(gate.contiguous()).mul_(up)
 
 
+@opaque("(Tensor x) -> Tensor", torch.empty_like)
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of max(x, 0), a new tensor like ``x``."""
+    positive = x.clamp(min=0)
+    return positive.mul_(positive)
+
+
+@opaque("(Tensor x, float factor) -> Tensor", lambda x, _: torch.empty_like(x))
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return ``x`` times ``factor``, a new tensor like ``x``."""
+    return (x.float() * factor).to(x.dtype)
+
+
 @opaque("(Tensor x, float limit) -> Tensor", lambda x, _: torch.empty_like(x))
 def clip(x: Tensor, limit: float) -> Tensor:
     """Return ``x`` kept between -``limit`` and ``limit``.
@@ -77,4 +93,5 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
+    "relu2": relu2,
 }

@@ -66,7 +66,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.ops.activation import ACTIVATIONS, clip
+from preheat.ops.activation import ACTIVATIONS, clip, scaled
 from preheat.ops.moe import combine, route
 from preheat.ops.quantization import PROMOTED, QuantizedWeight, plain, quantize_rows, scaled_product
 from preheat.ops.values import PART, TILE, Experts, Finish, Matmul, SumOrder
@@ -167,10 +167,12 @@ def add_delta(y: Tensor, more: Tensor) -> Tensor:
 
 
 def finished(y: Tensor, finish: Finish) -> Tensor:
-    """Return ``y`` [rows, outputs] after the activation or the limit of ``finish``."""
+    """Return ``y`` [rows, outputs] after the activation, limit or factor of ``finish``."""
     if finish.activation is not None:
         return ACTIVATIONS[finish.activation](y)
-    return y if finish.clip is None else clip(y, finish.clip)
+    if finish.clip is not None:
+        return clip(y, finish.clip)
+    return y if finish.factor is None else scaled(y, finish.factor)
 
 
 def sums(value: Matmul, x: Tensor, weight: Weight) -> list[Tensor]:

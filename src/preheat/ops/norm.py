@@ -11,6 +11,8 @@ Kind "rms_plus_one": the same up to the product with x, kept in fp32; times 1 + 
 
 Kind "layer": per row, in fp32, the sum times 1 / length is the mean; the sum of the squares of x - mean, times 1 /
 length, plus eps, reciprocal square root, times x - mean, times weight, plus bias if there is one; rounded once.
+
+Kind "identity": the row as it is. It stands where a block reads the residual stream without a norm.
 """
 
 from __future__ import annotations
@@ -138,9 +140,23 @@ class LayerNorm(RMSNorm):
         return self(_add_to(x, residual))
 
 
+class Identity(RMSNorm):
+    """Kind "identity": the weight is not read."""
+
+    kind: NormKind = "identity"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return _add_to(x, residual)
+
+
 def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
     """Return a norm of ``kind``; only "layer" may have a ``bias``."""
     if kind == "layer":
         return LayerNorm(weight, eps, bias)
     assert bias is None, f"a norm of kind {kind} has no bias"
+    if kind == "identity":
+        return Identity(weight, eps)
     return PlusOneNorm(weight, eps) if kind == "rms_plus_one" else RMSNorm(weight, eps)

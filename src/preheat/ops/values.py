@@ -97,12 +97,14 @@ ONE_SUM = SumOrder()
 class Finish(NamedTuple):
     """Steps after the sum of products.
 
-    First comes a ``bias``. An ``activation`` follows, or the outputs are kept between -``clip`` and ``clip``.
+    First comes a ``bias``. An ``activation`` follows, or the outputs are kept between -``clip`` and ``clip``, or they
+    are multiplied by ``factor``.
     """
 
     bias: bool = False
     activation: Activation | None = None
     clip: float | None = None
+    factor: float | None = None
 
 
 NOTHING_MORE = Finish()

@@ -112,6 +112,8 @@ class WholeSequences:
             cos, sin = layer.rope.index_select(0, self.positions).unbind(1)
             turned = turned * cos + turned.roll(layer.head_dim // 2, -1) * sin
         query, key = turned[:, :heads], turned[:, heads:]
+        if layer.growth is not None:
+            query = query * layer.growth[self.positions][:, None, None]
         parts = []
         for first, last in zip(self.ends - self._lengths, self.ends, strict=True):
             q, k, v = (x[first:last].transpose(0, 1)[None].float() for x in (query, key, value))

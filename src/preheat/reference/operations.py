@@ -72,6 +72,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
 }
 """Plain formulas of :data:`preheat.ops.activation.ACTIVATIONS`."""
 
@@ -95,6 +96,8 @@ class DifferentiableNorm:
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the norm of the rows of ``x``, by formula."""
+        if self.kind == "identity":
+            return x
         wide, scale = x.float(), weight.float()
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
@@ -114,7 +117,7 @@ class DifferentiableOperations:
         self._backend, self.device = backend, backend.device
 
     def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Linear:
-        weight, bias, (activation, clip) = weights.weight, weights.bias, value.finish[1:]
+        weight, bias, (activation, clip, factor) = weights.weight, weights.bias, value.finish[1:]
         assert isinstance(weight, Tensor)
         engine = self._backend.layer(value, LayerWeights(weight.detach(), _detached(bias)), context)
 
@@ -122,7 +125,8 @@ class DifferentiableOperations:
             y = F.linear(x, weight, bias)
             if activation is not None:
                 return ACTIVATIONS[activation](y)
-            return y if clip is None else y.clamp(-clip, clip)
+            y = y if clip is None else y.clamp(-clip, clip)
+            return y if factor is None else y * factor
 
         def call(x: Tensor, out: Tensor | None = None) -> Tensor:
             return exact(lambda x, *_: engine(x), plain, x, weight, bias)

@@ -133,6 +133,8 @@ class CpuAttention:
                 turned.copy_(layer.qk_norm(turned))
             if layer.rope is not None:
                 apply_rope_(turned, *self._turns[id(layer.rope)])
+            if layer.growth is not None:
+                qkv[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
             store = self._stores[index]
             store.write(self._new_rows[kind.kv_heads], qkv[:, heads:])
             decode = work.decode.get(kind)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import gelu, gelu_tanh, quick_gelu, silu_mul
+from preheat.backends.cuda.elementwise import gelu, gelu_tanh, quick_gelu, relu2, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.kinds import Activation
 
@@ -42,8 +42,11 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @triton.jit
-def _activate(x, out, inner, limit, KIND: tl.constexpr, COLUMNS: tl.constexpr, overlap: tl.constexpr):
-    """Write a row of ``inner`` numbers to ``out``; a row of ``x`` is as long or, with a gate, twice as long."""
+def _activate(x, out, inner, number, KIND: tl.constexpr, COLUMNS: tl.constexpr, overlap: tl.constexpr):
+    """Write a row of ``inner`` numbers to ``out``; a row of ``x`` is as long or, with a gate, twice as long.
+
+    ``number`` is a limit or a factor.
+    """
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -60,9 +63,13 @@ def _activate(x, out, inner, limit, KIND: tl.constexpr, COLUMNS: tl.constexpr, o
             result = gelu_tanh(value)
         elif KIND == "quick_gelu":
             result = quick_gelu(value)
+        elif KIND == "relu2":
+            result = relu2(value)
+        elif KIND == "scaled":
+            result = (value.to(tl.float32) * number).to(value.dtype)
         else:
             wide = value.to(tl.float32)
-            wide = tl.where(wide > limit, limit, tl.where(wide < -limit, -limit, wide))  # NaN stays
+            wide = tl.where(wide > number, number, tl.where(wide < -number, -number, wide))  # NaN stays
             result = wide.to(value.dtype)
     tl.store(out + token * inner + at, result, mask=inside)
 
@@ -79,9 +86,14 @@ def clip(x: Tensor, limit: float) -> Tensor:
     return _launch(x, x.shape[1], limit, "clip")
 
 
-def _launch(x: Tensor, inner: int, limit: float, kind: str) -> Tensor:
-    out = x.new_empty(len(x), inner)
+def scaled(x: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
+    """Return ``x`` [tokens, outputs], contiguous, times ``factor``, as a new tensor or in ``out``."""
+    return _launch(x, x.shape[1], factor, "scaled", out)
+
+
+def _launch(x: Tensor, inner: int, number: float, kind: str, out: Tensor | None = None) -> Tensor:
+    out = x.new_empty(len(x), inner) if out is None else out
     programs = (len(x), triton.cdiv(inner, COLUMNS))
     more = options(num_warps=4, num_stages=1)
-    _activate[programs](x, out, inner, limit, KIND=kind, COLUMNS=COLUMNS, enable_fp_fusion=False, **more)
+    _activate[programs](x, out, inner, number, KIND=kind, COLUMNS=COLUMNS, enable_fp_fusion=False, **more)
     return out

@@ -65,6 +65,14 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def relu2(x):
+    """Return the square of max(x, 0), in fp32, rounded to the dtype; NaN stays NaN."""
+    wide = x.to(tl.float32)
+    positive = tl.where(wide < 0.0, 0.0, wide)
+    return (positive * positive).to(x.dtype)
+
+
+@triton.jit
 def quick_gelu(x):
     """Return x * sigmoid(1.702 * x), in fp32, rounded to the dtype."""
     wide = x.to(tl.float32)

@@ -35,18 +35,18 @@ def inverse_rms(total, share, eps):
 @triton.jit
 def _norm(
     x, residual, weight, bias, out, static, codes, row_scales, share, eps,
-    KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+    stride, KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write the norm of one row a program; with ``residual``, add x to the residual first.
 
-    The result goes to ``out``, if given, and its codes to ``codes``.
+    The result goes to ``out``, if given, and its codes to ``codes``. Rows of ``x`` are ``stride`` numbers apart.
     """
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
     scales = tl.load(weight + at, mask=inside, other=0.0)  # no kernel writes weights, so this need not wait
     begin(overlap)
     here = tl.program_id(0).to(tl.int64) * SIZE + at
-    row = tl.load(x + here, mask=inside, other=0.0)
+    row = tl.load(x + tl.program_id(0).to(tl.int64) * stride + at, mask=inside, other=0.0)
     if residual is not None:
         before = tl.load(residual + here, mask=inside, other=0.0)
         row = (before.to(tl.float32) + row.to(tl.float32)).to(row.dtype)
@@ -58,6 +58,8 @@ def _norm(
         if bias is not None:
             result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         result = result.to(row.dtype)
+    elif KIND == "identity":
+        result = row
     elif KIND == "rms_plus_one":
         result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
         result = result.to(row.dtype)
@@ -97,7 +99,7 @@ class CudaNorm:
         self.weight, self.eps, self.kind, self._bias = weight, eps, kind, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._launch(x, None, out)
         return out
 
@@ -122,8 +124,8 @@ class CudaNorm:
     ) -> None:  # fmt: skip
         size = x.shape[1]
         _norm[(len(x),)](
-            x, residual, self.weight, self._bias, out, static, codes, scales, 1.0 / size, self.eps, KIND=self.kind,
-            SCALES=kind, SIZE=size, **layout(size),
+            x, residual, self.weight, self._bias, out, static, codes, scales, 1.0 / size, self.eps,
+            x.stride(0), KIND=self.kind, SCALES=kind, SIZE=size, **layout(size),
         )  # fmt: skip
 
 

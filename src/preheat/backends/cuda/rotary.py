@@ -2,10 +2,11 @@
 
 Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`. Then, if
 there are angles, rotary embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype.
-Rotated keys, and values as they are, go into the cache. A cache of eight bits stores a key or value divided by a scale;
-the quotient is rounded correctly, then to the cache's dtype (:mod:`preheat.ops.float8`). Only finite values are stored,
-as :mod:`preheat.ops.finite` says. A head's bits depend on its own numbers and position alone, a key's also on whether
-its value is finite.
+A rotated query may be multiplied by a factor of its position; the product is rounded. Rotated keys, and values as they
+are, go into the cache. A cache of eight bits stores a key or value divided by a scale; the quotient is rounded
+correctly, then to the cache's dtype (:mod:`preheat.ops.float8`). Only finite values are stored, as
+:mod:`preheat.ops.finite` says. A head's bits depend on its own numbers and position alone, a key's also on whether its
+value is finite.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _odd(x, BOUNDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _rope_and_write(
-    qkv, rope, slots, positions, table, cache, weight, eps, key_scale, value_scale,
+    qkv, rope, growth, slots, positions, table, cache, weight, eps, key_scale, value_scale,
     block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
@@ -112,8 +113,13 @@ def _rope_and_write(
         new_left, new_right = normed_left, normed_right
 
     query = (head < HEADS)[:, None] & inside[None, :]
-    tl.store(heads_at, new_left, mask=query)
-    tl.store(heads_at + MIDDLE, new_right, mask=query)
+    if growth is not None:
+        factor = tl.load(growth + position)
+        tl.store(heads_at, _times(new_left, factor), mask=query)
+        tl.store(heads_at + MIDDLE, _times(new_right, factor), mask=query)
+    else:
+        tl.store(heads_at, new_left, mask=query)
+        tl.store(heads_at + MIDDLE, new_right, mask=query)
     is_value = head >= HEADS + KV_HEADS
     kv_head = head - tl.where(is_value, HEADS + KV_HEADS, HEADS)
     lies = block * block_stride + tl.where(is_value, value_stride, 0) + kv_head * kv_stride + position % BLOCK * DIM
@@ -151,6 +157,7 @@ def rope_and_write(
     kind: NormKind = "rms",
     *,
     scales: tuple[float, float] | None = None,
+    growth: Tensor | None = None,
 ) -> None:
     """Apply the norm, if any, and rotary embedding to queries and keys; write keys and values to ``cache``.
 
@@ -159,16 +166,16 @@ def rope_and_write(
     :func:`preheat.model.rope.rope_table`. ``slots`` and ``positions`` int32 [tokens], ``table`` int32 [slots, max
     blocks]. A token's place in ``cache`` [blocks, 2, kv heads, block size, dim] (any strides but the last two) is block
     ``table[slot, position // block size]``. ``norm`` [heads + kv heads, dim] holds the weights of a root-mean-square
-    norm of this ``kind``. The host copies ``slots``, ``positions`` and ``table`` for each step. They are read before
-    earlier kernels end, so no kernel may write them. ``scales`` of keys and of values are for a ``cache`` of eight
-    bits.
+    norm of this ``kind``. ``growth`` [positions] are factors of rotated queries. The host copies ``slots``,
+    ``positions`` and ``table`` for each step. They are read before earlier kernels end, so no kernel may write them.
+    ``scales`` of keys and of values are for a ``cache`` of eight bits.
     """
     assert kind != "layer", "heads have root-mean-square norms"
     key_scale, value_scale = (None, None) if scales is None else scales
     dim, block = cache.shape[4], cache.shape[3]
     programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
     _rope_and_write[programs](
-        qkv, rope, slots, positions, table, cache, norm, eps, key_scale, value_scale,
+        qkv, rope, growth, slots, positions, table, cache, norm, eps, key_scale, value_scale,
         *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
         PER_PROGRAM=HEADS_PER_PROGRAM, KIND=kind,

@@ -270,6 +270,8 @@ class HpuAttention:
         if layer.rope is not None:
             cos, sin = layer.rope.index_select(0, inputs.positions).unbind(1)
             apply_rope_(turned, cos, sin)
+        if layer.growth is not None:
+            turned[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
         place = inputs.slots * self._most + inputs.positions.div(self._size, rounding_mode="floor")
         block = self._table.view(-1).index_select(0, place).long()
         head = torch.arange(2 * kv_heads, device=qkv.device)

@@ -11,7 +11,7 @@ invariance they are always computed as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.layer import Splits, Tiles
-from preheat.ops.activation import ACTIVATIONS, clip
-from preheat.ops.kinds import Activation
+from preheat.ops.matmul import finished
 from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.ops.values import NOTHING_MORE, Finish, Matmul
@@ -113,15 +112,8 @@ def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tenso
     return torch.cat([F.linear(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
 
 
-def ending(activation: Activation | None, limit: float | None) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that finishes a product."""
-    if activation is not None:
-        return ACTIVATIONS[activation]
-    return None if limit is None else lambda y: clip(y, limit)
-
-
 class SizedProduct:
-    """Product with ``weight`` [outputs, inputs] and ``bias`` [outputs], then an activation or a limit."""
+    """Product with ``weight`` [outputs, inputs] and ``bias`` [outputs], then the rest of ``finish``."""
 
     def __init__(
         self,
@@ -129,12 +121,11 @@ class SizedProduct:
         bias: Tensor | None,
         sizes: Sizes,
         *,
-        activation: Activation | None = None,
-        limit: float | None = None,
+        finish: Finish = NOTHING_MORE,
     ) -> None:
         self.shape = Shape(weight.shape[0], weight.shape[1], weight.dtype)
         self._weight, self._bias, self._sizes = weight, bias, sizes
-        self._end = ending(activation, limit)
+        self._finish = finish._replace(bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [rows, outputs] of ``x`` [rows, inputs], a new tensor."""
@@ -150,7 +141,7 @@ class SizedProduct:
             y = F.linear(F.pad(x, (0, 0, 0, size - rows)) if size > rows else x, self._weight, self._bias)[:rows]
         else:
             y = in_parts(x, self._weight, self._bias, size)
-        return y if self._end is None else self._end(y.contiguous())
+        return y if self._finish == NOTHING_MORE else finished(y.contiguous(), self._finish)
 
     def select_kernels(self, rows: Sequence[int]) -> None:
         self._sizes.select_kernels(self.shape, rows)
@@ -177,5 +168,5 @@ def products_of(
         return Splits(make, matrix, value.order), finish
     if value.order.tiles:
         return Tiles.of(make, matrix, bias, value.order.tiles), finish
-    whole = SizedProduct(matrix, bias, sizes, activation=finish.activation, limit=finish.clip)
+    whole = SizedProduct(matrix, bias, sizes, finish=finish)
     return Tiles([whole]), NOTHING_MORE

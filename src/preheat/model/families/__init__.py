@@ -12,7 +12,22 @@ from typing import Any
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.families import bigcode, gemma, llama, llava, moe, mpt, phi, qwen
+from preheat.model.families import (
+    bigcode,
+    cohere,
+    gemma,
+    glm,
+    granite,
+    llama,
+    llava,
+    mistral3,
+    moe,
+    mpt,
+    olmo,
+    phi,
+    qwen,
+    stablelm,
+)
 from preheat.model.families.needs import need_of
 from preheat.model.quantization import quantized
 from preheat.model.specs import ModelSpec, base_model
@@ -20,19 +35,42 @@ from preheat.settings import Settings
 from preheat.utils.text import misspelled
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
+    "ArceeForCausalLM": llama.arcee,
+    "Cohere2ForCausalLM": cohere.cohere2,
+    "CohereForCausalLM": cohere.cohere,
+    "CwmForCausalLM": llama.cwm,
+    "Ernie4_5ForCausalLM": llama.ernie4_5,
+    "Exaone4ForCausalLM": llama.exaone4,
+    "FlexOlmoForCausalLM": moe.flex_olmo,
     "GPTBigCodeForCausalLM": bigcode.gpt_bigcode,
     "Gemma3ForCausalLM": gemma.gemma3,
+    "GemmaForCausalLM": gemma.gemma,
+    "Glm4ForCausalLM": glm.glm4,
+    "GlmForCausalLM": glm.glm,
+    "GraniteForCausalLM": granite.granite,
+    "HeliumForCausalLM": llama.helium,
+    "Jais2ForCausalLM": stablelm.jais2,
     "LlamaForCausalLM": llama.llama,
     "LlavaForConditionalGeneration": llava.llava,
     "MPTForCausalLM": mpt.mpt,
+    "Ministral3ForCausalLM": llama.ministral3,
+    "MinistralForCausalLM": llama.mistral,
+    "Mistral3ForConditionalGeneration": mistral3.mistral3,
     "MistralForCausalLM": llama.mistral,
     "MixtralForCausalLM": moe.mixtral,
     "MptForCausalLM": mpt.mpt,
+    "Olmo2ForCausalLM": olmo.olmo2,
+    "Olmo3ForCausalLM": olmo.olmo3,
+    "OlmoeForCausalLM": moe.olmoe,
     "Phi3ForCausalLM": phi.phi3,
+    "PhiForCausalLM": phi.phi,
     "Qwen2ForCausalLM": qwen.qwen2,
     "Qwen2MoeForCausalLM": moe.qwen2_moe,
     "Qwen3ForCausalLM": qwen.qwen3,
     "Qwen3MoeForCausalLM": moe.qwen3_moe,
+    "SeedOssForCausalLM": llama.seed_oss,
+    "SmolLM3ForCausalLM": llama.smollm3,
+    "StableLmForCausalLM": stablelm.stablelm,
     "Starcoder2ForCausalLM": bigcode.starcoder2,
 }
 """The families by the name in the ``architectures`` of ``config.json``."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.families.common import LLAMA, Names, attention, layer_norm, model, ungated
+from preheat.model.families.common import LLAMA, Names, attention, gelu, layer_norm, model, ungated
 from preheat.model.specs import AttentionSpec, EmbeddingSpec, KVSpec, LayerSpec, LinearSpec, ModelSpec
-from preheat.ops.kinds import Activation
-
-_GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
 _BIGCODE = Names(embedding="transformer.wte", layer="transformer.h.{}.", final_norm="transformer.ln_f")
 
@@ -30,7 +27,7 @@ def gpt_bigcode(config: Config) -> ModelSpec:
         up, down = f"{prefix}mlp.c_fc", f"{prefix}mlp.c_proj"
         return LayerSpec(
             attention=_attention(config, prefix),
-            mlp=ungated(up, down, hidden=hidden, inner=inner, activation=_gelu(config), bias=True),
+            mlp=ungated(up, down, hidden=hidden, inner=inner, activation=gelu(config), bias=True),
             input_norm=layer_norm(config, f"{prefix}ln_1", bias=True),
             post_norm=layer_norm(config, f"{prefix}ln_2", bias=True),
         )
@@ -82,7 +79,7 @@ def starcoder2(config: Config) -> ModelSpec:
         up, down = f"{prefix}mlp.c_fc", f"{prefix}mlp.c_proj"
         return LayerSpec(
             attention=attention(config, LLAMA, prefix, window, rope, qkv_bias=bias, o_bias=bias, qk_norm=False),
-            mlp=ungated(up, down, hidden=hidden, inner=inner, activation=_gelu(config), bias=bias),
+            mlp=ungated(up, down, hidden=hidden, inner=inner, activation=gelu(config), bias=bias),
             input_norm=layer_norm(config, prefix + LLAMA.input_norm, bias=True),
             post_norm=layer_norm(config, prefix + LLAMA.post_norm, bias=True),
         )
@@ -90,10 +87,3 @@ def starcoder2(config: Config) -> ModelSpec:
     layers = tuple(layer(LLAMA.layer.format(index), window) for index, window in enumerate(config.windows()))
     final_norm = layer_norm(config, LLAMA.final_norm, bias=True)
     return model(config, LLAMA, layers, max_positions=config.max_positions(rope), final_norm=final_norm)
-
-
-def _gelu(config: Config) -> Activation:
-    name = config.get("hidden_act")
-    if not isinstance(name, str) or name not in _GELU:
-        raise ModelError(f"activation {name!r} is not supported, only {', '.join(_GELU)} are")
-    return _GELU[name]

@@ -6,7 +6,7 @@ A family that differs in one part builds that part itself and takes the others f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
@@ -90,6 +90,68 @@ def llama_like(
     return model(config, names, layers, max_positions=config.max_positions(rope), renames=renames)
 
 
+def with_layers(spec: ModelSpec, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
+    """Return ``spec`` with each layer replaced by ``change(index, layer)``."""
+    return replace(spec, layers=tuple(change(index, layer) for index, layer in enumerate(spec.layers)))
+
+
+def identity(config: Config) -> NormSpec:
+    """Return the norm that stands where a block reads the residual stream as it is."""
+    return NormSpec("", config.size("hidden_size"), 1.0, kind="identity")
+
+
+def norms_after(config: Config, layer: LayerSpec, prefix: str) -> LayerSpec:
+    """Return ``layer`` with norms after attention and MLP in place of the norms before."""
+    own = (f"{prefix}post_{name}_layernorm" for name in ("attention", "feedforward"))
+    attention_out, mlp_out = (norm(config, name, config.size("hidden_size")) for name in own)
+    before = identity(config)
+    return replace(layer, input_norm=before, post_norm=before, attention_out_norm=attention_out, mlp_out_norm=mlp_out)
+
+
+def normed_whole(config: Config, spec: AttentionSpec, prefix: str) -> AttentionSpec:
+    """Return ``spec`` with a norm of all query heads together, and of all key heads together."""
+    sizes = ("q", spec.num_heads), ("k", spec.num_kv_heads)
+    q, k = (norm(config, f"{prefix}self_attn.{name}_norm", heads * spec.head_dim) for name, heads in sizes)
+    return replace(spec, whole_qk_norm=(q, k))
+
+
+def with_layer_norms(
+    config: Config, spec: ModelSpec, names: Names = LLAMA, *, bias: bool, parallel: bool = False, shared: bool = False
+) -> ModelSpec:
+    """Return ``spec`` with norms that subtract the mean.
+
+    ``parallel``: attention and MLP lie side by side. ``shared``: both read one norm.
+    """
+
+    def layer(index: int, made: LayerSpec) -> LayerSpec:
+        prefix = names.layer.format(index)
+        input_norm, post_norm = (
+            layer_norm(config, prefix + name, bias=bias) for name in (names.input_norm, names.post_norm)
+        )
+        return replace(made, input_norm=input_norm, post_norm=None if shared else post_norm, parallel=parallel)
+
+    return replace(with_layers(spec, layer), final_norm=layer_norm(config, names.final_norm, bias=bias))
+
+
+def multiplied(layer: LayerSpec, factor: float) -> LayerSpec:
+    """Return a dense ``layer`` with ``factor`` on everything that it adds to the residual stream."""
+    assert isinstance(layer.mlp, DenseSpec)
+    if factor == 1:
+        return layer
+    own, mlp = layer.attention, layer.mlp
+    return replace(
+        layer,
+        attention=replace(own, o=replace(own.o, factor=factor)),
+        mlp=replace(mlp, down=replace(mlp.down, factor=factor)),
+    )
+
+
+def with_logit_factor(spec: ModelSpec, factor: float) -> ModelSpec:
+    """Return ``spec`` with all logits multiplied by ``factor``."""
+    assert spec.head is not None
+    return spec if factor == 1 else replace(spec, head=replace(spec.head, factor=factor))
+
+
 def attention(
     config: Config, names: Names, prefix: str, window: int | None, rope: RopeSpec, *,
     qkv_bias: bool, o_bias: bool, qk_norm: bool,
@@ -106,13 +168,15 @@ def attention(
     if names.qkv is not None:
         parts = ((prefix + names.qkv, q_size + 2 * kv_size),)
     norms = norm(config, prefix + names.q_norm, kv.head_dim), norm(config, prefix + names.k_norm, kv.head_dim)
+    order = turning_order(rope, heads, kv)
+    assert not (order and qk_norm), "norms of heads would need the order of their rows"
     return AttentionSpec(
         num_heads=heads,
         kv=kv,
         window=window,
         rope=rope,
         qk_norm=norms if qk_norm else None,
-        qkv=LinearSpec(parts=parts, inputs=hidden, bias=qkv_bias, order=turning_order(rope, heads, kv)),
+        qkv=LinearSpec(parts=parts, inputs=hidden, bias=qkv_bias, order=order),
         o=LinearSpec(parts=((prefix + names.o, hidden),), inputs=q_size, bias=o_bias),
         scale=kv.head_dim**-0.5,
     )
@@ -121,8 +185,9 @@ def attention(
 def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, int], ...]:
     """Return the row order of queries and keys.
 
-    It matters if only a part of each head turns. See :meth:`RopeSpec.turned`. Scores are the same in any order that
-    queries and keys share. Raises ModelError where ``rope`` does not fit.
+    It matters if only a part of each head turns, or if partners are neighbors in a checkpoint. See
+    :meth:`RopeSpec.turned`. Scores are the same in any order that queries and keys share. Raises ModelError where
+    ``rope`` does not fit.
     """
     dim, turned = kv.head_dim, rope.turned(kv.head_dim)
     if dim % 2 or turned % 2 or not 0 < turned <= dim:
@@ -130,10 +195,14 @@ def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, in
     for factors in (rope.short_factor, rope.long_factor):
         if rope.kind == "longrope" and len(factors) != turned // 2:
             raise ModelError(f"longrope needs {turned // 2} short and long factors, got {len(factors)}")
-    if turned == dim:
+    if turned == dim and not rope.interleaved:
         return ()
     rest = (dim - turned) // 2
-    edges = (0, turned // 2), (turned, turned + rest), (turned // 2, turned), (turned + rest, dim)
+    halves: tuple[list[tuple[int, int]], ...] = [(0, turned // 2)], [(turned // 2, turned)]
+    if rope.interleaved:
+        halves = [(at, at + 1) for at in range(0, turned, 2)], [(at, at + 1) for at in range(1, turned, 2)]
+    still = [(turned, turned + rest)] * (rest > 0), [(turned + rest, dim)] * (rest > 0)
+    edges = *halves[0], *still[0], *halves[1], *still[1]
     starts = range(0, (heads + kv.num_kv_heads) * dim, dim)
     values = (heads + kv.num_kv_heads) * dim
     return *((at + a, at + b) for at in starts for a, b in edges), (values, values + kv.num_kv_heads * dim)
@@ -164,6 +233,29 @@ def ungated(
         gate_up=LinearSpec(parts=((up, inner),), inputs=hidden, bias=bias, activation=activation),
         down=LinearSpec(parts=((down, hidden),), inputs=inner, bias=bias),
     )
+
+
+_GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+
+
+def gelu(config: Config) -> Activation:
+    """Return the kind of GELU that ``hidden_act`` names."""
+    name = config.get("hidden_act")
+    if not isinstance(name, str) or name not in _GELU:
+        raise ModelError(f"activation {name!r} is not supported, only {', '.join(_GELU)} are")
+    return _GELU[name]
+
+
+def squared_mlp(config: Config) -> Callable[[str, int], MlpSpec]:
+    """Return the maker of feed-forward blocks without a gate, by the square of ReLU."""
+    config.refuse("hidden_act", "relu2")
+    hidden, inner, bias = config.size("hidden_size"), config.size("intermediate_size"), config.flag("mlp_bias")
+
+    def mlp(prefix: str, _: int) -> MlpSpec:
+        up, down = prefix + LLAMA.up, prefix + LLAMA.down
+        return ungated(up, down, hidden=hidden, inner=inner, activation="relu2", bias=bias)
+
+    return mlp
 
 
 def norm(config: Config, name: str, size: int) -> NormSpec:

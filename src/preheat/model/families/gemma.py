@@ -1,4 +1,4 @@
-"""Gemma 3, text only."""
+"""Gemma and Gemma 3, text only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from preheat.model.config import Config
-from preheat.model.families.common import LLAMA, attention, dense, model, norm
-from preheat.model.specs import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from preheat.model.families.common import LLAMA, attention, dense, llama_like, model, norm, with_layers
+from preheat.model.specs import LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, with_leaves
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def gemma(config: Config) -> ModelSpec:
+    """Norms stored as factors minus one, scaled embeddings, and gates by GELU."""
+    config = config.with_defaults(
+        num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True
+    )
+    config.refuse("use_bidirectional_attention")
+    config.refuse("hidden_activation", "gelu_pytorch_tanh")
+    config.refuse("hidden_act", "gelu_pytorch_tanh", "gelu")
+    bias, scale = config.flag("attention_bias"), config.size("hidden_size") ** 0.5
+
+    def mlp(prefix: str, _: int) -> MlpSpec:
+        return dense(config, LLAMA, prefix, bias=False, activation="gelu_tanh_and_mul")
+
+    def layer(_: int, made: LayerSpec) -> LayerSpec:
+        return with_leaves(made, lambda _, leaf: _plus_one(leaf) if isinstance(leaf, NormSpec) else leaf)
+
+    made = with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp=mlp), layer)
+    return replace(made, final_norm=_plus_one(made.final_norm), embedding=replace(made.embedding, scale=scale))
+
+
+def _plus_one(norm: NormSpec) -> NormSpec:
+    return replace(norm, kind="rms_plus_one")
 
 
 def gemma3(config: Config) -> ModelSpec:
@@ -27,7 +51,7 @@ def gemma3(config: Config) -> ModelSpec:
     ropes = {True: _local_rope(config), False: config.rope(_GLOBAL, theta=1e6)}
 
     def plus_one(name: str, size: int = hidden) -> NormSpec:
-        return replace(norm(config, name, size), kind="rms_plus_one")
+        return _plus_one(norm(config, name, size))
 
     def layer(prefix: str, window: int | None) -> LayerSpec:
         made = attention(

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: Llama-like models with experts."""
+"""Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: Llama-like models with experts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.families.common import LLAMA, dense, llama_like
+from preheat.model.families.common import LLAMA, dense, llama_like, normed_whole, norms_after, with_layers
 from preheat.model.specs import (
     ExpertsSpec,
     GateSpec,
+    LayerSpec,
     LinearSpec,
     MlpSpec,
     ModelSpec,
@@ -65,6 +66,41 @@ def qwen3_moe(config: Config) -> ModelSpec:
 
     windows = config.windows(used=config.flag("use_sliding_window"))
     return llama_like(config, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mlp=mlp, renames=_STACKED)
+
+
+def olmoe(config: Config) -> ModelSpec:
+    """All layers have experts; queries and keys are normed over all heads. The experts' weights are rounded."""
+    config = config.with_defaults(
+        max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8
+    )
+    return _olmoe(config)
+
+
+def _olmoe(config: Config) -> ModelSpec:
+    config.refuse("clip_qkv")
+    bias = config.flag("attention_bias")
+
+    def mlp(prefix: str, _: int) -> MlpSpec:
+        return experts(
+            config, f"{prefix}mlp.gate", _modules(prefix), count=config.size("num_experts"),
+            inner=config.size("intermediate_size"), top_k=config.size("num_experts_per_tok"),
+            renormalize=config.flag("norm_topk_prob"), round_weights=True,
+        )  # fmt: skip
+
+    def layer(index: int, made: LayerSpec) -> LayerSpec:
+        return replace(made, attention=normed_whole(config, made.attention, LLAMA.layer.format(index)))
+
+    return with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp=mlp, renames=_STACKED), layer)
+
+
+def flex_olmo(config: Config) -> ModelSpec:
+    """As OLMoE, with norms after attention and experts in place of before."""
+
+    def layer(index: int, made: LayerSpec) -> LayerSpec:
+        return norms_after(config, made, LLAMA.layer.format(index))
+
+    config = config.with_defaults(max_position_embeddings=4096, num_experts=7, num_experts_per_tok=5)
+    return with_layers(_olmoe(config), layer)
 
 
 def qwen2_moe(config: Config) -> ModelSpec:

@@ -11,49 +11,73 @@ _ENCODER = "attention that looks ahead (an encoder)"
 _CROSS = "an encoder, and attention to its output"
 _STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
 _LATENT = "keys and values compressed to a latent vector (MLA)"
+_SPARSE = "attention to keys that an indexer chooses"
+_SINKS = "attention with a sink for each head"
+_GATED_ROUTER = "a router by sigmoids with a correction, or experts that all tokens share without a gate"
 _LEARNED = "learned positions, with norms that subtract a mean and add a bias"
-_PARALLEL = "attention and MLP side by side in a layer"
-_BOTH_SIDES = "norms after attention and MLP, besides or instead of the norms before"
+_CAPPED = "scores and logits that are capped softly"
 _PACKED = "query, key and value packed in one weight"
 _IMAGES = "an encoder of images other than CLIP's, with its own positions"
 _SOUND = "an encoder of sound"
 
+A_ROW = "a line in the table of families: all of its parts exist"
+
 NEEDS: Mapping[str, str] = {
-    "Albert": _ENCODER, "Bert": _ENCODER, "DistilBert": _ENCODER, "Deberta": _ENCODER, "ModernBert": _ENCODER,
-    "NomicBert": _ENCODER, "Roberta": _ENCODER, "XLMRoberta": _ENCODER,
-    "Bart": _CROSS, "MBart": _CROSS, "M2M100": _CROSS, "Marian": _CROSS, "T5": _CROSS, "MT5": _CROSS, "Whisper": _CROSS,
-    "Bamba": _STATES, "FalconH1": _STATES, "FalconMamba": _STATES, "GraniteMoeHybrid": _STATES, "Jamba": _STATES,
-    "KimiLinear": _STATES, "Lfm2": _STATES, "Mamba": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES,
-    "Nemotron_H": _STATES, "NemotronH": _STATES, "Plamo2": _STATES, "Qwen3Next": _STATES, "Qwen3_5": _STATES,
-    "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES,
-    "Deepseek": _LATENT, "KimiK2": _LATENT, "Kimi": _LATENT, "MiniCPM3": _LATENT,
+    "Albert": _ENCODER, "Bert": _ENCODER, "BigBirdFor": _ENCODER, "Camembert": _ENCODER, "Data2VecText": _ENCODER,
+    "Deberta": _ENCODER, "DistilBert": _ENCODER, "Electra": _ENCODER, "ErnieFor": _ENCODER, "MegatronBert": _ENCODER,
+    "ModernBert": _ENCODER, "NomicBert": _ENCODER, "RemBert": _ENCODER, "RoCBert": _ENCODER, "RoFormer": _ENCODER,
+    "Roberta": _ENCODER, "XLM": _ENCODER, "XLNet": _ENCODER, "Xmod": _ENCODER, "Reformer": _ENCODER,
+    "Bart": _CROSS, "BigBirdPegasus": _CROSS, "Blenderbot": _CROSS, "M2M100": _CROSS, "MBart": _CROSS, "MT5": _CROSS,
+    "Marian": _CROSS, "Musicgen": _CROSS, "Mvp": _CROSS, "PLBart": _CROSS, "Pegasus": _CROSS, "ProphetNet": _CROSS,
+    "T5": _CROSS, "TrOCR": _CROSS, "Whisper": _CROSS,
+    "BailingHybrid": _STATES, "Bamba": _STATES, "FalconH1": _STATES, "FalconMamba": _STATES,
+    "GraniteMoeHybrid": _STATES, "Jamba": _STATES, "KimiLinear": _STATES, "Lfm": _STATES, "Mamba": _STATES,
+    "MiniMaxFor": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES, "Nemotron_H": _STATES, "NemotronH": _STATES,
+    "OlmoHybrid": _STATES, "Plamo2": _STATES, "Qwen3Next": _STATES, "Qwen3_5": _STATES, "Qwen4Exp": _STATES,
+    "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES, "Zaya": _STATES, "xLSTM": _STATES,
+    "Inkling": _STATES,
+    "AXK1": _LATENT, "AXK2": _SPARSE, "Deepseek": _LATENT, "DeepseekV32": _SPARSE, "DeepseekV4": _SPARSE,
+    "Dots3": _SPARSE, "Glm4MoeLite": _LATENT, "GlmMoeDsa": _SPARSE, "HYV4": _SPARSE, "KimiK2": _LATENT,
+    "Kimi": _LATENT, "LongcatFlash": _LATENT, "MiniCPM3": _LATENT, "MiniMaxM3": _SPARSE, "Youtu": _LATENT,
     "DeepseekForCausalLM": "experts that all tokens share, without a gate",
-    "GPT2": _LEARNED, "OPT": _LEARNED, "XGLM": _LEARNED,
-    "Cohere": _PARALLEL, "CodeGen": _PARALLEL, "Falcon": _PARALLEL, "GPTJ": _PARALLEL, "GPTNeoX": _PARALLEL,
-    "PhiFor": _PARALLEL, "Persimmon": _PARALLEL,
+    "BioGpt": _LEARNED, "GPT2": _LEARNED, "GPTNeoFor": _LEARNED, "OPT": _LEARNED, "OpenAIGPT": _LEARNED,
+    "XGLM": _LEARNED, "CTRL": "positions that are sines",
+    "CodeGen": _PACKED, "Falcon": _PACKED, "GPTNeoX": _PACKED, "Persimmon": "a norm with a bias for each head",
+    "GPTJ": A_ROW, "Mellum": A_ROW,
+    "HyperCLOVAX": "a factor behind the norms that follow attention and MLP",
     "Bloom": "ALiBi with a norm behind the embeddings, and biases",
     "Baichuan": _PACKED, "InternLM2": _PACKED, "QWenLMHead": _PACKED, "ChatGLM": _PACKED,
     "Dbrx": "query, key and value packed in one weight, and cut to a range",
-    "Exaone4": _BOTH_SIDES, "Gemma2": f"{_BOTH_SIDES}, and logits that are capped softly", "Glm4": _BOTH_SIDES,
+    "Afmoe": _GATED_ROUTER, "Beam": _GATED_ROUTER, "Cohere2Moe": _GATED_ROUTER, "Dots1": _GATED_ROUTER,
+    "Ernie4_5_Moe": _GATED_ROUTER, "ExaoneMoe": _GATED_ROUTER, "Glm4Moe": _GATED_ROUTER, "HYV3": _GATED_ROUTER,
+    "Kolibri1": _GATED_ROUTER, "Laguna": _GATED_ROUTER, "MiniMaxM2": _GATED_ROUTER, "SolarOpen": _GATED_ROUTER,
+    "AriaText": "experts that all tokens share, without a gate",
+    "GraniteMoe": "experts packed in one weight, and factors of their outputs",
+    "HunYuanDense": "norms of heads behind their rotation", "HunYuanMoE": "norms of heads behind their rotation",
+    "JetMoe": "experts in attention",
+    "Flint": _SINKS, "GraniteSWA": _SINKS, "GraniteMoeSWA": _SINKS, "MiMoV2": _SINKS,
+    "GptOss": "attention with a sink for each head, and experts of MXFP4 with biases",
+    "Apertus": "an activation with learned numbers (xIELU)",
+    "BitNet": "weights of three values, and norms inside of attention and MLP",
+    "Blt": "bytes in place of tokens, and layers that join them",
+    "CpmAnt": "biases of scores by learned distances",
+    "DiffLlama": "attention as the difference of two", "Doge": "masks that the values decide",
+    "HrmText": "layers that run several times",
+    "Gemma2": _CAPPED, "VaultGemma": _CAPPED, "NanoChat": f"norms without weights, and {_CAPPED}",
     "Gemma3n": "embeddings for each layer, and layers that use each other's keys and values",
     "Gemma4": "layers that use each other's keys and values, and heads of two sizes",
-    "GlmFor": "rotary positions on half of each head, in pairs",
-    "GptOss": "attention with a sink for each head, and experts of MXFP4 with biases",
-    "Granite": "multipliers of embeddings, attention, residuals and logits",
     "Llama4": "attention in chunks, layers without positions, and one expert that all tokens share",
     "MiniCPM": "multipliers of embeddings, residuals and logits",
-    "Nemotron": "a squared ReLU, and norms that subtract a mean",
-    "Olmo2": _BOTH_SIDES, "Olmo3": _BOTH_SIDES, "OlmoFor": "norms without weights",
-    "Olmoe": "norms of whole queries and keys",
+    "Nemotron": "norms that subtract a mean, stored as factors minus one",
+    "OlmoFor": "norms without weights",
     "Phimoe": "norms with biases, and a router that looks at two experts in turn",
-    "SmolLM3": "layers without positions",
-    "StableLm": "rotary positions on a part of each head, and norms with biases",
+    "CohereCompass": _IMAGES, "Emu3": _IMAGES, "Fuyu": _IMAGES, "Git": _IMAGES, "GotOcr2": _IMAGES,
     "Idefics": _IMAGES, "InternVL": _IMAGES, "LlavaNext": _IMAGES, "LlavaOnevision": _IMAGES, "MiniCPMV": _IMAGES,
-    "Mistral3": _IMAGES, "Mllama": _IMAGES, "Molmo": _IMAGES, "PaliGemma": _IMAGES, "Phi3V": _IMAGES,
+    "Mllama": _IMAGES, "Molmo": _IMAGES, "PaliGemma": _IMAGES, "Phi3V": _IMAGES,
     "Pixtral": _IMAGES,
     "Gemma3ForConditionalGeneration": _IMAGES, "Qwen2VL": _IMAGES, "Qwen2_5_VL": _IMAGES, "Qwen3VL": _IMAGES,
-    "Phi4MM": _SOUND, "Qwen2Audio": _SOUND, "Qwen2_5Omni": _SOUND, "Qwen3Omni": _SOUND, "Ultravox": _SOUND,
-    "Voxtral": _SOUND,
+    "Moshi": _SOUND, "MossTranscribe": _SOUND, "Phi4Multimodal": _SOUND, "Phi4MM": _SOUND, "Qwen2Audio": _SOUND,
+    "Qwen2_5Omni": _SOUND, "Qwen3Omni": _SOUND, "Ultravox": _SOUND, "Voxtral": _SOUND,
 }  # fmt: skip
 """Needs by the beginning of the architecture's name; the longest beginning counts."""
 

@@ -5,6 +5,7 @@ Contract, in float32 with exp as :mod:`preheat.backends.cpu.llvm.emit` has it. s
 twice, its product and sum fused. gelu: x times the share of the normal distribution below x. The share above t *
 sqrt(2) is exp(-t * p(t)) / 2 for t from 0 to 4.5, then zero. p is a polynomial of degree 8, fused from the highest term
 on. It approximates -log(erfc(t)) / t so that erfc has an error of 3e-9. Gated activations multiply by up in the end.
+relu2: the square of the greater of x and 0; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -55,12 +56,18 @@ def _gelu(e: Function, x: Value) -> Value:
     return b.fmul(x, below)
 
 
+def _relu2(e: Function, x: Value) -> Value:
+    positive = e.b.select(e.b.fcmp_ordered("<", x, e.v(0.0)), e.v(0.0), x)
+    return e.b.fmul(positive, positive)
+
+
 ACTIVATIONS: Mapping[Activation, Emit] = {
     "silu_and_mul": _silu,
     "gelu_tanh_and_mul": _gelu_tanh,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
 }
 """Activations by name; of a gated one, the activation of the gate."""
 

@@ -1,9 +1,10 @@
 """Rotary positions, and attention of one token with queries of one key head over the paged cache.
 
-Contract. Attention works split by split of 256 keys at absolute positions. A score is a sum over the head's dimensions
-in order, times the layer's scale. ALiBi's term, slope * (key's position - query's), is rounded, then added. Weights are
-exp(score - the split's maximum). Their sum is in 16 lanes, then a tree; values are added key by key. Splits are merged
-in rising order. The result is divided by the sum of weights, then multiplied by the scale of stored values, if any.
+Contract. A rotated query may be multiplied by a factor of its position. Attention works split by split of 256 keys at
+absolute positions. A score is a sum over the head's dimensions in order, times the layer's scale. ALiBi's term, slope *
+(key's position - query's), is rounded, then added. Weights are exp(score - the split's maximum). Their sum is in 16
+lanes, then a tree; values are added key by key. Splits are merged in rising order. The result is divided by the sum of
+weights, then multiplied by the scale of stored values, if any.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def append(
             turn(e, how, at, parts["cos"], parts["sin"], place)
 
     with e.loop(0, group) as number:
-        place_head(e.at(qkv, e.mul(e.add(e.mul(head, group), number), how.dim)), "q_norm")
+        query = e.at(qkv, e.mul(e.add(e.mul(head, group), number), how.dim))
+        place_head(query, "q_norm")
+        if how.grows:
+            factor = e.splat(e.load(parts["growth"], place))
+            e.over(how.dim, lambda at, mask: e.put(e.b.fmul(e.vector(query, at, mask), factor), query, at, mask))
     place_head(key, "k_norm")
     cache.write(place, key, value)
 

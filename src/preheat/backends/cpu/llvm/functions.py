@@ -2,8 +2,8 @@
 
 Contract, beside the contracts of :mod:`preheat.backends.cpu.llvm.emit`, of norms, activations, attention and the cache.
 Activations are float32. An output of a product is one sum over inputs 0, 1, ... in order, then the bias, then the
-activation; last it is kept within a limit, if there is one. A layer's output joins the residual stream in one addition,
-after its own norm, if there is one.
+activation; last it is kept within a limit or multiplied by a factor, if there is one. A layer's output joins the
+residual stream in one addition, after its own norm, if there is one.
 
 Work is cut into units of (outputs), (row, key head) or (row). A thread claims the next unit, so sums never depend on
 threads.
@@ -34,7 +34,8 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     e = Job(module, name)
     x, qkv, attended = (e.pointer(each) for each in ("x", "qkv", "attended"))
     positions, tables = e.pointer("positions"), e.pointer("tables")
-    parts = {each: e.part(each) for each in ("cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm")}
+    names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth"
+    parts = {each: e.part(each) for each in names}
     window = e.field(e.layer, LAYER_FRAME["window"])
     width, out_width = how.qkv.results, how.heads * how.dim
     if how.norm is None:
@@ -43,6 +44,9 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
         normed, kind = e.own("normed", e.mul(e.rows, how.hidden)), how.norm
         make = Once(e, lambda: norm(e, kind, x, e.part("norm"), normed, e.rows))
         wait(e, product(e, how.qkv, "qkv", normed, stored(e, qkv, width), make))
+
+    if how.whole_qk_norm is not None:
+        _norm_heads(e, how.whole_qk_norm, qkv, width, (parts["q_norm"], parts["k_norm"]))
 
     def cached(row: Value, head: Value) -> tuple[Value, Cache]:
         return e.field(positions, row), Cache(e, how, parts, e.field(tables, row, POINTER), head)
@@ -65,10 +69,25 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     e.close()
 
 
+def _norm_heads(
+    e: Job, norms: tuple[RowNorm, RowNorm], qkv: Value, width: int, factors: tuple[Value, Value]
+) -> None:  # fmt: skip
+    """Norm all query heads of a row together, and all key heads; a row of ``qkv`` has ``width`` numbers."""
+    phases, first = [], 0
+    for how, each in zip(norms, factors, strict=True):
+        phases.append(phase := e.phase(e.rows))
+        with e.units(*phase) as row:
+            place = e.at(qkv, e.add(e.mul(row, width), first))
+            norm_row(e, how, place, each, place)
+        first += how.size
+    wait(e, phases)
+
+
 def back(module: ir.Module, name: str, how: LayerKind) -> None:
     """Write the back of a layer: from ``attended`` to ``x``.
 
-    It adds the output projection of ``attended`` to ``x``, then the feed-forward block or the routed experts.
+    It adds the output projection of ``attended`` to ``x``, then the feed-forward block or the routed experts. In a
+    parallel layer the block reads ``x`` before the addition, but is added after it.
     """
     e = Job(module, name)
     x, attended, inner = (e.pointer(each) for each in ("x", "attended", "inner"))
@@ -84,13 +103,20 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
         if out_norm is not None:
             add_normed(e, out_norm, target, e.part(f"{name}_norm"), x)
 
+    def gate_up() -> None:
+        wait(e, product(e, how.gate_up, "gate_up", normed, stored(e, inner, how.down.inputs), Once(e, make)))
+
     def block(finish: Finish) -> None:
         if how.routed is not None:
             experts(e, how, how.routed, normed, Once(e, make), finish)
             return
-        wait(e, product(e, how.gate_up, "gate_up", normed, stored(e, inner, how.down.inputs), Once(e, make)))
+        if not how.parallel:
+            gate_up()
         wait(e, product(e, how.down, "down", inner, finish))
 
+    if how.parallel:
+        assert how.routed is None, "no model has routed experts beside attention"
+        gate_up()
     join("o", how.o_norm, lambda finish: wait(e, product(e, how.o, "o", attended, finish)))
     join("down", how.down_norm, block)
     e.close()

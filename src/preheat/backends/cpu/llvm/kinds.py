@@ -43,10 +43,11 @@ class Terms(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A weight [outputs, inputs] in panels, and the steps after its sums: a bias, then an activation, then ``clip``.
+    """A weight [outputs, inputs] in panels, and the steps after its sums.
 
-    With a gated activation the outputs are gates and ups. Results are kept between -``clip`` and ``clip``. ``scales``
-    belong to codes. Other numbers have none.
+    A bias comes first, then an activation. With a gated activation the outputs are gates and ups. Results are kept
+    between -``clip`` and ``clip``, or are multiplied by ``factor``. ``scales`` belong to codes. Other numbers have
+    none.
     """
 
     inputs: int
@@ -55,6 +56,7 @@ class Product(NamedTuple):
     bias: bool = False
     activation: Activation | None = None
     clip: float | None = None
+    factor: float | None = None
     scales: Scales | None = None
     terms: Terms | None = None
 
@@ -113,8 +115,10 @@ class LayerKind(NamedTuple):
     """A decoder layer. Windows, scales, slopes and rope tables are data.
 
     ``turns``: queries and keys have rotary positions. ``alibi``: scores have ALiBi's terms. ``qk_norm`` norms each head
-    of queries and keys. ``o_norm`` norms the output of attention, ``down_norm`` the output of the other block. Without
-    a ``norm`` the layer is given its inputs, beside the residual stream.
+    of queries and keys, ``whole_qk_norm`` all heads of queries together and all heads of keys together. ``grows``:
+    queries are multiplied by a factor of their position. ``o_norm`` norms the output of attention, ``down_norm`` the
+    output of the other block. Without a ``norm`` the layer is given its inputs, beside the residual stream.
+    ``parallel``: the second norm reads the stream as the front found it.
     """
 
     hidden: int
@@ -135,6 +139,9 @@ class LayerKind(NamedTuple):
     gate_up: Product
     down: Product
     routed: Routed | None = None
+    whole_qk_norm: tuple[RowNorm, RowNorm] | None = None
+    grows: bool = False
+    parallel: bool = False
 
     @property
     def visits(self) -> int:
@@ -165,14 +172,14 @@ LAYER_FRAME = {
     for at, name in enumerate(
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
         "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
-        "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate taken taken_x "
-        "taken_attended".split()
+        "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth taken "
+        "taken_x taken_attended".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
 
-A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``scales`` are the scores' factor,
-and the factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
+A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``growth`` are the factors of
+queries, one for each position. ``scales`` are the scores' factor, and the factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
 ``taken`` are the numbers of rows that are copied, ``taken_x`` and ``taken_attended`` the places of the copies.
 """
 

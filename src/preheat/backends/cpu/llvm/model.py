@@ -140,6 +140,10 @@ class Functions:
         if attention.qk_norm is not None:
             for name, head in (("q_norm", 0), ("k_norm", -1)):
                 frame[LAYER_FRAME[name]] = _packed(attention.qk_norm).numbers[head].data_ptr()
+        for name, norm in zip(("q_norm", "k_norm"), layer.whole_qk_norm or (), strict=False):
+            frame[LAYER_FRAME[name]] = _packed(norm).numbers.data_ptr()
+        if attention.growth is not None:
+            frame[LAYER_FRAME["growth"]] = self._keep(floats(attention.growth))
         if attention.rope is not None:
             if id(attention.rope) not in tables:
                 half, table = attention.head_dim // 2, attention.rope[:, :, 0]
@@ -318,7 +322,18 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         gate_up=products["gate_up"],
         down=products["down"],
         routed=_routed(layer),
+        whole_qk_norm=_whole(layer),
+        grows=attention.growth is not None,
+        parallel=layer.parallel,
     )
+
+
+def _whole(layer: LayerParts) -> tuple[RowNorm, RowNorm] | None:
+    """Return the norms of all query heads together and of all key heads together."""
+    if layer.whole_qk_norm is None:
+        return None
+    q, k = layer.whole_qk_norm
+    return _packed(q).how, _packed(k).how
 
 
 def _packed(norm: Norm) -> PackedNorm:

@@ -3,7 +3,7 @@
 Contract. Sums of a row are in 16 lanes, then a tree; lanes beyond the row's end count as zero. Sums are multiplied by 1
 / size, the reciprocal of the root is correctly rounded twice. A number less the mean (kind "layer") times the
 reciprocal is rounded, then times the factor, then plus the bias. Squares join their sum fused. A factor of kind
-"rms_plus_one" is 1 + weight in float32.
+"rms_plus_one" is 1 + weight in float32. Kind "identity" copies a row.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ def _layer(e: Function, how: RowNorm, x: Value) -> Column:
     return _scaled(e, how, centered)
 
 
+def _identity(e: Function, how: RowNorm, x: Value) -> Column:
+    return lambda at, mask: e.vector(x, at, mask)
+
+
 NORMS: Mapping[NormKind, Callable[[Function, RowNorm, Value], Column]] = {
     "rms": _rms,
     "rms_plus_one": _rms,
     "layer": _layer,
+    "identity": _identity,
 }
 """Norms before their factors, by kind."""
 
@@ -68,7 +73,9 @@ def norm_row(e: Function, how: RowNorm, x: Value, factors: Value, out: Value, *,
     scaled = NORMS[how.kind](e, how, x)
 
     def column(at: Value, mask: Value | None) -> None:
-        found = e.b.fmul(scaled(at, mask), e.vector(factors, at, mask))
+        found = scaled(at, mask)
+        if how.kind != "identity":
+            found = e.b.fmul(found, e.vector(factors, at, mask))
         if how.bias:
             found = e.b.fadd(found, e.vector(factors, e.add(at, how.size), mask))
         e.put(e.b.fadd(e.vector(out, at, mask), found) if add else found, out, at, mask)

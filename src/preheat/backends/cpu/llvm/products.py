@@ -175,7 +175,7 @@ def _rows(
 def _finish(
     e: Job, how: Product, operands: Operands, unit: Value, row: Value, line: list[Value], finish: Finish
 ) -> None:
-    """Add the bias and the adapter's term to a unit's outputs, apply the activation, clip, and store."""
+    """Add the bias and the adapter's term to a unit's outputs, apply the activation, clip or scale, and store."""
     first = e.mul(unit, LANES * len(line))
     if operands.bias is not None:
         line = [e.b.fadd(each, e.vector(operands.bias, e.add(first, LANES * at))) for at, each in enumerate(line)]
@@ -190,6 +190,8 @@ def _finish(
             line = [activate(e, each) for each in line]
     if how.clip is not None:
         line = [kept_between(e, each, how.clip) for each in line]
+    if how.factor is not None:
+        line = [e.b.fmul(each, e.v(how.factor)) for each in line]
     first = e.mul(unit, LANES * len(line))
     for at, each in enumerate(line):
         finish(row, e.add(first, LANES * at), each)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import ALONE, LayerContext, LayerWeights
-from preheat.backends.cuda.activation import activate, clip
+from preheat.backends.cuda.activation import activate, clip, scaled
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
@@ -63,6 +63,7 @@ class Layer:
         self.value, self.configs = value, configs
         self._gated = finish.activation == "silu_and_mul"
         self._activation, self._limit = None if self._gated else finish.activation, finish.clip
+        self._factor = finish.factor
         self._split, self._ranks = value.order.is_split, cast(RankSums, context.ranks or RankSums())
         self._splits = value.order.own_k_splits if self._split else 1
         self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
@@ -110,7 +111,7 @@ class Layer:
     def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs of this rank], at least one row -> [rows, outputs], half as many if gated.
 
-        The result is a new tensor, or ``out`` where nothing follows the sum. Both are contiguous.
+        The result is a new tensor, or ``out`` where at most a factor follows the sum. Both are contiguous.
         """
         blocks = None if self.slots is None else self._rows.blocks_for(len(x))
         room = out if self._activation is None and self._limit is None else None
@@ -122,6 +123,8 @@ class Layer:
             y = self._with_terms(x, blocks, room)
         if self._activation is not None:
             y = activate(y, self._activation)
+        if self._factor is not None:
+            return scaled(y, self._factor, out)
         return y if self._limit is None else clip(y, self._limit)
 
     def by(
