@@ -210,7 +210,9 @@ class CpuBackend:
         from preheat.backends.cpu.llvm.sampler import Draws
 
         draw = Draws(limits.max_sampled, self._cache, duplicates=handle_topk_duplicates)
-        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw, best=draw.best_ids)
+        return CpuSampler(
+            rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw, best=draw.best_ids
+        )
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES

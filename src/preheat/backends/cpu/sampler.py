@@ -15,6 +15,7 @@ from preheat.ops.order import BestIds, best_ids, finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
+
 def _array(logits: Tensor) -> np.ndarray:
     """Return logits as float32, without a copy if they are float32."""
     found: np.ndarray = (logits if logits.dtype == torch.float32 else logits.float()).numpy()

@@ -155,9 +155,13 @@ def take(module: ir.Module, name: str, hidden: int, width: int) -> None:
         number = e.b.sext(e.load(taken, row, INT), LONG)
         for source, out, size in pairs:
             begin, end = e.at(source, e.mul(number, size)), e.at(out, e.mul(row, size))
-            e.over(size, lambda at, mask, begin=begin, end=end: e.put(e.vector(begin, at, mask), end, at, mask))
+            _copy(e, begin, end, size)
     wait(e, [phase])
     e.close()
+
+
+def _copy(e: Job, begin: ir.Value, end: ir.Value, size: int) -> None:
+    e.over(size, lambda at, mask: e.put(e.vector(begin, at, mask), end, at, mask))
 
 
 def norms(module: ir.Module, name: str, how: RowNorm) -> None:

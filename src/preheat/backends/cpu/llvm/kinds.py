@@ -172,14 +172,15 @@ LAYER_FRAME = {
     for at, name in enumerate(
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
         "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
-        "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth taken "
-        "taken_x taken_attended".split()
+        "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth "
+        "taken taken_x taken_attended".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
 
 A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``growth`` are the factors of
-queries, one for each position. ``scales`` are the scores' factor, and the factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
+queries, one for each position. ``scales`` are the scores' factor, and the
+factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
 ``taken`` are the numbers of rows that are copied, ``taken_x`` and ``taken_attended`` the places of the copies.
 """
 
