@@ -3,7 +3,8 @@
 Each of :mod:`tools.faults` is planted into a copy of the sources. The check at boot, the paths of ``preheat verify``
 and the nearest test run on it, on a CPU. The command writes the controls' table of docs/determinism.md. The status is 1
 if none of the three sees a fault, or ``preheat verify`` sees fewer than nine in ten. The dtype is float32: there the
-order of a sum shows in more results than in bfloat16.
+order of a sum shows in more results than in bfloat16. The mode is ``eager``: the faults of operations are planted into
+their code for torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from preheat.warmup.record import Record
 plan.KINDS = tuple(kind for kind in plan.KINDS if kind is not SamplerItem)
 size = Size(prompts=12, runs=2, outputs=16, longest=400)
 settings = Settings.load({"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_warmup": False,
-                          "log_level": "error", "on_cold": "off", "block_size": 32,
+                          "log_level": "error", "on_cold": "off", "block_size": 32, "execution_mode": "eager",
                           "kv_cache_memory_bytes": 1 << 27, **json.loads(os.environ["PLANTED_OPTIONS"])})
 records = []
 
