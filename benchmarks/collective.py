@@ -2,7 +2,8 @@
 
     python -m benchmarks collective [--world 2] [--output FOLDER]
 
-Partials are fp32 [rows, 4096]; calls run in a graph. Our sum has a stated order; NCCL and torch add in their own order.
+Partials are fp32 [rows, 4096]; calls run in a graph. Both of our sums have a stated order: over peer memory, and with
+`--disable-custom-all-reduce` gathered by NCCL, then added. NCCL and torch add in their own order.
 The machine needs ``--world`` GPUs.
 """
 
@@ -13,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ WIDTH = 4096
 CALLS, REPLAYS = 20, 20
 
 
-NAMES = ("ours", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
+NAMES = ("peer memory", "NCCL and tree", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
 
 
 def microseconds(work: Callable[[], object]) -> float:
@@ -61,14 +61,15 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
     import torch.distributed._symmetric_memory as symm
 
     from preheat.backends.cuda.backend import CudaBackend
-    from preheat.backends.cuda.collective import RankSums
+    from preheat.backends.cuda.collective import Nccl
+    from preheat.backends.cuda.peer import meet
     from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)
     backend.prepare(Settings(device="cuda"), "eager", None)
-    assert backend.sharing is not None
-    ranks = cast(RankSums, backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None))
+    nccl = Nccl(backend.device, OneNode(Path(folder), rank, world), lambda: None)
+    ranks = meet(nccl, backend.device)
     group = dist.distributed_c10d._get_default_group().group_name
     room = symm.empty(max(ROWS) * WIDTH, dtype=torch.float32, device=backend.device)
     handle = symm.rendezvous(room, group)
@@ -81,6 +82,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
         half, there = mine.bfloat16(), room[: rows * WIDTH]
         times = [
             microseconds(partial(ranks.sum, mine, None, torch.bfloat16)),
+            microseconds(partial(nccl.sum, mine, None, torch.bfloat16)),
             microseconds(partial(dist.all_reduce, mine)),
             microseconds(partial(dist.all_reduce, half)),
             microseconds(partial(torch.ops.symm_mem.one_shot_all_reduce, there, "sum", group)),

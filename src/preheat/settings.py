@@ -608,6 +608,9 @@ class Settings:
         "(`ray`). `uni` has no further ranks.",
         choices=("mp", "ray", "uni"),
     )
+    disable_custom_all_reduce: bool = _spread(
+        False, "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits."
+    )
 
     data_parallel_size: int = _spread(
         1, "Number of replicas of the engine behind one server, each with devices of its own.", low=1, high=64

@@ -5,6 +5,7 @@ at the layout that decides a norm's order of addition.
 """
 
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -43,6 +44,8 @@ from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Floa
 from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
+from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
+from preheat.backends.cuda.peer_norm import _sum_and_norm
 from preheat.backends.cuda.quantize import _greatest, _quantize
 from preheat.ops.kinds import Scheme
 
@@ -50,7 +53,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 232_448
 """Bytes of shared memory that a program may have."""
 FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS", "size")
-NUMBERS += ("expert_scales",)
+NUMBERS += ("expert_scales", "stride")
 TYPES = {
     **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*fp32", "index": "*i32",
     **dict.fromkeys(("x", "y", "weight", "residual", "out"), "*bf16"), "share": "fp32", "eps": "fp32", "codes": FP8,
@@ -218,7 +221,7 @@ def many_rows(choice, gated, adapters):
     }  # fmt: skip
     constants = dict.fromkeys(("bias", "experts", "starts", *(() if adapters else ("adapters",))))
     constants |= {"gated": gated, "EXPERTS": 1, "STAGES": choice.stages, "overlap": True}
-    constants |= {"TILES": 1, "WORLD": 1, "PARTS": 2}
+    constants |= {"TILES": 1, "WORLD": 1, "PARTS": 2, "SPLITS": 1}
     types = GLUON | {"adapters": ADAPTERS["adapters"], "slots": "i32"}
     return of_gluon(linear_hopper._wide, given, constants, types, maxnreg=168)
 
@@ -386,6 +389,39 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
     for more in ({"SCALES": "token", "static": None}, {"SCALES": "block", "static": None, "out": None},
                  {"SCALES": "static", "out": None}):  # fmt: skip
         assert sums(compiled(_norm, warps, 1, **row, **more)) == usual
+
+
+class OfRanks(NamedTuple):
+    """One argument of a kernel for each of two ranks."""
+
+    first: str
+    second: str
+
+
+PEERS = {"parts": OfRanks("*fp32", "*fp32"), "flags": OfRanks("*i64", "*i64"), "results": OfRanks("*bf16", "*bf16")}
+PEERS |= {"mine": "*fp32", "epochs": "*i64", "control": "*i64", "rows": "i32", "patience": "i64"}
+TWO = {"RANK": 1, "WORLD": 2, "STRIDE": 8192, "PROGRAMS": 128}
+
+
+@pytest.mark.parametrize(("size", "warps"), [(1024, 2), (2560, 8), (8192, 16)])
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_norm_in_the_launch_of_an_exchange_adds_up_its_row_in_the_same_order(size, warps, codes):
+    """The sum of ranks is in fp32, and the row that a norm reads is not: the layout follows the residual."""
+    row = {"bias": None, "KIND": "rms", "SIZE": size, "WIDTH": triton.next_power_of_2(size)}
+    none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
+    given = {"static": None, "SCALES": "token"} if codes else none
+    found = compiled(_sum_and_norm, warps, 1, PEERS, **row, **given, **TWO, addend=None)
+    assert sums(found)[:1] == sums(compiled(_norm, warps, 1, **row, **none)) != []
+    assert "ld.local" not in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("form", [EACH, SHARES, GATHER, BESIDE])
+def test_an_exchange_writes_to_its_peer_in_words_of_sixteen_bytes(form):
+    """Its flag is raised behind all writes, and read before all reads, as the other GPU sees them."""
+    kinds = PEERS | {"out": "*bf16"} | dict.fromkeys(("size", "outputs", "columns"), "i32")
+    found = compiled(exchange, 8, 1, kinds, **TWO, bias=None, FORM=form.value, BLOCK=4096).asm["ptx"]
+    assert found.count("st.global.v4.b32") >= 4 and "atom.global.sys.release.max.s64" in found
+    assert "sys.acquire" in found and "multimem" not in found
 
 
 @pytest.mark.parametrize("kind", ["token", "block"])

@@ -1,4 +1,7 @@
-"""Tests in this folder need an NVIDIA GPU; elsewhere they are skipped, and say so."""
+"""Tests in this folder need an NVIDIA GPU, or two of one host; elsewhere they are skipped, and say so.
+
+``pytest tests/cuda -m two_gpus`` runs all tests of several GPUs.
+"""
 
 from pathlib import Path
 
@@ -15,3 +18,5 @@ def pytest_collection_modifyitems(items):
             item.add_marker("cuda")
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            elif item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+                item.add_marker(pytest.mark.skip(reason="needs two NVIDIA GPUs"))

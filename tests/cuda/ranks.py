@@ -112,7 +112,6 @@ def exchange(rank: int, world: int, folder: str) -> None:
 
 def collective(world: int) -> None:
     """Run :func:`exchange` on ``world`` GPUs."""
-
     from torch.multiprocessing.spawn import spawn
 
     from preheat.backends.cuda.early import NO_MULTICAST
@@ -136,17 +135,17 @@ def adapters_of(model: str, folder: Path) -> list[Path]:
     return [write_adapter(folder / str(rank), modules, rank=rank, seed=rank) for rank in (8, 40)]
 
 
-def engine(
-    model: str, world: int, eager: bool, adapters: str | None = None, quantization: str | None = None
-) -> dict[str, Any]:
+def engine(model: str, world: int, adapters: str | None = None, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the digest of an engine on ``world`` GPUs, its answers, and its decoding speed.
 
-    ``adapters``: two of the requests have adapters; ``divided``: first matrices are divided in all layers.
+    ``adapters``: two of the requests have adapters; ``divided``: first matrices are divided in all layers. ``more``
+    are options of the engine.
     """
     from preheat import LLM, LoRARequest, SamplingParams
+    from preheat.parallel.executor import SharedExecutor
     from preheat.warmup.cold_monitor import ColdMonitor
 
-    options = {**OPTIONS, "enforce_eager": eager, "quantization": quantization}
+    options = {**OPTIONS, **(more or {})}
     if model != "bundled":
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     requests: list[LoRARequest | None] | None = None
@@ -157,6 +156,8 @@ def engine(
         options["fully_sharded_loras"] = adapters == "divided" and world > 1
     began = time.monotonic()
     llm = LLM(model, tensor_parallel_size=world, tp_invariant=True, **options)
+    executor = llm.loop.executor
+    kind = type(executor._draws).__name__ if isinstance(executor, SharedExecutor) else "none"
     stage(f"ready after {time.monotonic() - began:.1f} s")
     assert isinstance(llm.loop.listener, ColdMonitor)
     record = llm.loop.listener.record
@@ -175,7 +176,7 @@ def engine(
     stage(f"{each * 1e3:.3f} ms a token, digest {record.proof.digest}, cold {record.cold}")
     return {
         "digest": record.proof.digest, "parts": record.proof.parts, "unproved": record.unproved(), "cold": record.cold,
-        "answers": answers, "ms": each * 1e3,
+        "answers": answers, "ms": each * 1e3, "exchange": kind,
     }  # fmt: skip
 
 
@@ -184,9 +185,8 @@ def main() -> None:
     parser.add_argument("what", choices=["collective", "engine"])
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--adapters", choices=["whole", "divided"])
-    parser.add_argument("--quantization")
+    parser.add_argument("--options", type=json.loads, help="options of the engine, a JSON object")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -194,7 +194,7 @@ def main() -> None:
     if args.what == "collective":
         collective(args.world)
         return
-    found = engine(args.model, args.world, args.eager, args.adapters, args.quantization)
+    found = engine(args.model, args.world, args.adapters, args.options)
     if args.out:
         Path(args.out).write_text(json.dumps(found, default=str))
     stage("engine: done")

@@ -9,7 +9,7 @@ import torch
 
 from tests.api.conftest import serving
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 CACHE = 1 << 30
 OPTIONS: dict[str, Any] = {"device": "cuda", "kv_cache_memory_bytes": CACHE, "max_num_seqs": 8}

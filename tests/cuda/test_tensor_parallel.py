@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from tests.api.conftest import serving
 from tests.api.test_tensor_parallel import gone, ranks_of, streams
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_act": "silu",
@@ -28,55 +30,102 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(*arguments: str) -> None:
+WIDE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 2000, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+"""A model whose steps are large enough for every form of exchange, and for cuBLAS."""
+
+
+class Case(NamedTuple):
+    """An engine: its model, options, and adapters; ``only`` are the options of two GPUs alone."""
+
+    model: str = "bundled"
+    options: Mapping[str, Any] = {}
+    adapters: str | None = None
+    only: Mapping[str, Any] = {}
+
+
+LARGE = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
+CASES = {
+    "plain": Case(),
+    "wide": Case("wide", LARGE),
+    "wide fp8, fp8 cache": Case("wide", LARGE | {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "moe": Case("moe"),
+    "moe fp8": Case("moe", {"quantization": "fp8"}),
+    "int4": Case("wide", {"quantization": "int4"}),
+    "int8": Case("wide", {"quantization": "int8"}),
+    "adapters": Case("wide", adapters="whole"),
+    "divided adapters": Case(adapters="divided"),
+    "moe adapters": Case("moe", adapters="whole"),
+    "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "nccl": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
+    "eager": Case(options={"enforce_eager": True}),
+}
+"""Every feature of ranks on GPUs, at least once."""
+
+AT_ONCE = {1: 6, 2: 3}
+"""Engines that run at once, by their GPUs."""
+
+
+def run(*arguments: str, gpus: str = "0,1") -> None:
     """Run tests/cuda/ranks.py with ``arguments``, in a process."""
     command = [sys.executable, "-m", "tests.cuda.ranks", *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, timeout=280, check=False, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
+    )
     assert done.returncode == 0, done.stderr.decode()[-6000:]
 
 
-def engine(model: str, world: int, folder: Path, *more: str) -> dict[str, Any]:
-    out = folder / f"{world}.json"
-    run("engine", "--model", model, "--world", str(world), "--out", str(out), *more)
+def engine(case: Case, world: int, folder: Path, at: int = 0) -> dict[str, Any]:
+    """Return the answers of the engine of ``case`` on ``world`` GPUs; one GPU is the first or the second, by ``at``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, out = case.model, folder / f"{world}.json"
+    if (config := {"moe": MOE, "wide": WIDE}.get(model)) is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+        model = str(folder)
+    options = {**case.options, **(case.only if world > 1 else {})}
+    words = ["engine", "--model", model, "--world", str(world), "--out", str(out), "--options", json.dumps(options)]
+    words += ["--seconds", "250", *(["--adapters", case.adapters] if case.adapters else [])]
+    run(*words, gpus="0,1" if world > 1 else str(at % 2))
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def named(name: str, folder: Path) -> str:
-    """Return the model called ``name``, written to ``folder`` if it is not bundled."""
-    if name == "moe":
-        (folder / "config.json").write_text(json.dumps(MOE))
-        return str(folder)
-    return name
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Future[dict[str, Any]]]]:
+    """Yield the answers to come of all cases on one and on two GPUs; first come the engines of one GPU."""
+    folder = tmp_path_factory.mktemp("engines")
+    with ThreadPoolExecutor(AT_ONCE[1]) as alone:
+        found = {
+            (name, 1): alone.submit(engine, case, 1, folder / str(at), at)
+            for at, (name, case) in enumerate(CASES.items())
+        }
+    with ThreadPoolExecutor(AT_ONCE[2]) as shared:
+        for at, (name, case) in enumerate(CASES.items()):
+            found[name, 2] = shared.submit(engine, case, 2, folder / str(at))
+        yield found
 
 
 def test_k_splits_and_their_sum_have_the_bits_of_one_gpu():
     run("collective")
 
 
-@pytest.mark.parametrize("name", ["bundled", "moe"])
-@pytest.mark.parametrize("mode", [(), ("--eager",), ("--quantization", "fp8")], ids=["graphs", "eager", "fp8"])
-def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
-    model = named(name, tmp_path)
-    one, two = (engine(model, world, tmp_path, *mode) for world in (1, 2))
+@pytest.mark.parametrize("name", CASES)
+def test_one_and_two_gpus_have_one_digest(engines, name):
+    one, two = (engines[name, world].result() for world in (1, 2))
     assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
     assert one["answers"] == two["answers"]
     assert [one["parts"]["ranks"], two["parts"]["ranks"]] == [1, 2]
+    assert two["exchange"] == ("Nccl" if CASES[name].only else "Peers")
     assert not two["unproved"] and not two["cold"]
 
 
-@pytest.mark.parametrize(("name", "how"), [("bundled", "whole"), ("bundled", "divided"), ("moe", "whole")])
-@pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
-def test_rows_with_adapters_have_the_bits_of_one_gpu(name, how, mode, tmp_path):
-    """Two adapters and a row without one; first matrices are divided only with the inputs, or in all layers."""
-    model = named(name, tmp_path)
-    one, two = (engine(model, world, tmp_path, "--adapters", how, *mode) for world in (1, 2))
-    assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
-    assert one["answers"] == two["answers"]
-    assert not two["unproved"] and not two["cold"]
-    (tmp_path / "plain").mkdir()
-    plain = engine(model, 1, tmp_path / "plain", *mode)
-    assert one["answers"][0] != plain["answers"][0] and one["answers"][2] == plain["answers"][2]
+def test_adapters_change_their_own_rows(engines):
+    adapted, plain = engines["moe adapters", 2].result(), engines["moe", 2].result()
+    assert adapted["answers"][0] != plain["answers"][0] and adapted["answers"][2] == plain["answers"][2]
 
 
 def test_a_killed_rank_ends_every_stream(tmp_path):

@@ -145,6 +145,9 @@ NO_BRIDGE = dict.fromkeys(
 )
 """Options of Gaudi's software, and the answer of other platforms to them."""
 
+NO_PEERS = {"disable_custom_all_reduce": "it is only for GPUs"}
+"""Options of exchanges between GPUs, and the answer of other platforms to them."""
+
 
 class Linear(Protocol):
     """A linear layer [rows, inputs] -> [rows, outputs], its activation included.
@@ -171,6 +174,12 @@ class Collective(Protocol):
         """End all waiting on the device after a rank has died.
 
         Results are then undefined. Any thread may call it; threads that wait on the host are told by ``check``.
+        """
+
+    def fault(self) -> str | None:
+        """Return why an exchange on the device ended without another rank's numbers; None if none did.
+
+        Results of all exchanges since are undefined. The device tells the host before a step's results arrive.
         """
 
 
@@ -368,6 +377,13 @@ class FusedInput(Protocol):
     def beside_plain(self) -> FusedInput:
         """Return the fused input for a norm with a result that other layers read unquantized."""
 
+
+Join = Callable[["Tensor", Norm, "Tensor", FusedInput | None], "Tensor | None"]
+"""A layer's own way to add its output to the residual stream and to take the norm of the sum, if it has one.
+
+``join(x, norm, residual, how)`` gives the bits of the layer, the addition in place, and the norm in the form ``how``,
+one after the other. It returns None if it does not serve so many rows.
+"""
 
 Region = Callable[..., "Tensor"]
 """A part of a layer without state: a function of hidden states [tokens, ...], weights and more."""

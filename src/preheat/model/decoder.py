@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
-from preheat.model.layers import DecoderLayer, Weights, fused, normed
+from preheat.model.layers import DecoderLayer, Weights, fused, joined, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
 
@@ -51,9 +51,9 @@ def after_attention(
     if layer.parallel:
         x = normed(layer.post_norm, residual, None, here)
         residual.add_(layer.attention_output(attended))
-        return normed(norm, layer.mlp_output(x), residual, following)
-    x = normed(layer.post_norm, layer.attention_output(attended), residual, here)
-    return normed(norm, layer.mlp_output(x), residual, following)
+    else:
+        x = joined(layer.attention.o, attended, layer.post_norm, residual, here, out_norm=layer.attention_out_norm)
+    return joined(layer.mlp, x, norm, residual, following, out_norm=layer.mlp_out_norm)
 
 
 class Decoder:

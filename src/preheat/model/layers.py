@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Linear, Norm
+from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class DenseMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
+
+    def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor:
+        """See :func:`joined`."""
+        return joined(self.down, self.gate_up(x), norm, residual, how)
 
     @property
     def fused_input(self) -> FusedInput | None:
@@ -134,14 +138,6 @@ class DecoderLayer:
         out = self.attention.o(attended)
         return out if self.attention_out_norm is None else self.attention_out_norm(out)
 
-    def mlp_output(self, normed: Tensor) -> Tensor:
-        """Return the feed-forward block's addition to the residual.
-
-        ``normed`` is its input.
-        """
-        out = self.mlp(normed)
-        return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
-
     def linears(self) -> Linears:
         yield from below("attention", self.attention.linears())
         yield from below("mlp", self.mlp.linears())
@@ -163,6 +159,9 @@ class GatheredHead:
         logits = self.mine(x)
         if logits.shape[1] < self.width:
             logits = F.pad(logits, (0, self.width - logits.shape[1]))
+        beside = getattr(self.collective, "beside", None)  # in one launch
+        if beside is not None and (found := beside(logits, self.vocab_size)) is not None:
+            return cast(Tensor, found) if out is None else out.copy_(found)
         gathered = self.collective.gather(logits).transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
         return gathered.contiguous() if out is None else out.copy_(gathered)
 
@@ -235,6 +234,27 @@ def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | Non
     if how is not None:
         return cast(Tensor, how.norm(norm, x, residual))
     return norm(x) if residual is None else norm.add(x, residual)
+
+
+def joined(
+    block: Linear | Mlp,
+    x: Tensor,
+    norm: Norm,
+    residual: Tensor,
+    how: FusedInput | None,
+    *,
+    out_norm: Norm | None = None,
+) -> Tensor:
+    """Add ``block`` of ``x`` to ``residual`` in place; return the ``norm`` of the sum in the form ``how``.
+
+    The block's output goes through ``out_norm`` before, if there is one. A block may have a ``join``, which does all of
+    it in fewer launches, or returns None where it cannot (:data:`preheat.backends.base.Join`).
+    """
+    join: Join | None = getattr(block, "join", None)
+    if out_norm is None and join is not None and (found := join(x, norm, residual, how)) is not None:
+        return found
+    out = block(x)
+    return normed(norm, out if out_norm is None else out_norm(out), residual, how)
 
 
 def below(path: str, linears: Linears) -> Linears:

@@ -100,3 +100,7 @@ class Groups:
         for each in (self.collective, *pipe):
             if each is not None:
                 each.abort()
+
+    def fault(self) -> str | None:
+        """See :meth:`preheat.backends.base.Collective.fault`."""
+        return None if self.collective is None else self.collective.fault()

@@ -149,12 +149,15 @@ class Ranks:
         self.heard = [Heard(each.line) for each in started]
         self._door, self._site = launcher.door, _site(launcher, started)
         self._watch = _Watch(self.processes, self.heard, self._site, settings.engine_heartbeat_timeout_s)
-        self.check = self._watch.check
+        self.check, self.fault = self._watch.check, _no_fault
         self._sender = self._site.sender([each.line for each in started], self.check)
         self.close = weakref.finalize(self, self._watch.leave)
         for each in started:
             self._order(each, Orders(settings, mode, cache, each.device, self._site))
         self._watch.start()
+
+    fault: Callable[[], str | None]
+    """See :meth:`preheat.backends.base.Collective.fault`."""
 
     def _order(self, rank: Started, orders: Orders) -> None:
         try:
@@ -184,6 +187,12 @@ class Ranks:
             self._sender.send((name, args))
         except OSError as error:
             raise self.death(error) from None
+
+    def check_step(self) -> None:
+        """Raise RankDied if the engine is over, or if the device ended an exchange of a step without an answer."""
+        self.check()
+        if (why := self.fault()) is not None:
+            raise self.death(PreheatError(why))
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """Call as :meth:`tell`; wait for each rank's result and return them."""
@@ -223,6 +232,11 @@ class Ranks:
         said = f"rank 0: {type(error).__name__}: {error}"
         self._watch.end(f"A step of several ranks failed in the middle, so none can go on: {said}")
         return RankDied(self._watch.reason or "")
+
+
+def _no_fault() -> str | None:
+    """Return None: no device has reported a fault."""
+    return None
 
 
 def _site(launcher: Launcher, started: Sequence[Started]) -> Site:

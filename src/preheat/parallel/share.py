@@ -55,6 +55,7 @@ class Share:
         ranks = Ranks(settings, mode, cache_root(settings), _launcher(settings, backend))
         groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
+        ranks.fault = groups.fault
         shares_draws = groups.collective if backend.facts.asynchronous else None
         return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
 

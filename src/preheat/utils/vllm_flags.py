@@ -45,7 +45,6 @@ ALWAYS: Mapping[str, str] = {
     ),
     "prompts and answers are never logged": "--max-log-len= --enable-log-deltas",
     "statistics are in /metrics and never in the log": "--disable-log-stats --aggregate-engine-logging",
-    "partial sums of ranks are gathered and added in one order": "--disable-custom-all-reduce",
     "steps are scheduled by their padded tokens, up to --max-num-batched-tokens": "--use-padding-aware-scheduling",
     "the engine runs in one process of its own": "--disable-frontend-multiprocessing",
     "every size in the plan is warmed up, for any context length": (

@@ -70,6 +70,9 @@ class SharedMemory:
     def abort(self) -> None:
         """Do nothing: ``check`` tells the ranks that wait."""
 
+    def fault(self) -> None:
+        """Return None: the host notices a silent rank, by ``check``."""
+
     def _exchange(self, mine: Tensor, found: Tensor) -> None:
         """Write ``mine``, and read the bytes of all ranks into ``found`` [world, bytes]."""
         places = self._next_places()
@@ -140,6 +143,9 @@ class Sockets:
 
     def abort(self) -> None:
         """Do nothing: ``check`` tells the ranks that wait."""
+
+    def fault(self) -> None:
+        """Return None: the host notices a silent rank, by ``check``."""
 
     def _move(self, out: dict[int, Tensor], into: dict[int, Tensor]) -> None:
         """Send bytes to each rank, and receive bytes from each.

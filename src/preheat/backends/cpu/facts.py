@@ -6,7 +6,17 @@ import os
 import shutil
 from importlib.util import find_spec
 
-from preheat.backends.base import DEQUANTIZED, NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
+from preheat.backends.base import (
+    DEQUANTIZED,
+    NO_BRIDGE,
+    NO_LAZY_BRIDGE,
+    NO_PEERS,
+    Facts,
+    Machine,
+    Mode,
+    Modes,
+    QuantizedKernel,
+)
 
 
 def modes() -> Modes:
@@ -52,7 +62,7 @@ FACTS = Facts(
     max_num_batched_tokens=1024,
     quantized=_QUANTIZED,
     in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True}},
-    ignored=NO_BRIDGE,
+    ignored=NO_BRIDGE | NO_PEERS,
     rejected={
         "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "batch_invariant": "torch's own kernels are used, at sizes proven to keep their bits; no kernel is faster "

@@ -86,7 +86,8 @@ class CudaBackend:
         self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
         self._configs = KernelConfigs()
-        self.sharing: Sharing | None = CudaSharing(self.device)
+        self._sharing = CudaSharing(self.device)
+        self.sharing: Sharing | None = self._sharing
 
     @cached_property
     def fingerprint(self) -> str:
@@ -155,6 +156,7 @@ class CudaBackend:
         The host has one thread unless a number is asked for: more would only spin beside the thread that feeds the GPU.
         """
         torch.set_num_threads(settings.num_threads or 1)
+        self._sharing.by_nccl = settings.disable_custom_all_reduce
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(own_stream(self, self.device))
         self._used_before = self._used()

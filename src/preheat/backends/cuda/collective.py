@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,19 +60,48 @@ def _add_ranks(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return the sum over ranks, in the tree's order, plus ``bias`` [outputs].
 
     ``parts`` is fp32 [ranks, rows, outputs], the part of each rank contiguous. The result is [rows, outputs] in
-    ``dtype``.
+    ``dtype``, in ``out`` if it is given.
     """
     world, rows, outputs = parts.shape
-    out = parts.new_empty(rows, outputs, dtype=dtype)
+    out = parts.new_empty(rows, outputs, dtype=dtype) if out is None else out
     _add_ranks[(triton.cdiv(out.numel(), _BLOCK),)](
         parts, bias, out, out.numel(), parts.stride(0), outputs, WORLD=world, BLOCK=_BLOCK,
         **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return out
+
+
+PATIENCE_S = 120.0
+"""Longest wait for another rank on the device. Ranks compile kernels at different speeds while the engine boots."""
+
+
+class Room(NamedTuple):
+    """Memory for exchanges: of every rank ``parts``, ``results`` and ``flags``; of this one ``epochs`` and ``control``.
+
+    ``parts`` and ``results`` are slots of 4 bytes a number. ``flags`` and ``epochs`` are int64, and zeros at first.
+    ``control`` int64 [2] is on the host: the host ends all waits by the first number, and a program names a silent rank
+    in the second one.
+    """
+
+    rank: int
+    parts: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    flags: tuple[Tensor, ...]
+    epochs: Tensor
+    control: Tensor
+    patience: int = int(PATIENCE_S * 1e9)
+
+    @property
+    def world(self) -> int:
+        return len(self.parts)
+
+    def as_dtype(self, dtype: torch.dtype) -> Room:
+        """Return the room with ``results`` of ``dtype``."""
+        return self._replace(results=tuple(each.view(dtype) for each in self.results))
 
 
 class RankSums:
@@ -87,8 +117,16 @@ class RankSums:
         """Return the sum of all ranks' ``mine``, fp32 [rows, outputs], plus ``bias``: a new tensor in ``dtype``."""
         return add_ranks(self.gather(mine), bias, dtype)
 
+    def joining(self, rows: int, size: int) -> Room | None:
+        """Return memory by which a sum of ``rows`` rows may be added to the residual and normed in one launch."""
+        return None
+
     def abort(self) -> None:
         """See :class:`preheat.backends.base.Collective`."""
+
+    def fault(self) -> str | None:
+        """See :class:`preheat.backends.base.Collective`."""
+        return None
 
 
 class Nccl(RankSums):

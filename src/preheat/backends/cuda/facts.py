@@ -31,7 +31,6 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     lacks={
         ("pipeline",): "nobody has tried stages there",
-        ("tensor_parallel", "text_drafts"): "nobody has tried it there",
         ("tensor_parallel", "pooling"): "nobody has tried it there",
     },
     rejected={

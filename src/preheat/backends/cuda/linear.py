@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.collective import add_ranks
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
 from preheat.backends.cuda.linear_hopper_small_m import small_m_codes, small_m_float8
@@ -55,6 +56,9 @@ def apply(
         rows = codes_of(x, weight) if form == "float8" else plain_rows(x)
     else:
         form, rows = "plain", plain_rows(x)
+        if isinstance(choice, Library) and (splits > 1 or (out is not None and out.dtype != rows.dtype)):
+            assert out is not None
+            return _splits_by_library(rows, weight, bias, out, splits)
         if isinstance(choice, Library):
             return _by_library(choice, rows, weight, bias, gated, out)
         y = rows.new_empty(len(rows), columns) if out is None else out
@@ -84,3 +88,23 @@ def _by_library(
         return y
     y = silu_and_mul(y)
     return y if out is None else out.copy_(y)
+
+
+def _splits_by_library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, splits: int) -> Tensor:
+    """Multiply each of 1, 2 or 4 ``splits`` of the inputs by cuBLAS, in fp32; the second of a pair adds to the first.
+
+    Pairs, the bias and the rounding to the dtype of ``out`` are added by the kernel that adds ranks. A sum that needs
+    none of them goes to ``out`` at once.
+    """
+    size, pairs = x.shape[1] // splits, max(splits // 2, 1)
+    whole = pairs == 1 and bias is None and out.dtype == torch.float32
+    assert whole or pairs == 2, "one rank has four splits, others give fp32"
+    sums = out.view(1, *out.shape) if whole else x.new_empty(pairs, *out.shape, dtype=torch.float32)
+    for split in range(splits):
+        rows, part = (each[:, split * size : (split + 1) * size] for each in (x, weight))
+        to = sums[split // 2]
+        if split % 2 == 0:
+            torch.mm(rows, part.t(), out_dtype=torch.float32, out=to)
+        else:
+            torch.addmm(to, rows, part.t(), out_dtype=torch.float32, out=to)
+    return out if whole else add_ranks(sums, bias, out.dtype, out)

@@ -122,9 +122,9 @@ def store_tile(y, row, first, result, memory):
 def _multiply(
     half: gl.constexpr, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty,
     gated: gl.constexpr, EXPERTS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, WORLD: gl.constexpr,
-    PARTS: gl.constexpr, overlap: gl.constexpr,
+    PARTS: gl.constexpr, SPLITS: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """Multiply one half of the rows of each tile of y."""
+    """Multiply one half of the rows of each tile of y; the sums of both ``SPLITS`` of the inputs are added."""
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
@@ -139,21 +139,24 @@ def _multiply(
         if adapters is not None:
             height = 2 * columns if gated else columns
             given = adapters_of(row, rows, first, first + other, adapters, height, ROWS, OUTPUTS // 2, TILES, PARTS)
-        acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
-        before = 0
-        for k in range(0, x.shape[1], INPUTS):
-            place, phase = ring(at, STAGES)
-            mbarrier.wait(full.index(place), phase)
-            w = weights.index(place).reshape([OUTPUTS, INPUTS]).permute([1, 0])
-            acc = warpgroup_mma(xs.index(place * 2 + half), w, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, [acc])
-            mbarrier.arrive(empty.index(before), pred=k > 0)
-            before = place
-            at += 1
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(before))
+        total = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
+        for split in gl.static_range(SPLITS):
+            acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
+            before = 0
+            for k in range(0, x.shape[1] // SPLITS, INPUTS):
+                place, phase = ring(at, STAGES)
+                mbarrier.wait(full.index(place), phase)
+                w = weights.index(place).reshape([OUTPUTS, INPUTS]).permute([1, 0])
+                acc = warpgroup_mma(xs.index(place * 2 + half), w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, [acc])
+                mbarrier.arrive(empty.index(before), pred=k > 0)
+                before = place
+                at += 1
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(empty.index(before))
+            total = acc if split == 0 else total + acc
 
-        left, right = acc.reshape([ROWS, 2, OUTPUTS // 2]).permute([0, 2, 1]).split()
+        left, right = total.reshape([ROWS, 2, OUTPUTS // 2]).permute([0, 2, 1]).split()
         left = rounded_outputs(left, bias, first, columns - 1, y.dtype)
         right = rounded_outputs(right, bias, first + other, (2 if gated else 1) * columns - 1, y.dtype)
         if adapters is not None:
@@ -173,11 +176,11 @@ def _multiply(
 def _wide(
     x, weight, y, bias, experts, starts, adapters, slots, gated: gl.constexpr, EXPERTS: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr, TILES: gl.constexpr = 0, WORLD: gl.constexpr = 1,
-    PARTS: gl.constexpr = 1,
+    PARTS: gl.constexpr = 1, SPLITS: gl.constexpr = 1,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    memory = gl.allocate_shared_memory(x.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
+    memory = gl.allocate_shared_memory(y.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     WIDTH: gl.constexpr = y.block_shape[1] if gated else 2 * y.block_shape[1]
     if adapters is None:
@@ -188,11 +191,11 @@ def _wide(
         [
             (_multiply, (
                 0, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty, gated, EXPERTS,
-                WIDTH, TILES, WORLD, PARTS, overlap,
+                WIDTH, TILES, WORLD, PARTS, SPLITS, overlap,
             )),
             (_multiply, (
                 1, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty, gated, EXPERTS,
-                WIDTH, TILES, WORLD, PARTS, overlap,
+                WIDTH, TILES, WORLD, PARTS, SPLITS, overlap,
             )),
             (load_tiles, (x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS, WIDTH)),
         ],
@@ -208,9 +211,11 @@ def fits(shape: LinearShape) -> bool:
 
 def wide(
     choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor,
-    experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None,
+    experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None, splits: int = 1,
 ) -> None:  # fmt: skip
     """Compute ``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
+
+    The inputs are cut into 1 or 2 ``splits`` of whole steps; y may be fp32.
 
     With ``experts`` and ``starts`` of an arrangement in blocks of ``choice.rows`` (:mod:`preheat.backends.cuda.moe`),
     ``weight`` [experts, outputs, inputs] has the weights of each block. The grid has at most one program for each
@@ -232,6 +237,7 @@ def wide(
         gated=gated,
         EXPERTS=num_experts,
         STAGES=choice.stages,
+        SPLITS=splits,
         **(adapters.constants if adapters else {}),
         **options(num_warps=4, num_stages=1, maxnreg=168),
     )

@@ -33,20 +33,16 @@ def inverse_rms(total, share, eps):
 
 
 @triton.jit
-def _norm(
-    x, residual, weight, bias, out, static, codes, row_scales, share, eps,
-    stride, KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+def finish_row(
+    row, scales, residual, bias, out, static, codes, row_scales, token, at, share, eps, KIND: tl.constexpr,
+    SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of one row a program; with ``residual``, add x to the residual first.
+    """Write the norm of ``row`` to the place of ``token``; with ``residual``, add the row to the residual first.
 
-    The result goes to ``out``, if given, and its codes to ``codes``. Rows of ``x`` are ``stride`` numbers apart.
+    The result goes to ``out``, if given, and its codes to ``codes``.
     """
-    at = tl.arange(0, WIDTH)
     inside = at < SIZE
-    scales = tl.load(weight + at, mask=inside, other=0.0)  # no kernel writes weights, so this need not wait
-    begin(overlap)
-    here = tl.program_id(0).to(tl.int64) * SIZE + at
-    row = tl.load(x + tl.program_id(0).to(tl.int64) * stride + at, mask=inside, other=0.0)
+    here = token * SIZE + at
     if residual is not None:
         before = tl.load(residual + here, mask=inside, other=0.0)
         row = (before.to(tl.float32) + row.to(tl.float32)).to(row.dtype)
@@ -70,7 +66,23 @@ def _norm(
         tl.store(out + here, result, mask=inside)
     if codes is not None:
         result = tl.where(inside, result, 0.0)  # a bias, or a weight that is not finite, reaches beyond the row
-        store_codes(result, static, codes, row_scales, tl.program_id(0).to(tl.int64), SIZE, WIDTH, SCALES)
+        store_codes(result, static, codes, row_scales, token, SIZE, WIDTH, SCALES)
+
+
+@triton.jit
+def _norm(
+    x, residual, weight, bias, out, static, codes, row_scales, share, eps, stride,
+    KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of one row of x a program, see :func:`finish_row`. Rows are ``stride`` numbers apart."""
+    at = tl.arange(0, WIDTH)
+    scales = tl.load(weight + at, mask=at < SIZE, other=0.0)  # no kernel writes weights, so this need not wait
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(x + token * stride + at, mask=at < SIZE, other=0.0)
+    finish_row(
+        row, scales, residual, bias, out, static, codes, row_scales, token, at, share, eps, KIND, SCALES, SIZE, WIDTH
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,7 +108,7 @@ class CudaNorm:
     """The norm of rows of ``len(weight)`` numbers; only kind "layer" may have a ``bias``."""
 
     def __init__(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> None:
-        self.weight, self.eps, self.kind, self._bias = weight, eps, kind, bias
+        self.weight, self.eps, self.kind, self.bias = weight, eps, kind, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -124,8 +136,8 @@ class CudaNorm:
     ) -> None:  # fmt: skip
         size = x.shape[1]
         _norm[(len(x),)](
-            x, residual, self.weight, self._bias, out, static, codes, scales, 1.0 / size, self.eps,
-            x.stride(0), KIND=self.kind, SCALES=kind, SIZE=size, **layout(size),
+            x, residual, self.weight, self.bias, out, static, codes, scales, 1.0 / size, self.eps, x.stride(0),
+            KIND=self.kind, SCALES=kind, SIZE=size, **layout(size),
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import DEQUANTIZED, NO_LLVM, Facts, Machine, Modes
+from preheat.backends.base import DEQUANTIZED, NO_LLVM, NO_PEERS, Facts, Machine, Modes
 
 FACTS = Facts(
     name="hpu",
@@ -28,6 +28,7 @@ FACTS = Facts(
     host_sampler=True,
     block_size=128,
     quantized=DEQUANTIZED,
+    ignored=NO_PEERS,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
         ("adapters",): "it has no kernels for adapters yet",

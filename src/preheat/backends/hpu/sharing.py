@@ -56,3 +56,6 @@ class Group:
 
     def abort(self) -> None:
         """Do nothing: operations that wait on a card end with the process."""
+
+    def fault(self) -> None:
+        """Return None: the host notices a silent rank, by its heartbeats."""

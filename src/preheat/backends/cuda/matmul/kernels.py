@@ -42,8 +42,10 @@ from preheat.backends.cuda.matmul.rules import (
     rounds,
     small_m_rule,
     split_rule,
+    split_tile,
     tile_rule,
     wide_guesses,
+    wide_split,
 )
 from preheat.backends.cuda.matmul.tables import Table, tables_for
 
@@ -186,6 +188,9 @@ def _fits(tile: Tile, gated: bool) -> bool:
 
 
 KERNELS = (
+    Kernel(
+        "splits, many rows", lambda shape: shape.splits > 0 and fits_wide(shape), wide_split, _none, hopper=True
+    ),
     Kernel("splits", lambda shape: shape.splits > 0, split_rule, _none),
     Kernel(
         "float8, many rows", lambda shape: wide_float8(shape) and not shape.splits,
@@ -293,8 +298,10 @@ class KernelConfigs:
         if isinstance(shape, ExpertsShape):
             self._made_routed[shape, rows] = experts_reference(shape)
         else:
-            plain = shape.scheme is None and not shape.splits
-            self._made[shape, rows] = tile_rule(shape, rows) if plain else reference(shape)
+            if shape.scheme is not None:
+                self._made[shape, rows] = reference(shape)
+            else:
+                self._made[shape, rows] = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
 
 
 S = TypeVar("S")

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ALONE, LayerContext, LayerWeights
+from preheat.backends.base import ALONE, FusedInput, LayerContext, LayerWeights, Norm
 from preheat.backends.cuda.activation import activate, clip, scaled
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
@@ -29,7 +29,8 @@ from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, Tile, Wide, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, quantized_input, tensors_of
-from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.peer_norm import sum_and_norm
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.layer import stored_among
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -179,6 +180,16 @@ class Layer:
         slots.add_roots(found[:, :first], to)
         y = add_ranks(found[:, first:].unflatten(1, size), self._bias, x.dtype)
         return expand(y, to, slots.bounds)
+
+    def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor | None:
+        """See :data:`preheat.backends.base.Join`; only for a layer of several ranks without rows of adapters."""
+        peers = self._ranks.joining(*residual.shape) if self._split else None
+        plain = self._activation is None and self._limit is None and self._factor is None
+        if peers is None or not plain or (self.slots is not None and self._rows.blocks_for(len(x)) is not None):
+            return None
+        mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
+        assert isinstance(norm, CudaNorm) and (how is None or isinstance(how, QuantizedInput))
+        return cast(Tensor, sum_and_norm(peers, mine, self._bias, norm, residual, how))
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
         """Write to ``y`` fp32 [rows, outputs] the sum of this rank's splits, without the bias."""

@@ -12,6 +12,7 @@ from preheat.backends.cuda.matmul.config import (
     Expanded,
     ExpertsConfig,
     ExpertsShape,
+    Library,
     LinearShape,
     Tile,
     Wide,
@@ -33,6 +34,14 @@ FEW_OUTPUTS = 1 << 17
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
+
+
+SPLIT_ROWS = 64
+"""From so many rows on, cuBLAS multiplies the splits of a layer: its tiles are faster than ours with several sums."""
+
+
+SPLIT_TILES = PROCESSORS * 2 // 3
+"""From so many tiles on, Hopper's kernel for many rows multiplies the splits of a layer, and adds them in registers."""
 
 
 MANY_ROWS = 512
@@ -111,16 +120,35 @@ def codes_rule(shape: LinearShape, rows: int) -> Tile:
     return Tile(width, height, depth, width // 16, stages)
 
 
-def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded:
-    """Guess tiles for a layer with splits of its inputs.
+def split_rule(shape: LinearShape, rows: int) -> Tile | Expanded | Library:
+    """Guess the kernel for a layer with splits of its inputs.
 
-    The copy engine cannot stop inside a tile, so it needs splits that its tiles divide.
+    cuBLAS serves splits of whole 16 bytes.
     """
     if shape.scheme is None:
-        return _plain_split(shape, rows)
+        return _of_splits(shape, rows)
     if shape.scheme.activations is None and rows >= MANY_ROWS:
-        return Expanded(_plain_split(shape, rows))
+        return Expanded(_of_splits(shape, rows))
     return _codes_split(shape.of_split, rows)
+
+
+def wide_split(shape: LinearShape, rows: int) -> Wide | None:
+    """Guess a tile of Hopper's kernel for many rows: a thread has the sums of two splits of 128 outputs in registers.
+
+    None if there are too few tiles, and where a split is no whole number of steps.
+    """
+    whole = shape.splits in (1, 2) and shape.inputs // shape.splits % 64 == 0
+    tile = Wide(128, 128, 6)
+    return tile if whole and wide_tiles(shape, rows, tile) >= SPLIT_TILES else None
+
+
+def _of_splits(shape: LinearShape, rows: int) -> Tile | Library:
+    """Guess the kernel for a layer with plain weights and splits of its inputs."""
+    aligned = shape.inputs // shape.splits % 8 == shape.outputs % 8 == 0
+    many = rows >= SPLIT_ROWS and rows * shape.outputs >= FEW_OUTPUTS
+    if many and aligned and shape.dtype == torch.bfloat16 and shape.splits <= 4:
+        return Library()
+    return split_tile(shape, rows)
 
 
 def _codes_split(shape: LinearShape, rows: int) -> Tile:
@@ -137,7 +165,11 @@ def _codes_split(shape: LinearShape, rows: int) -> Tile:
     return Tile(64, height, 128, 4, max(2, min(room, 8 if height < 64 else 4)))
 
 
-def _plain_split(shape: LinearShape, rows: int) -> Tile:
+def split_tile(shape: LinearShape, rows: int) -> Tile:
+    """Guess a tile for a layer with plain weights and splits of its inputs.
+
+    The copy engine cannot stop inside a tile, so it needs splits that its tiles divide.
+    """
     if shape.dtype != torch.bfloat16:
         return REFERENCE[shape.dtype]
     size = shape.inputs // shape.splits

@@ -1,0 +1,205 @@
+"""Exchange between the GPUs of one host by writing into each other's memory.
+
+:mod:`preheat.backends.cuda.peer_kernels` has the kernels and their contract. The memory is torch's symmetric memory:
+plain device memory that the other ranks map. NVLink's multicast is never used.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from preheat.backends.cuda.collective import PATIENCE_S, Nccl, RankSums, Room, add_ranks
+from preheat.backends.cuda.launch import options
+from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, LINE, SHARES, exchange
+from preheat.errors import PreheatError
+
+logger = logging.getLogger(__name__)
+
+PROGRAMS = 128
+"""Most programs of an exchange: no more than a Hopper GPU has multiprocessors."""
+
+STRIDE = 8192
+"""Numbers of 4 bytes in a slot: the largest tile."""
+
+WIDTHS = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+
+EACH_MOST = 1 << 19
+"""Most numbers that every rank adds by itself, times the other ranks; of more, each rank adds a share."""
+
+
+class Launch(NamedTuple):
+    """How to exchange a number of numbers: the form, the numbers of a tile, and the warps of a program."""
+
+    form: int
+    block: int
+    warps: int
+
+
+def launch_for(size: int, world: int) -> Launch:
+    """Return the fastest launch for the sum of ``size`` numbers, by measurement on two H100."""
+    if size <= 1 << 15:
+        return Launch(EACH.value, 1024, 4)
+    if size <= 1 << 17:
+        return Launch(EACH.value, 2048, 8)
+    if size * (world - 1) <= EACH_MOST:
+        return Launch(EACH.value, 4096, 8)
+    return Launch(SHARES.value, 4096, 8)
+
+
+def slots(world: int, programs: int = PROGRAMS, stride: int = STRIDE) -> int:
+    """Return the numbers in the slots of one rank."""
+    return 2 * world * programs * stride
+
+
+def flags(world: int, programs: int = PROGRAMS) -> int:
+    """Return the numbers of the flags of one rank."""
+    return programs * world * int(LINE.value)
+
+
+def run(
+    room: Room, mine: Tensor, bias: Tensor | None, out: Tensor, how: Launch, programs: int = PROGRAMS
+) -> None:  # fmt: skip
+    """Exchange ``mine``, contiguous, into ``out`` by the launch ``how``, of at most ``programs`` programs."""
+    size, outputs = mine.numel(), mine.shape[-1]
+    step = how.block * (room.world if how.form == SHARES.value else 1)
+    stride = room.parts[0].numel() // (2 * room.world * len(room.epochs))
+    exchange[(min(triton.cdiv(size, step), programs, len(room.epochs)),)](
+        mine, bias, out, room.parts, room.results, room.flags, room.epochs, room.control, size, outputs, out.shape[-1],
+        room.patience,
+        FORM=how.form, RANK=room.rank, WORLD=room.world, BLOCK=how.block, STRIDE=stride, PROGRAMS=len(room.epochs),
+        **options(num_warps=how.warps, num_stages=1),
+    )  # fmt: skip
+
+
+class Peers(RankSums):
+    """Ranks of one host that exchange by writing into each other's memory; ``nccl`` is the same group."""
+
+    def __init__(self, nccl: Nccl, room: Room, kept: object = None) -> None:
+        """``kept`` is kept as long as the ranks are: other ranks write into its memory."""
+        self.rank, self.world, self._nccl, self._kept = nccl.rank, nccl.world, nccl, kept
+        self._rooms = {dtype: room.as_dtype(dtype) for dtype in WIDTHS}
+        self._words = {
+            4: room._replace(parts=tuple(each.view(torch.int32) for each in room.parts)),
+            1: room._replace(parts=tuple(each.view(torch.uint8) for each in room.parts)),
+        }
+        self._control = room.control
+
+    def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = mine.new_empty(mine.shape, dtype=dtype)
+        run(self._rooms[dtype], mine, bias, out, launch_for(mine.numel(), self.world))
+        return out
+
+    def joining(self, rows: int, size: int) -> Room | None:
+        fits = triton.next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
+        return self._rooms[torch.float32] if fits else None
+
+    def gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty(self.world, *x.shape)
+        x = x.contiguous()
+        width = 4 if x.nbytes % 4 == x.data_ptr() % 4 == 0 else 1
+        words = x.view(-1).view(torch.int32 if width == 4 else torch.uint8)
+        block = 1024 if len(words) <= 1 << 15 else 4096
+        run(self._words[width], words, None, found.view(-1).view(words.dtype), Launch(GATHER.value, block, 4))
+        return found
+
+    def beside(self, x: Tensor, columns: int) -> Tensor | None:
+        """Return the first ``columns`` of all ranks' ``x`` [rows, width] side by side; None if they are no whole words.
+
+        ``x`` is contiguous.
+        """
+        if any(each * x.element_size() % 4 for each in (x.shape[1], columns)):
+            return None
+        out, rows = x.new_empty(len(x), columns), x.view(torch.int32)
+        block = 1024 if rows.numel() <= 1 << 15 else 4096
+        run(self._words[4], rows, None, out.view(torch.int32), Launch(BESIDE.value, block, 4))
+        return out
+
+    def fault(self) -> str | None:
+        """See :class:`preheat.backends.base.Collective`."""
+        silent = int(self._control[1])
+        if not silent or int(self._control[0]):
+            return None
+        return (
+            f"rank {silent - 1} did not answer rank {self.rank} on the device within {PATIENCE_S:g} s: its GPU or its "
+            "process hangs; look into its log, and try --disable-custom-all-reduce"
+        )
+
+    def abort(self) -> None:
+        self._control[0] = 1
+        self._nccl.abort()
+
+
+def meet(nccl: Nccl, device: torch.device) -> RankSums:
+    """Return the ranks of ``nccl`` that exchange over peer memory, or ``nccl`` where their GPUs cannot.
+
+    All ranks get the same kind. Raise PreheatError if an exchange gives other bits than NCCL and the tree.
+    """
+    devices = nccl.gather(torch.tensor([device.index], device=device)).flatten().tolist()
+    apart = [each for each in devices if each != device.index and not torch.cuda.can_device_access_peer(device, each)]
+    alone = nccl.gather(torch.tensor([len(apart)], device=device)).flatten().tolist()
+    if any(alone):
+        logger.warning("GPUs %s cannot write into each other's memory: ranks exchange through NCCL", devices)
+        return nccl
+    peers = Peers(nccl, *room_of(nccl, device))
+    prove(peers, nccl, device)
+    return peers
+
+
+def room_of(nccl: Nccl, device: torch.device) -> tuple[Room, object]:
+    """Return memory that all ranks of ``nccl`` map, and its owner."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    world, group = nccl.world, dist.distributed_c10d._get_default_group().group_name
+    numbers, counts = slots(world), flags(world)
+    memory = symmetric.empty(2 * numbers + 2 * counts, dtype=torch.int32, device=device)
+    memory.zero_()
+    handle = symmetric.rendezvous(memory, group)
+    if handle is None:
+        raise PreheatError("torch has no symmetric memory for these GPUs: set --disable-custom-all-reduce")
+    torch.cuda.synchronize(device)
+    nccl.gather(torch.zeros(1, device=device))  # all flags are zeros
+    torch.cuda.synchronize(device)
+
+    def of_all(count: int, dtype: torch.dtype, first: int) -> tuple[Tensor, ...]:
+        return tuple(handle.get_buffer(rank, [count], dtype, first) for rank in range(world))
+
+    room = Room(
+        nccl.rank,
+        of_all(numbers, torch.float32, 0),
+        of_all(numbers, torch.float32, numbers),
+        of_all(counts, torch.int64, numbers),
+        torch.zeros(PROGRAMS, dtype=torch.int64, device=device),
+        torch.zeros(2, dtype=torch.int64, pin_memory=True),
+    )
+    return room, (memory, handle)
+
+
+PROOF_SIZES = (1, 4096, 33 * 4096, 4096 * 300 + 24, 4096 * 2048)
+"""Numbers of the proof: every launch of :func:`launch_for`, whole tiles and parts of tiles, one step and several."""
+
+
+def prove(peers: Peers, nccl: Nccl, device: torch.device, sizes: tuple[int, ...] = PROOF_SIZES) -> None:
+    """Raise PreheatError unless ``peers`` and ``nccl`` give equal bits, twice for each of ``sizes``."""
+    random, wrong = torch.Generator(device).manual_seed(1 + nccl.rank), []
+    for size in sizes:
+        differs = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(3):  # both turns of the slots, and the first one again
+            mine = torch.empty(1, size, device=device).normal_(generator=random).mul_(1e3)
+            found = nccl.gather(mine)
+            right = add_ranks(found, None, torch.bfloat16).view(torch.int16)
+            differs += peers.sum(mine, None, torch.bfloat16).view(torch.int16).ne(right).sum()
+            differs += peers.gather(mine).view(torch.int32).ne(found.view(torch.int32)).sum()
+        if int(nccl.gather(differs).sum()):
+            wrong.append(size)
+    if wrong or peers.fault():
+        raise PreheatError(
+            f"The exchange over peer memory gives other bits than NCCL for {wrong} numbers of each rank "
+            f"({peers.fault() or 'all ranks answered'}): set --disable-custom-all-reduce, and report this"
+        )

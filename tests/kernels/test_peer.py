@@ -1,0 +1,236 @@
+"""Exchanges over peer memory: processes that share memory, each a rank whose kernels are interpreted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.backends.base import LayerContext
+from preheat.backends.cuda.collective import RankSums, Room
+from preheat.backends.cuda.norm import CudaNorm
+from preheat.backends.cuda.peer import Launch, Peers, flags, run, slots
+from preheat.backends.cuda.peer_kernels import EACH, GATHER, GONE, SHARES
+from preheat.backends.cuda.peer_norm import sum_and_norm
+from preheat.ops.matmul import tree_sum
+from preheat.ops.proof import noise
+from tests import layers
+from tests.kernels.backend import InterpretedCuda
+
+PROGRAMS, STRIDE = 3, 16
+FORMS = {"each": EACH.value, "shares": SHARES.value, "gather": GATHER.value}
+
+Step = tuple[str, int, int, int]
+"""The form of an exchange, its numbers, the block, and the most programs."""
+
+
+def shared(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(count, dtype=dtype).share_memory_()
+
+
+def rooms(world: int, patience: int = 10**9, first: int = 0, stride: int = STRIDE) -> list[Room]:
+    """Return the rooms of ``world`` ranks, in memory that a fork shares; counts begin at ``first``."""
+    size, count = slots(world, PROGRAMS, stride), flags(world, PROGRAMS)
+    parts = tuple(shared(size) for _ in range(world))
+    results = tuple(shared(size) for _ in range(world))
+    raised = tuple(shared(count, torch.int64).fill_(first) for _ in range(world))
+    return [
+        Room(rank, parts, results, raised, shared(PROGRAMS, torch.int64).fill_(first), shared(2, torch.int64), patience)
+        for rank in range(world)
+    ]
+
+
+def given(step: int, rank: int, size: int) -> Tensor:
+    return noise(1, size, seed=100 * step + rank) * 10.0 ** (rank + step % 3)
+
+
+def exchanged(room: Room, step: int, what: Step) -> Tensor:
+    form, size, block, programs = what
+    mine = given(step, room.rank, size)
+    if form == "gather":
+        out = torch.empty(room.world, size)
+    else:
+        out, room = torch.empty(1, size, dtype=torch.bfloat16), room.as_dtype(torch.bfloat16)
+    run(room, mine, None, out, Launch(FORMS[form], block, 4), programs)
+    return out
+
+
+def wanted(world: int, step: int, what: Step) -> Tensor:
+    parts = [given(step, rank, what[1]) for rank in range(world)]
+    return torch.cat(parts) if what[0] == "gather" else tree_sum(parts).bfloat16()
+
+
+def forked(world: int, body: Callable[[int], Any], absent: tuple[int, ...] = ()) -> list[Any]:
+    """Return the results of ``body`` on each rank, each a process forked from this one."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(world)]
+
+    def child(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            pipes[rank][1].send(body(rank))
+        except BaseException as error:
+            pipes[rank][1].send(repr(error))
+
+    ranks = [rank for rank in range(world) if rank not in absent]
+    children = [context.Process(target=child, args=(rank,), daemon=True) for rank in ranks]
+    for each in children:
+        each.start()
+    try:
+        found = []
+        for rank in ranks:
+            assert pipes[rank][0].poll(30), f"rank {rank} of {world} does not end"
+            found.append(pipes[rank][0].recv())
+        return found
+    finally:
+        for each in children:
+            each.kill()
+            each.join()
+
+
+def in_turns(world: int, steps: list[Step], first: int = 0, slow: int = 0) -> list[list[bool]]:
+    """Return on each rank, and for each of ``steps``, whether it has the bits of the tree; rank ``slow`` lags."""
+    memory = rooms(world, first=first)
+
+    def body(rank: int) -> list[bool]:
+        found = []
+        for number, step in enumerate(steps):
+            if rank == slow:
+                time.sleep(0.01)
+            found.append(torch.equal(exchanged(memory[rank], number, step), wanted(world, number, step)))
+        return found
+
+    return forked(world, body)
+
+
+MIXED: list[Step] = [
+    ("each", 5, 8, 1), ("shares", 70, 8, 2), ("each", 100, 16, 3), ("each", 16, 16, 3), ("gather", 41, 4, 3),
+    ("shares", 1, 4, 1), ("shares", 97, 4, 3), ("shares", 97, 4, 3), ("gather", 3, 16, 2), ("each", 97, 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_form_has_the_bits_of_the_tree(world):
+    """Forms, sizes and numbers of programs in any order, as graphs that are replayed in turns would have them."""
+    assert in_turns(world, MIXED) == [[True] * len(MIXED)] * world
+
+
+NORMED = [(5, "rms", False), (1, "rms", True), (7, "layer", True), (2, "rms_plus_one", False)]
+
+
+def test_a_sum_with_residual_and_norm_has_the_bits_of_three_launches():
+    """Rows of 13 numbers in slots of 16, between other exchanges; some layers and norms have a bias."""
+    memory, size = rooms(2), 13
+
+    def operands(step: int) -> tuple[CudaNorm, Tensor | None, Tensor]:
+        rows, kind, biased = NORMED[step]
+        bias = noise(size, seed=90 + step).bfloat16() if biased else None
+        norm = CudaNorm(noise(size, seed=70 + step).bfloat16(), 1e-5, kind, bias if kind == "layer" else None)  # type: ignore[arg-type]
+        return norm, bias, noise(rows, size, seed=80 + step).bfloat16()
+
+    def body(rank: int) -> bool:
+        same = True
+        for step, (rows, *_) in enumerate(NORMED):
+            norm, bias, residual = operands(step)
+            other = residual.clone()
+            parts = [given(step, each, rows * size).view(rows, size) for each in range(2)]
+            found = sum_and_norm(memory[rank], parts[rank], bias, norm, residual, None, programs=3)
+            total = tree_sum(parts) if bias is None else tree_sum(parts) + bias.float()
+            same &= torch.equal(found, norm.add(total.bfloat16(), other)) and torch.equal(residual, other)
+            same &= torch.equal(exchanged(memory[rank], step, MIXED[step]), wanted(2, step, MIXED[step]))
+        return same
+
+    assert forked(2, body) == [True, True]
+
+
+def test_counts_of_the_host_give_other_bits():
+    """The negative control: two graphs of one exchange each that keep their own counts of it.
+
+    The second one raises a flag that is raised already, and reads a slot before it was written.
+    """
+    memory = rooms(2)
+
+    def body(rank: int) -> bool:
+        same = True
+        for step in range(3):
+            memory[rank].epochs.zero_()  # the count in the second graph
+            if rank == 0:
+                time.sleep(0.2)
+            same &= torch.equal(exchanged(memory[rank], step, ("each", 16, 16, 1)), wanted(2, step, MIXED[3]))
+        return same
+
+    assert not all(forked(2, body))
+
+
+def test_a_silent_rank_ends_the_wait_and_later_ones():
+    """Rank 1 never answers; the host of rank 0 hears of it, and no later exchange waits."""
+    memory = rooms(2, patience=2000)
+
+    def body(rank: int) -> tuple[list[int], float]:
+        exchanged(memory[rank], 0, ("each", 4, 16, 1))
+        began = time.monotonic()
+        for step in range(3):
+            exchanged(memory[rank], step, ("shares", 40, 8, 1))
+        return memory[rank].control.tolist(), time.monotonic() - began
+
+    ((control, seconds),) = forked(2, body, absent=(1,))
+    assert control == [0, 2] and seconds < 2
+    assert memory[1].flags[1].max() == GONE.value, "rank 1 hears it, if it comes back"
+
+
+def test_the_host_ends_a_wait():
+    memory = rooms(2, patience=1 << 60)
+    memory[0].control[0] = 1
+
+    def body(rank: int) -> list[int]:
+        exchanged(memory[rank], 0, ("each", 4, 16, 1))
+        return memory[rank].control.tolist()
+
+    assert forked(2, body, absent=(1,)) == [[1, 2]]
+
+
+def test_a_rank_that_adds_its_own_splits_first_keeps_the_bits():
+    """So one sum of each rank travels, and not one of each split."""
+    for splits in (2, 4, 8):
+        parts = list((noise(splits, 3, 40) * 10.0 ** torch.arange(splits)[:, None, None]).unbind())
+        whole = tree_sum(parts)
+        for world in (1 << at for at in range(splits.bit_length())):
+            own = [tree_sum(parts[at : at + splits // world]) for at in range(0, splits, splits // world)]
+            assert torch.equal(tree_sum(own), whole)
+        in_order = torch.stack(parts).cumsum(0)[-1]
+        assert splits == 2 or not torch.equal(in_order, whole), "the numbers tell orders apart"
+
+
+def test_a_layer_of_two_ranks_joins_its_norm():
+    """The layer's own sum, and the layer with residual and norm, have the bits of one rank; gathering moves bits."""
+    memory, rows, outputs, inputs = rooms(2, stride=4096), 3, 24, 4 * 32
+    x, weight, bias = (
+        noise(rows, inputs).bfloat16(),
+        noise(outputs, inputs, seed=1).bfloat16(),
+        noise(outputs).bfloat16(),
+    )
+    norm, residual = CudaNorm(noise(outputs, seed=2).bfloat16(), 1e-5), noise(rows, outputs, seed=3).bfloat16()
+    alone = layers.linear(
+        InterpretedCuda(), weight, bias, order=layers.splits(4), context=LayerContext(RankSums())
+    )(x)  # fmt: skip
+    right = residual.clone()
+    normed = norm.add(alone, right)
+
+    def body(rank: int) -> bool:
+        peers = Peers(SimpleNamespace(rank=rank, world=2), memory[rank])  # type: ignore[arg-type]
+        mine, part = (each.chunk(2, 1)[rank].contiguous() for each in (x, weight))
+        layer = layers.linear(InterpretedCuda(), part, bias, order=layers.splits(2, rank), context=LayerContext(peers))
+        stream, odd = residual.clone(), torch.arange(5, dtype=torch.bfloat16) + rank
+        assert torch.equal(layer(mine), alone) and torch.equal(layer.join(mine, norm, stream, None), normed)
+        both = torch.cat([x + each for each in range(2)], 1)[:, : 2 * inputs - 2]
+        assert torch.equal(peers.beside(x + rank, both.shape[1]), both) and peers.beside(x, 3) is None
+        assert torch.equal(peers.gather(odd), torch.stack([odd - rank, odd - rank + 1])) and peers.fault() is None
+        return torch.equal(stream, right)
+
+    assert forked(2, body) == [True, True]
