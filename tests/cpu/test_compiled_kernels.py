@@ -20,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_fp8, linear_hopper_small_m
+from preheat.backends.cuda.collective import _add_ranks
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.lora import _add_roots, _gather
@@ -237,10 +238,19 @@ def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
     assert waits[0] == waits[1] > 0
 
 
-def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles():
+@pytest.mark.parametrize("one", [{}, {"stride": 1}], ids=["", "of single numbers"])
+def test_the_sum_over_ranks_compiles(one):
+    """Triton makes an argument of 1 a constant, and a constant has no ``to``."""
+    types = {"parts": "*fp32", "bias": "*bf16", "stride": "i32"}
+    found = compiled(_add_ranks, 4, 1, types, WORLD=4, BLOCK=1024, **one)
+    assert ".target sm_90a" in found.asm["ptx"] and "atom" not in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("one", [{}, {"stride": 1}], ids=["", "of single numbers"])
+def test_the_kernel_that_sums_shrunk_rows_of_ranks_compiles(one):
     types = {"adapter_slots": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
     types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
-    found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)
+    found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16, **one)
     assert ".target sm_90a" in found.asm["ptx"] and "atom" not in found.asm["ptx"]
 
 

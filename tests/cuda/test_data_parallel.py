@@ -29,7 +29,7 @@ def test_each_replica_has_a_gpu_and_the_bits_of_one_engine() -> None:
         digest = server.get("/warmup?format=json").json["proof"]["digest"]
     with serving("bundled", engine=None, wait=False, data_parallel_size=2, **OPTIONS) as server:
         server.wait_until_ready(300)
-        assert all(now - then >= CACHE for now, then in zip(used(), before, strict=True))
+        assert min(now - then for now, then in zip(used(), before, strict=True)) >= CACHE
         records = server.get("/warmup?format=json").json["engines"]
         assert [record["proof"]["digest"] for record in records] == [digest] * 2
         assert all(not record["cold"] for record in records)

@@ -54,7 +54,7 @@ def _add_ranks(
     begin(overlap)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    total = root_of(parts, stride.to(tl.int64), at, inside, WORLD)
+    total = root_of(parts, tl.cast(stride, tl.int64), at, inside, WORLD)
     if bias is not None:
         total += tl.load(bias + at % outputs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -85,7 +85,7 @@ def _add_roots(
         scale = tl.load(scales + adapter_slot * SLOT_STRIDE)
         for tile in range(tl.load(tiles + adapter_slot * SLOT_STRIDE)):
             at = (tile * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
-            tl.store(shrunk + at, root_of(parts, stride.to(tl.int64), at, at >= 0, WORLD) * scale)
+            tl.store(shrunk + at, root_of(parts, tl.cast(stride, tl.int64), at, at >= 0, WORLD) * scale)
 
 
 def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:

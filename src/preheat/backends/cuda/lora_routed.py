@@ -300,7 +300,7 @@ def _expand_tokens(
                     if WORLD == 1:
                         root = tl.load(parts + at, mask=lanes == 0, other=0.0)
                     else:
-                        root = root_of(parts, stride.to(tl.int64), at, (lanes == 0) & (rank >= 0), WORLD)
+                        root = root_of(parts, tl.cast(stride, tl.int64), at, (lanes == 0) & (rank >= 0), WORLD)
                     top = (expert.to(tl.int64) + (adapter_slot * TILES + tile) * EXPERTS) * columns * RANKS
                     acc = times(tl.load(b + top + given), (root * scale).T, acc)
                 total += acc * tl.load(weights + slot)
