@@ -609,7 +609,9 @@ class Settings:
         choices=("mp", "ray", "uni"),
     )
     disable_custom_all_reduce: bool = _spread(
-        False, "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits."
+        True,
+        "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits; writing is "
+        "faster for few rows, and has stalled at others.",
     )
 
     data_parallel_size: int = _spread(

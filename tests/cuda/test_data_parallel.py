@@ -22,14 +22,13 @@ def used() -> list[int]:
 
 
 def test_each_replica_has_a_gpu_and_the_bits_of_one_engine() -> None:
-    before = used()
     with serving("bundled", engine=None, wait=False, **OPTIONS) as server:
         server.wait_until_ready(300)
         alone = server.post("/v1/completions", BODY).json["choices"]
         digest = server.get("/warmup?format=json").json["proof"]["digest"]
     with serving("bundled", engine=None, wait=False, data_parallel_size=2, **OPTIONS) as server:
         server.wait_until_ready(300)
-        assert min(now - then for now, then in zip(used(), before, strict=True)) >= CACHE
+        assert min(used()) >= CACHE, "a GPU has no engine: a context alone takes less"
         records = server.get("/warmup?format=json").json["engines"]
         assert [record["proof"]["digest"] for record in records] == [digest] * 2
         assert all(not record["cold"] for record in records)

@@ -61,7 +61,8 @@ CASES = {
     "divided adapters": Case(adapters="divided"),
     "moe adapters": Case("moe", adapters="whole"),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-    "nccl": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
+    "peer memory": Case("wide", LARGE, only={"disable_custom_all_reduce": False}),
+    "peer memory, few rows": Case(only={"disable_custom_all_reduce": False}),
     "eager": Case(options={"enforce_eager": True}),
 }
 """Every feature of ranks on GPUs, at least once."""
