@@ -610,8 +610,8 @@ class Settings:
     )
     disable_custom_all_reduce: bool = _spread(
         True,
-        "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits; writing is "
-        "faster for few rows, and has stalled at others.",
+        "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits. "
+        "Writing is faster for few rows, and has stalled at others.",
     )
 
     data_parallel_size: int = _spread(
