@@ -3,8 +3,11 @@
 Most tests boot an engine for a few steps and look at its results: they leave warm-up to the tests of the warm-up. Their
 models are small: one thread computes them faster than two that wait for each other. Tests about threads set the number
 of threads. Waiting threads must not spin, as other tests may run beside them.
+
+Tests, their modules and their imports live until the process ends: no garbage collection looks at them.
 """
 
+import gc
 import os
 
 os.environ.setdefault("PREHEAT_SKIP_WARMUP", "1")
@@ -19,3 +22,12 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

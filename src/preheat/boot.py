@@ -6,7 +6,6 @@ Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -16,13 +15,14 @@ import torch
 
 from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
+from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.core import Ready
 from preheat.elastic import Elastic, cache_contents
 from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant, SettingsError
-from preheat.execution.build import build, select_linear_kernels
+from preheat.execution.build import Assembly, build, select_linear_kernels
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
@@ -32,7 +32,6 @@ from preheat.execution.offload import HostTier
 from preheat.execution.sleep import sleepable_weights
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.lora.boot import adapter_parts, open_adapters
-from preheat.lora.service import Adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
@@ -40,7 +39,7 @@ from preheat.model.loader import LoadedModel, load_model, obstacle
 from preheat.model.traits import check_traits
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
-from preheat.plan.cost import Costs, ModelSizes
+from preheat.plan.cost import Costs
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
@@ -54,8 +53,6 @@ from preheat.utils.kv_events import kv_events_config
 from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
-from preheat.verify.boot import BootCheck
-from preheat.verify.check_runner import CheckRunner
 from preheat.verify.identity import proof_of
 from preheat.verify.names import check_names
 from preheat.warmup.cold_monitor import ColdMonitor
@@ -69,7 +66,7 @@ from preheat.warmup.graphs import choose_graphs
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
 from preheat.warmup.steps import Steps
-from preheat.warmup.store import Store, boot_parts, fingerprint
+from preheat.warmup.store import DevicePart, ModelPart, Store, boot_parts, fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -87,108 +84,45 @@ def boot(
 
     ``started`` is the time when the boot began, in monotonic seconds.
     """
-    backend, settings, mode = _open_device(settings, backend or pick_backend(settings.device))
-    share = Share.open(settings, backend, mode)
+    device = _open_device(settings, backend or pick_backend(settings.device))
+    share = Share.open(*device)
     try:
-        return _boot(settings, transport, before_ready, started, trace=trace, backend=backend, mode=mode, share=share)
+        device = device._replace(settings=with_defaults(device.settings, device.backend.facts))
+        steps = Steps(device.backend, started, trace.span, level=detail_level(device.settings, device.backend.facts))
+        return _boot(Given(device, share, steps, transport, trace), before_ready)
     except BaseException:
         share.close()
         raise
 
 
-def _boot(
-    settings: Settings,
-    transport: EngineSide,
-    before_ready: Callable[[], None],
-    started: float,
-    *,
-    trace: Trace,
-    backend: Backend,
-    mode: Mode,
-    share: Share,
-) -> Loop:
+def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     """Boot on an open device. Other ranks are already loading their shards."""
-    settings = with_defaults(settings, backend.facts)
-    overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
-    steps = Steps(backend, started, trace.span, level=detail_level(settings, backend.facts))
-    opening = _open_grammars(settings, idle=backend.facts.asynchronous)
-    model, draft, adapters, others_free = _load(settings, backend, share, steps)
-    pools = model.spec.head is None
-    windows = {each for each in model.spec.layer_windows if each is not None}
-    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows)
-    if backend.facts.on_host:
-        trim()  # the originals of prepared weights
-    fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, others_free, share.build)
-    fitted = fitting.fit(steps)
-    comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
-    _log_plan(fitted.plan, steps.level)
-    sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
-    plan, record, store = _recorded(settings, model, fitted, sizes, adapters, backend=backend, mode=mode)
-    scheduler, grammars = _scheduler(settings, plan, model), "nothing is generated" if pools else opening.result()
-    with steps.log("init_cache_engine", in_total=True):
-        with steps("Initializing cache engine"):
-            masked = not isinstance(grammars, str)
-            packer, executor = share.build(
-                settings, backend, model, plan, scheduler.slots, mode=mode, store=store.folder, masked=masked
-            )
-            drafter = _drafter(settings, backend, draft, (packer, executor), mode)
-        offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
-        dummies = DummySteps(plan, packer, executor)
-
-        def check() -> BootCheck:
-            return BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
-
-        warm = WarmUp(
-            plan=plan,
-            record=record,
-            backend=backend,
-            steps=dummies,
-            graphs=choose_graphs(settings, backend, dummies, record, split=fitted.split, sizes=sizes),
-            check=check(),
-            reused=frozenset(store.costs()),
-            report=transport.put,
-            compiled=compile_seconds,
-            span=trace.span,
-            level=steps.level,
-            first_logits=fitted.first_logits if comparable else None,
-            grammars=grammars,
-            offload=offload,
-            draft_steps=_draft_steps(drafter, backend, mode),
-            overlap=overlap,
-        )
-        if (speculates := settings.speculation) is not None:
-            proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)
-            scheduler.drafting = make_drafting(speculates, plan, proposer, times, waits=overlap)
-        start = partial(
-            Loop,
-            scheduler=scheduler,
-            packer=packer,
-            executor=executor,
-            overlap=overlap,
-            grammars=grammars,
-            adapters=adapters,
-        )
-        unobserved = start(InlineTransport(), listener=SilentListener())
-        _warm_up(settings, warm, unobserved, steps, pools=pools)
-    record.steps = steps.done
-    if not settings.skip_warmup:
-        store.save(record)
-    drafted = drafter.take_steps if drafter else None
-    share.agree(executor, plan)
-    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), drafted)
-    listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
-    _judge(settings, record)
-    operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
-    loop = start(transport, listener=listener, call=call, operator=operator)
-    _publish_events(settings, loop)
+    opening = _open_grammars(given.device)
+    loaded = _load(given)
+    fitted = _fit(given, loaded)
+    planned = _recorded(given.device, loaded, fitted)
+    grammars = "nothing is generated" if loaded.pools else opening.result()
+    with given.steps.log("init_cache_engine", in_total=True):
+        parts = _build(given, loaded, planned, grammars)
+        warm = _warming(given, loaded, fitted, planned, parts)
+        _warm_up(given, loaded, parts, warm)
+    _keep(given, planned)
+    given.share.agree(parts.executor, planned.plan)
+    _judge(given.device.settings, planned.record)
+    loop = _loop(given, loaded, planned, parts)
     before_ready()
-    if backend.facts.on_host:
-        trim()  # of the profiling run and of warm-up
-    transport.put(_ready(record, scheduler, model, time.monotonic() - started))
+    _trim(given.device.backend)  # of the profiling run and of warm-up
+    given.transport.put(_ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed))
     return loop
 
 
-def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Settings, Mode]:
+def _trim(backend: Backend) -> None:
+    """Give freed memory of the host back."""
+    if backend.facts.on_host:
+        trim()
+
+
+def _open_device(settings: Settings, backend: Backend) -> Device:
     """Return the prepared device, its settings and its mode. Raises SettingsError for unsupported options."""
     check_options(settings, backend.facts)
     if not settings.batch_invariant:
@@ -204,7 +138,7 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
         mode = other
         check_traits(stated, backend.facts, mode)
         backend.prepare(settings, mode, cache_root(settings))
-    return backend, settings, mode
+    return Device(settings, backend, mode)
 
 
 def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
@@ -216,13 +150,9 @@ def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
     return obstacle(settings, backend)
 
 
-def _load(
-    settings: Settings, backend: Backend, share: Share, steps: Steps
-) -> tuple[LoadedModel, LoadedModel | None, Adapters | str, list[int]]:
-    """Load the weights of the model, the draft model and the adapters.
-
-    The last result has the free bytes of each other rank after loading.
-    """
+def _load(given: Given) -> Loaded:
+    """Load the weights of the model, the draft model and the adapters."""
+    (settings, backend, _), share, steps, *_ = given
     loading = f"Pre-loading model weights on {backend.device}"
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
         with sleepable_weights(settings, backend):
@@ -232,11 +162,25 @@ def _load(
         adapters = open_adapters(settings, model, share.reading)
     if draft is not None:  # the draft's cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
-    return model, draft, adapters, others_free
+    return Loaded(model, draft, adapters, others_free)
 
 
-def _open_grammars(settings: Settings, *, idle: bool) -> Future[Grammars | str]:
+def _fit(given: Given, loaded: Loaded) -> Fitted:
+    """Plan for the memory that the weights leave."""
+    (settings, backend, mode), share, steps, *_ = given
+    _trim(backend)  # the originals of prepared weights
+    model, pools = loaded.model, loaded.pools
+    windows = {each for each in model.spec.layer_windows if each is not None}
+    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows)
+    fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build)
+    fitted = fitting.fit(steps)
+    _log_plan(fitted.plan, steps.level)
+    return fitted
+
+
+def _open_grammars(device: Device) -> Future[Grammars | str]:
     """Read the tokenizer for grammars while weights are loaded; a large one takes seconds."""
+    settings, idle = device.settings, device.backend.facts.asynchronous
     vocab_size = read_spec(read_config(find_model(settings, with_weights=False), settings.hf_overrides)).vocab_size
     opener = ThreadPoolExecutor(1, "grammars")
     opening = opener.submit(open_grammars, settings, find_tokenizer, vocab_size, idle=idle)
@@ -244,42 +188,29 @@ def _open_grammars(settings: Settings, *, idle: bool) -> Future[Grammars | str]:
     return opening
 
 
-def _recorded(
-    settings: Settings,
-    model: LoadedModel,
-    fitted: Fitted,
-    sizes: ModelSizes,
-    adapters: Adapters | str,
-    *,
-    backend: Backend,
-    mode: Mode,
-) -> tuple[Plan, Record, Store]:
-    """Return the plan, its record with all items pending, and the store.
+def _recorded(device: Device, loaded: Loaded, fitted: Fitted) -> Planned:
+    """Return the plan with its record and store.
 
     The plan has costs that an earlier boot measured, if there was one.
     """
-    plan = fitted.plan
+    settings, backend, mode = device
+    model, plan = loaded.model, fitted.plan
+    files = [] if settings.load_format == "dummy" else weight_files(model.folder)
     parts = boot_parts(
-        model.folder,
-        [] if settings.load_format == "dummy" else weight_files(model.folder),
+        ModelPart(model.folder, files, model.dtype_name, settings.hf_overrides, model.numerics),
+        DevicePart((backend.facts.name, backend.fingerprint), torch.get_num_threads(), mode),
         plan,
-        dtype=model.dtype_name,
-        device=(backend.facts.name, backend.fingerprint),
-        threads=torch.get_num_threads(),
-        mode=mode,
-        overrides=settings.hf_overrides,
         grammars=library_version(settings) if plan.options.grammars else None,
-        numerics=model.numerics,
         more={**contract_parts(settings), **adapter_parts(settings)},
     )
     store = Store(cache_root(settings), fingerprint(parts))
-    plan = plan.with_costs(Costs(sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
+    plan = plan.with_costs(Costs(loaded.sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
     record.simulated = backend.facts.simulated
     record.fingerprint = store.fingerprint
-    record.proof = proof_of(settings.boot_check, {**parts, **adapter_parts(settings, adapters)})
+    record.proof = proof_of(settings.boot_check, {**parts, **adapter_parts(settings, loaded.adapters)})
     record.misses, record.memory = fitted.misses, fitted.memory
-    return plan, record, store
+    return Planned(plan, record, store)
 
 
 def _log_plan(plan: Plan, level: int) -> None:
@@ -293,11 +224,17 @@ def _log_plan(plan: Plan, level: int) -> None:
     logger.info("# device blocks: %d, # CPU blocks: 0", plan.limits.num_blocks)
 
 
-def _publish_events(settings: Settings, loop: Loop) -> None:
-    """Publish events of the prefix cache from now on, if the settings enable them."""
-    if (events := kv_events_config(settings.kv_events_config)).publishes:
-        loop.kv_publisher = KvPublisher(events)
-        loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
+def _build(given: Given, loaded: Loaded, planned: Planned, grammars: Grammars | str) -> Parts:
+    """Build the engine with its caches on all ranks."""
+    (settings, backend, mode), share, steps, *_ = given
+    plan, model = planned.plan, loaded.model
+    scheduler = _scheduler(settings, plan, model)
+    with steps("Initializing cache engine"):
+        how = Assembly(mode, planned.store.folder, masked=not isinstance(grammars, str))
+        packer, executor = share.build(settings, backend, model, plan, scheduler.slots, how=how)
+        drafter = _drafter(settings, backend, loaded.draft, (packer, executor), mode)
+    offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
+    return Parts(scheduler, packer, executor, drafter, offload, grammars, loaded.adapters)
 
 
 def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
@@ -326,7 +263,7 @@ def _drafter(
     if draft is None or plan is None or speculates is None:
         return None
     select_linear_kernels(backend, draft, plan)
-    make = partial(build, settings, backend, draft, plan, packer.slots, mode=mode)
+    make = partial(build, settings, backend, draft, plan, packer.slots, how=Assembly(mode))
     if isinstance(draft, LoadedHead):
         return make_drafter(draft, target, plan, speculates.tokens, make)
     own = DraftModel(speculates.tokens, *make())
@@ -347,19 +284,59 @@ def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> Dr
     return DraftWarmUp(steps, captures=backend.facts.captures and mode == "graphs")
 
 
-def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps, *, pools: bool) -> None:
-    """Run the plan, capture graphs, then run dummy requests through ``loop``.
+def _warming(given: Given, loaded: Loaded, fitted: Fitted, planned: Planned, parts: Parts) -> WarmUp:
+    """Return the warm-up of the engine. Drafts are chosen by the times that it measures."""
+    device, _, steps, transport, _ = given
+    settings, backend, mode = device
+    plan, record, store = planned
+    dummies = DummySteps(plan, parts.packer, parts.executor)
+    comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
+    warm = WarmUp(
+        plan=plan,
+        record=record,
+        backend=backend,
+        steps=dummies,
+        graphs=choose_graphs(settings, backend, dummies, record, split=fitted.split, sizes=loaded.sizes),
+        check=parts.check(device, record),
+        reused=frozenset(store.costs()),
+        report=transport.put,
+        compiled=compile_seconds,
+        span=steps.span,
+        level=steps.level,
+        first_logits=fitted.first_logits if comparable else None,
+        grammars=parts.grammars,
+        offload=parts.offload,
+        draft_steps=_draft_steps(parts.drafter, backend, mode),
+        overlap=device.overlap,
+    )
+    if (speculates := settings.speculation) is not None:
+        proposer, times = make_proposer(speculates, parts.drafter), StepTimes(plan, warm.seconds)
+        parts.scheduler.drafting = make_drafting(speculates, plan, proposer, times, waits=device.overlap)
+    return warm
+
+
+def _warm_up(given: Given, loaded: Loaded, parts: Parts, warm: WarmUp) -> None:
+    """Run the plan, capture graphs, then run dummy requests through a loop that nobody observes.
 
     Graphs are captured even if warm-up is skipped, as in vLLM on Gaudi.
     """
+    device, _, steps, *_ = given
+    unobserved = parts.loop(InlineTransport(), device, listener=SilentListener())
     warm.graphs.compile(steps)
-    if settings.skip_warmup:
+    if device.settings.skip_warmup:
         warm.graphs.capture()
         return
     with steps("warm-up", detail=True):
         warm.run()
     with steps("Running dummy requests", detail=True):
-        warm_up_loop(loop, pools=pools)
+        warm_up_loop(unobserved, pools=loaded.pools)
+
+
+def _keep(given: Given, planned: Planned) -> None:
+    """Record the steps, and store the record for the next boot."""
+    planned.record.steps = given.steps.done
+    if not given.device.settings.skip_warmup:
+        planned.store.save(planned.record)
 
 
 def _judge(settings: Settings, record: Record) -> None:
@@ -370,6 +347,31 @@ def _judge(settings: Settings, record: Record) -> None:
     record.invariant = settings.batch_invariant and not record.unproved()
     if settings.require_invariance and (why := record.unproved(dropped=True)):
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
+
+
+def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts) -> Loop:
+    """Return the loop that serves: its steps are watched, traced and logged, and an operator has commands."""
+    device, share, _, transport, trace = given
+    settings, backend, mode = device
+    plan, record, _ = planned
+    scheduler, executor, drafter = parts.scheduler, parts.executor, parts.drafter
+    sources, drafted = ColdSources(backend, share.cold_sources(executor)), drafter.take_steps if drafter else None
+    monitor = ColdMonitor(record, plan, settings.on_cold, sources, drafted)
+    check = partial(parts.check, device, record)
+    operator = Elastic(
+        settings, backend, loaded.model, scheduler=scheduler, executor=executor, check=check, monitor=monitor
+    )
+    listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
+    loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)
+    _publish_events(settings, loop)
+    return loop
+
+
+def _publish_events(settings: Settings, loop: Loop) -> None:
+    """Publish events of the prefix cache from now on, if the settings enable them."""
+    if (events := kv_events_config(settings.kv_events_config)).publishes:
+        loop.kv_publisher = KvPublisher(events)
+        loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
 
 
 def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float) -> Ready:

@@ -44,7 +44,7 @@ from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.caches import cache_root
-from preheat.utils.gc import collect_and_freeze, keep_imports
+from preheat.utils.gc import collect_and_freeze, keep_imports, paused
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
@@ -248,7 +248,7 @@ def boot_engine(
         _spec(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
         wake(settings.device)
-        with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
+        with trace.span("Importing torch"), pycache.kept(cache_root(settings)), paused():
             from preheat.boot import boot
         keep_imports()
         return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)

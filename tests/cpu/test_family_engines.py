@@ -1,4 +1,4 @@
-"""Every family through the whole engine, against transformers: chunks, decoding, cached prefixes.
+"""Every family through the whole engine, in both modes, against transformers: chunks, decoding, cached prefixes.
 
 All paths give the same bits.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,42 @@ from torch import Tensor
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.tiles import SPLIT
 from preheat.frontend.outputs import RequestOutput
-from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
 
 NAMES = (
     "llama", "mixtral", "qwen3 moe", "phi4 mini", "starcoder2", "gpt bigcode", "gpt bigcode with a key head each",
     "gemma 3", "mpt with six heads", "qwen2 moe",
 )  # fmt: skip
+ODD = {"hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 22}
+"""Sizes that fill no vector."""
+
+ONLY_DATA = {"llama tied", "llama linear rope", "mistral", "qwen2", "qwen3 with yarn", "phi3 with longrope"}
+"""Models that differ from others by tables alone, or in their shape alone."""
+
+DENSE: dict[str, Model] = {
+    name: model for name, model in MODELS.items() if "mix" not in name and "moe" not in name and name not in ONLY_DATA
+} | {
+    "llama of odd sizes": ("Llama", ODD | {"mlp_bias": True}),
+    "gemma 3 of odd sizes": ("Gemma3", MODELS["gemma 3"][1] | ODD),
+    "starcoder2 of odd sizes": ("Starcoder2", ODD),
+}  # fmt: skip
+"""Dense models of each kind of layer; models of experts are in ``test_llvm_experts.py``."""
+
 VOCAB, STEPS = 199, 6
 OPTIONS = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4,
     "max_num_batched_tokens": 48, "block_size": 16, "num_gpu_blocks_override": 60, "max_logprobs": VOCAB,
 }  # fmt: skip
+EAGER = OPTIONS | {"execution_mode": "eager"}
+LLVM = OPTIONS | {"execution_mode": "llvm", "num_threads": 1}
+NO_LLVM = pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed: pip install llvmlite")
+OTHER = {"enable_prefix_caching": False, "max_num_batched_tokens": 256, "num_threads": 3}
+"""Other chunks, no prefixes, more threads."""
+
+CASES = [
+    *(pytest.param(MODELS[name], EAGER, id=f"eager-{name}") for name in NAMES),
+    *(pytest.param(model, LLVM, id=f"llvm-{name}", marks=NO_LLVM) for name, model in DENSE.items()),
+]
 PARAMS = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
 
 
@@ -68,10 +95,10 @@ def error(found: tuple[list[int], Tensor], prompt: list[int], reference: Callabl
     return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_chunks_decode_and_cached_prefixes(name: str, tmp_path: Path) -> None:
-    reference, some = save_checkpoint(MODELS[name], tmp_path), prompts()
-    llm = LLM(str(tmp_path), **OPTIONS)
+@pytest.mark.parametrize(("model", "options"), CASES)
+def test_chunks_decode_and_cached_prefixes(model: Model, options: dict[str, Any], tmp_path: Path) -> None:
+    reference, some = save_checkpoint(model, tmp_path), prompts()
+    llm = LLM(str(tmp_path), **options)
     together = run(llm, some)
     for prompt, found in zip(some, together, strict=True):
         assert error(found, prompt, reference) <= 1e-5
@@ -79,24 +106,30 @@ def test_chunks_decode_and_cached_prefixes(name: str, tmp_path: Path) -> None:
     again = [run(llm, [prompt])[0] for prompt in some]
     assert llm.loop.scheduler.stats().prefix_hits > hits
     assert differing(again, together) == 0
-    cold = LLM(str(tmp_path), **OPTIONS | {"enable_prefix_caching": False, "max_num_batched_tokens": 256})
+    cold = LLM(str(tmp_path), **options | OTHER)
     assert differing([run(cold, [prompt])[0] for prompt in some], together) == 0
 
 
-def test_alibi_over_several_splits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        (EAGER, [{"max_num_batched_tokens": 256},
+                 {"contiguous_pa": True, "block_size": SPLIT, "num_gpu_blocks_override": 9}]),
+        pytest.param(LLVM, [OTHER | {"block_size": 256}], marks=NO_LLVM),
+    ],
+    ids=["eager", "llvm"],
+)  # fmt: skip
+def test_alibi_over_several_splits(options: dict[str, Any], others: list[dict[str, Any]], tmp_path: Path) -> None:
     """ALiBi is right behind the first KV split too, and when the cache is read in place."""
     name, changes = MODELS["mpt with six heads"]
     reference = save_checkpoint((name, {**changes, "max_seq_len": 640}), tmp_path)
     chance = random.Random(3)
     prompt = [chance.randrange(VOCAB) for _ in range(2 * SPLIT + 40)]
-    options = OPTIONS | {"max_model_len": 640, "num_gpu_blocks_override": 90}
-    found = run(LLM(str(tmp_path), **options), [prompt])
+    longer = options | {"max_model_len": 640, "num_gpu_blocks_override": 90}
+    found = run(LLM(str(tmp_path), **longer), [prompt])
     assert error(found[0], prompt, reference) <= 1e-5
-    for more in (
-        {"max_num_batched_tokens": 256},
-        {"contiguous_pa": True, "block_size": SPLIT, "num_gpu_blocks_override": 9},
-    ):
-        assert differing(run(LLM(str(tmp_path), **options | more), [prompt]), found) == 0
+    for more in others:
+        assert differing(run(LLM(str(tmp_path), **longer | more), [prompt]), found) == 0
 
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Execution mode llvm with every kind of dense layer and cache: right, and one answer in every way."""
+"""Execution mode llvm beyond one prompt's logits: logprobs, pooling, images, narrow caches, updates, faults.
+
+``test_family_engines.py`` has every kind of dense layer.
+"""
 
 from __future__ import annotations
 
@@ -15,55 +18,14 @@ from preheat.ops.float8 import round_to
 from preheat.ops.norm import PlusOneNorm
 from tests.cpu import test_embeddings as embeddings
 from tests.cpu import test_llava as llava
-from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
-from tests.cpu.test_family_engines import OPTIONS, differing, error, prompts, run
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.test_family_engines import DENSE, LLVM, OTHER, differing, prompts, run
 from tests.llava import save_llava
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from preheat.backends.cpu.llvm import model, norms, products, targets
 
-LLVM = {**OPTIONS, "execution_mode": "llvm", "num_threads": 1}
-OTHER = {"enable_prefix_caching": False, "max_num_batched_tokens": 256, "num_threads": 3}
-"""Other chunks, no prefixes, more threads."""
-ODD = {"hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 22}
-"""Sizes that fill no vector."""
-
 RAW = embeddings.LAST | {"normalize": False}
-
-ONLY_DATA = {"llama tied", "llama linear rope", "mistral", "qwen2", "qwen3 with yarn", "phi3 with longrope"}
-"""Models that differ from others by tables alone, or in their shape alone."""
-
-DENSE: dict[str, Model] = {
-    name: model for name, model in MODELS.items() if "mix" not in name and "moe" not in name and name not in ONLY_DATA
-} | {
-    "llama of odd sizes": ("Llama", ODD | {"mlp_bias": True}),
-    "gemma 3 of odd sizes": ("Gemma3", MODELS["gemma 3"][1] | ODD),
-    "starcoder2 of odd sizes": ("Starcoder2", ODD),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_logits_are_those_of_transformers_in_chunks_and_behind_prefixes(name: str, tmp_path: Path) -> None:
-    reference, some = save_checkpoint(DENSE[name], tmp_path), prompts()
-    llm = LLM(str(tmp_path), **LLVM)
-    together = run(llm, some)
-    for prompt, found in zip(some, together, strict=True):
-        assert error(found, prompt, reference) <= 1e-5
-    hits = llm.loop.scheduler.stats().prefix_hits
-    assert differing([run(llm, [prompt])[0] for prompt in some], together) == 0
-    assert llm.loop.scheduler.stats().prefix_hits > hits
-    cold = LLM(str(tmp_path), **LLVM | OTHER)
-    assert differing([run(cold, [prompt])[0] for prompt in some], together) == 0
-
-
-def test_a_long_context_of_several_splits_with_alibi(tmp_path: Path) -> None:
-    kind, changes = MODELS["mpt with six heads"]
-    reference = save_checkpoint((kind, {**changes, "max_seq_len": 640}), tmp_path)
-    prompt = torch.randint(199, (560,), generator=torch.Generator().manual_seed(3)).tolist()
-    options = LLVM | {"max_model_len": 640, "num_gpu_blocks_override": 90}
-    found = run(LLM(str(tmp_path), **options), [prompt])
-    assert error(found[0], prompt, reference) <= 1e-5
-    assert differing(run(LLM(str(tmp_path), **options | OTHER | {"block_size": 256}), [prompt]), found) == 0
 
 
 def test_logprobs_of_prompts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 23, "skip_warmup": True, "contiguous_pa": False, "enable_lora": True,
     "max_lora_rank": 24, "max_loras": 3,
 }  # fmt: skip
+WITHOUT = {"enable_lora": False, "max_loras": 1, "max_lora_rank": 16}
 OUTPUTS = 5
+NO_LLVM = pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed: pip install llvmlite")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
@@ -74,12 +77,16 @@ def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) ->
 
 
 @cache
-def reference(base: Path, adapter: Path | None, merged: bool = False) -> Any:
+def reference(base: Path, adapter: Path | None) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    if adapter is None:
-        return model.eval()
-    adapted = peft.PeftModel.from_pretrained(model, adapter)
-    return (adapted.merge_and_unload() if merged else adapted).eval()
+    return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
+
+
+@cache
+def merged(folder: Path, name: str) -> Any:
+    """Return the model with an adapter merged into its weights, in float64."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager").double()
+    return peft.PeftModel.from_pretrained(base, folder / name).double().merge_and_unload().eval()
 
 
 def engine(folder: Path, names: list[str] | None = None, **changes: Any) -> Engine:
@@ -99,24 +106,34 @@ def prompts(*names: str, length: int = 21) -> list[Prompt]:
     ]
 
 
+@pytest.fixture(scope="module", params=["eager", pytest.param("llvm", marks=NO_LLVM)])
+def mode(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def shared(folder) -> Engine:
-    return engine(folder)
+def shared(folder, mode) -> Engine:
+    return engine(folder, execution_mode=mode, num_threads=2)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("merged", [False, True], ids=["peft", "merged"])
-def test_logits_equal_peft(shared, folder, name, merged):
+def test_logits_equal_peft(shared, folder, name):
+    """Logits are near those of PEFT, and nearer to those of a merge in float64."""
     (prompt,) = prompts(name)
     with shared.keeping_logits() as kept:
         shared.run([prompt])
     (answer,) = shared.answers
+    tokens = torch.tensor([prompt.tokens + answer.tokens[:-1]])
     with torch.inference_mode():
-        tokens = torch.tensor([prompt.tokens + answer.tokens[:-1]])
-        expected = reference(folder / "base", folder / name, merged)(tokens).logits[0, len(prompt.tokens) - 1 :]
-        plain = reference(folder / "base", None)(tokens).logits[0, len(prompt.tokens) - 1 :]
+        expected, exact, plain = (
+            made(tokens).logits[0, len(prompt.tokens) - 1 :]
+            for made in (
+                reference(folder / "base", folder / name), merged(folder, name), reference(folder / "base", None)
+            )
+        )  # fmt: skip
     found = torch.stack(kept[0])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert float((found - exact).norm() / exact.norm()) <= 1e-5
     assert (found - plain).abs().max() > 0.05
 
 
@@ -142,19 +159,20 @@ def test_rows_of_several_adapters_and_of_none_have_the_bits_they_have_alone(shar
     assert shared.run(asked) == seen  # from the prefix cache
 
 
-def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(shared, folder):
+def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(shared, folder, mode):
     asked = prompts(*NAMES)
     plain = [replace(prompt, lora_name="") for prompt in asked]
-    expected = engine(folder, [], enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    expected = engine(folder, [], execution_mode=mode, **WITHOUT).run(plain)
     beside = shared.run([*asked[::2], *plain[1::2], *asked[1::2]])
     assert beside[4:8] == expected[1::2]
     assert shared.run(plain) == expected
 
 
-def test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
+def test_bits_depend_neither_on_the_slot_nor_on_the_largest_rank_nor_on_eviction(shared, folder, mode):
     asked = prompts("all", "qv", "rslora", "all", "qv")
     expected = alone(shared, asked)
-    other = engine(folder, ["rslora", "qv", "all"], max_loras=1, max_lora_rank=70, max_cpu_loras=3)
+    narrow = {"max_loras": 1, "max_lora_rank": 70, "max_cpu_loras": 3, "execution_mode": mode}
+    other = engine(folder, ["rslora", "qv", "all"], **narrow)
     loaded = counted_loads(other)
     assert other.run(asked) == expected
     other.forget_prefixes()
@@ -176,12 +194,22 @@ def counted_loads(engine: Engine) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_preempted_sequence_finds_its_adapter_again(folder, shared):
+@NO_LLVM
+def test_a_term_of_the_neighboring_slot_is_seen(folder, monkeypatch):
+    from preheat.backends.cpu.llvm import terms
+
+    asked, right = prompts(*NAMES), terms.pair
+    monkeypatch.setattr(terms, "pair", lambda e, how, slot, part: right(e, how, e.rem(e.add(slot, 1), 3), part))
+    wrong = engine(folder, execution_mode="llvm")
+    assert alone(wrong, asked) != wrong.run(asked)
+
+
+def test_a_preempted_sequence_finds_its_adapter_again(folder, shared, mode):
     longer = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
     asked = [replace(prompt, params=longer) for prompt in prompts("all", "qv", "rslora", "", "all", length=40)]
     expected = alone(shared, asked)
     tight = engine(folder, ["all", "qv", "rslora"], max_loras=2, max_cpu_loras=3, num_gpu_blocks_override=12,
-                   max_num_batched_tokens=48)  # fmt: skip
+                   max_num_batched_tokens=48, execution_mode=mode)  # fmt: skip
     assert tight.run(asked) == expected
     assert tight.stats.preemptions
 
@@ -218,8 +246,8 @@ def said(report: AdapterReport) -> tuple[str, str] | None:
     return report.error and (report.error.name, report.error.message)
 
 
-def test_adapters_come_and_go(folder, shared):
-    own = engine(folder, [], max_loras=1, max_cpu_loras=1)
+def test_adapters_come_and_go(folder, shared, mode):
+    own = engine(folder, [], max_loras=1, max_cpu_loras=1, execution_mode=mode)
     asked = prompts("qv", "all")
     seen = alone(shared, asked)
     (loaded,) = send(own, LoadAdapter("qv", str(folder / "qv"), 7))
@@ -243,7 +271,7 @@ def test_adapters_come_and_go(folder, shared):
     assert error is not None and (error.name, error.param) == ("ModelNotFound", "model")
 
 
-def test_unloading_waits_for_the_requests_of_the_adapter_and_others_go_on(folder, shared):
+def test_unloading_waits_for_the_requests_of_the_adapter_and_others_go_on(folder):
     own = engine(folder, ["qv"], max_loras=1)
     transport, loop = own.loop.transport, own.loop
     asked = prompts("qv", "")
@@ -357,6 +385,10 @@ def as_peft_says(own: Engine, folder: Path) -> None:
 
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "with shared": (
+        "qwen2 moe",
+        {"r": 5, "target_modules": ["q_proj", "shared_expert.down_proj"], "target_parameters": STACKED},
+    ),
     "qwen3": ("qwen3 moe", {"r": 5, "lora_alpha": 9, "target_modules": ["q_proj"], "target_parameters": STACKED}),
     "dense": ("qwen3 moe with dense layers", {"r": 18, "target_modules": [], "target_parameters": STACKED}),
     "down": ("qwen2 moe", {"r": 3, "target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
@@ -369,31 +401,33 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def of_experts(case: str, folder: Path) -> Engine:
+def of_experts(case: str, folder: Path, **changes: Any) -> Engine:
     """Return an engine with the adapter of a case, "own", and an adapter of only attention, "qv"."""
     family, config = EXPERTS[case]
     save_checkpoint(MODELS[family], folder / "base")
     save_adapter(folder / "base", folder / "own", config, seed=1)
     save_adapter(folder / "base", folder / "qv", ADAPTERS["qv"], seed=2)
-    return engine(folder, ["own", "qv"])
+    return engine(folder, ["own", "qv"], **changes)
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", [name for name in EXPERTS if name != "with shared"])
 def test_adapters_of_experts_have_the_logits_of_peft(case, tmp_path):
     as_peft_says(of_experts(case, tmp_path), tmp_path)
 
 
-def test_adapted_experts_change_only_their_own_rows(tmp_path):
-    own = of_experts("qwen3", tmp_path)
+@pytest.mark.parametrize(("case", "chosen"), [("qwen3", "eager"), pytest.param("with shared", "llvm", marks=NO_LLVM)])
+def test_adapted_experts_change_only_their_own_rows(case, chosen, tmp_path):
+    own = of_experts(case, tmp_path, execution_mode=chosen)
+    as_peft_says(own, tmp_path)
     asked = prompts("own", "", "qv", "own", "", "own")
     seen = alone(own, asked)
     assert own.run(asked) == seen
     own.forget_prefixes()
     assert own.run(asked, in_groups([3, 1, 2])) == seen
     plain = [replace(prompt, lora_name="") for prompt in asked]
-    expected = engine(tmp_path, [], enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    expected = engine(tmp_path, [], execution_mode=chosen, **WITHOUT).run(plain)
     assert seen[1] == expected[1] and seen[4] == expected[4] and seen[0] != expected[0]
-    other = engine(tmp_path, ["qv", "own"], max_loras=1, max_lora_rank=70)
+    other = engine(tmp_path, ["qv", "own"], max_loras=1, max_lora_rank=70, execution_mode=chosen)
     assert other.run(asked) == seen
 
 
@@ -428,7 +462,7 @@ def test_adapted_float8_experts_change_only_their_own_rows(tmp_path):
     asked, online = prompts("own", "", "qv", "own"), engine(tmp_path, ["own", "qv"], quantization="fp8")
     seen = alone(online, asked)
     assert online.run(asked) == seen
-    without = engine(tmp_path, [], quantization="fp8", enable_lora=False, max_loras=1, max_lora_rank=16)
+    without = engine(tmp_path, [], quantization="fp8", **WITHOUT)
     right = without.run([replace(prompt, lora_name="") for prompt in asked])
     assert [found == expected for found, expected in zip(seen, right, strict=True)] == [False, True, False, False]
 
@@ -450,18 +484,19 @@ def test_rows_beside_float8_weights_have_the_bits_they_have_alone(folder):
     seen = alone(online, asked)
     assert online.run(asked) == seen
     plain = [replace(prompt, lora_name="") for prompt in asked]
-    without = engine(folder, [], quantization="fp8", enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    without = engine(folder, [], quantization="fp8", **WITHOUT).run(plain)
     assert online.run(plain) == without
     assert seen[1] == without[1] and seen[0] != without[0]
 
 
-def test_a_draft_model_drafts_for_rows_with_adapters_too(folder, shared):
+def test_a_draft_model_drafts_for_rows_with_adapters_too(folder, shared, mode):
     """A draft model without adapters drafts for rows with adapters.
 
     It drafts the answers without an adapter.
     """
     asked = prompts(*NAMES)
-    drafting = engine(folder, speculative_config={"model": str(folder / "base"), "num_speculative_tokens": 3})
+    drafts = {"model": str(folder / "base"), "num_speculative_tokens": 3}
+    drafting = engine(folder, speculative_config=drafts, execution_mode=mode)
     assert drafting.run(asked) == alone(shared, asked)
     assert drafting.run(asked, in_groups([3, 1, 4])) == drafting.run(asked)
     stats = drafting.loop.scheduler.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,8 @@ from preheat.verify.paths import PathRunner
 from preheat.verify.prompts import Size
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
-from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
+from tests.cpu.test_lora import NO_LLVM
 
 SETTINGS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16, "skip_warmup": True,
@@ -32,15 +34,29 @@ SETTINGS = {
 """Settings of engines in which faults of torch's operations are planted."""
 
 
-@pytest.fixture(scope="module")
-def loop():
-    return boot_engine(Settings.load(SETTINGS, {}), InlineTransport())
+EXPERTS: Model = (
+    "Qwen2Moe",
+    {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+)
+LLVM = pytest.param("llvm", marks=NO_LLVM)
+
+
+@pytest.fixture(scope="module", params=["eager", LLVM])
+def loop(request, tmp_path_factory):
+    """Boot the bundled model in mode eager, or a model of experts in mode llvm."""
+    changes = {"execution_mode": request.param}
+    if request.param == "llvm":
+        folder = tmp_path_factory.mktemp("checked")
+        save_checkpoint(EXPERTS, folder)
+        changes["model"] = str(folder)
+    return boot_engine(Settings.load(SETTINGS | changes, {}), InlineTransport())
 
 
 @pytest.fixture
 def check(loop):
     plan, backend = loop.packer.plan, loop.executor.backend
-    record = Record.of(plan, model="bundled", platform="cpu", dtype="float32", mode="eager")
+    mode = "eager" if loop.executor.decoder.functions is None else "llvm"
+    record = Record.of(plan, model="bundled", platform="cpu", dtype="float32", mode=mode)
     yield BootCheck(CheckRunner(loop.scheduler.pool, loop.packer, loop.executor), record, backend.facts, loop.grammars)
     loop.scheduler.check()
     assert loop.scheduler.slots.num_free == SETTINGS["max_num_seqs"]
@@ -114,7 +130,54 @@ def neighbours_adapter(patch):
     patch.setattr(CpuAdapterRows, "describe", describe)
 
 
-@pytest.mark.parametrize("plant", [touches_all_rows, split_by_rows, by_place, left_behind, neighbours_adapter])
+def by_panel_slot(patch):
+    """Plant matrices of later slots that are slightly off."""
+    from preheat.backends.cpu.llvm.adapters import PanelSlots
+
+    right = PanelSlots.write
+
+    def write(self, slot, packed):
+        off = 1 + 2**-16 * slot
+        right(self, slot, [each and each._replace(scale=each.scale * off) for each in packed])
+
+    patch.setattr(PanelSlots, "write", write)
+
+
+def left_in_panels(patch):
+    """Plant a slot that keeps the ranks of the adapter before."""
+    from preheat.backends.cpu.llvm.adapters import PanelSlots
+
+    right = PanelSlots.write
+
+    def write(self, slot, packed):
+        before = self._tiles[slot].copy()
+        right(self, slot, packed)
+        self._tiles[slot] = np.maximum(before, self._tiles[slot])
+
+    patch.setattr(PanelSlots, "write", write)
+    patch.setattr(PanelSlots, "clear", lambda self, slot: None)
+
+
+def lowest_slot(patch):
+    """Plant a step where all adapted rows have the lowest slot among them."""
+    from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
+
+    right = PanelAdapterRows.describe
+
+    def describe(self, turn, step, slots):
+        lowest = min(slots[slots >= 0], default=-1)
+        right(self, turn, step, np.where(slots < 0, slots, lowest).astype(slots.dtype))
+
+    patch.setattr(PanelAdapterRows, "describe", describe)
+
+
+PLANTS = [
+    *(("eager", plant) for plant in (touches_all_rows, split_by_rows, by_place, left_behind, neighbours_adapter)),
+    *(pytest.param("llvm", plant, marks=NO_LLVM) for plant in (by_panel_slot, left_in_panels, lowest_slot)),
+]
+
+
+@pytest.mark.parametrize(("loop", "plant"), PLANTS, indirect=["loop"])
 def test_only_the_adapters_check_sees_an_adapter_fault(check, monkeypatch, plant):
     plant(monkeypatch)
     for usual in ("later run", "co-batched", "chunked", "decode"):
@@ -123,6 +186,7 @@ def test_only_the_adapters_check_sees_an_adapter_fault(check, monkeypatch, plant
         check.run("adapters")
 
 
+@pytest.mark.parametrize("loop", ["eager"], indirect=True)
 def test_adapters_that_change_nothing_are_seen(check, monkeypatch):
     monkeypatch.setattr(Factors, "has", lambda *_: False)
     with pytest.raises(CheckFailed, match="the same logits with different adapters"):

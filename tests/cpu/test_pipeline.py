@@ -64,13 +64,14 @@ def test_a_stage_that_is_killed_ends_the_engine():
 def test_families_have_the_bits_of_one_engine(name, tmp_path):
     """Stages keep the digest of one engine.
 
-    There are models with experts, and with tied embeddings on the first and last stage.
+    There are models with experts, and with tied embeddings on the first and last stage. Three stages are a first, a
+    middle and a last one.
     """
     save_checkpoint(MODELS[name], tmp_path)
     spec = read_spec(read_config(tmp_path))
     options = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "float32", **OPTIONS}
     digests = []
-    for stages in (1, 2, 3):
+    for stages in (1, 3):
         llm = LLM(pipeline_parallel_size=stages, **options)
         digests.append(record_of(llm).proof.digest)
         close(llm)

@@ -7,7 +7,7 @@ import torch
 from preheat.backends.cuda.graph import CudaGraphs
 from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import Request, SamplingParams
-from preheat.execution.build import LoadedModel, build
+from preheat.execution.build import Assembly, LoadedModel, build
 from preheat.execution.executor import Executor
 from preheat.limits import Limits
 from preheat.model.decoder import Attended
@@ -44,7 +44,7 @@ def made(tmp_path_factory):
 def engine(made, **options):
     plan, model = made
     slots = Slots(LIMITS.max_num_seqs, LIMITS.max_model_len, LIMITS.block_size)
-    packer, executor = build(Settings(**options), InterpretedCuda(), model, plan, slots, mode="graphs")
+    packer, executor = build(Settings(**options), InterpretedCuda(), model, plan, slots, how=Assembly("graphs"))
     return packer, executor, DummyBatches(slots, LIMITS, 48)
 
 
@@ -90,7 +90,7 @@ def told(made, monkeypatch, params) -> list[int]:
     """
     plan, model = made
     scheduler, packed = Scheduler(LIMITS, padded=plan.padded), []
-    packer, executor = build(Settings(), InterpretedCuda(), model, plan, scheduler.slots, mode="graphs")
+    packer, executor = build(Settings(), InterpretedCuda(), model, plan, scheduler.slots, how=Assembly("graphs"))
     nothing = torch.zeros(LIMITS.max_num_seqs, 1)
     monkeypatch.setattr(executor.forwards, "_body", lambda key: Attended(nothing, nothing))
     monkeypatch.setattr(executor.samples, "_body", lambda key: nothing)

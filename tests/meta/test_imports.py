@@ -38,8 +38,9 @@ RULE = {
     "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.rendezvous"
     " warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
-    "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
-    " verify elastic",
+    "boot_values": "plan schedule grammar lora execution model backends.base parallel engine warmup verify",
+    "boot": "boot_values plan schedule grammar lora execution model ops backends backends.base parallel engine"
+    " transport warmup verify elastic",
     "doctor": "backends warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",

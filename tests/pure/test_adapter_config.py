@@ -38,7 +38,8 @@ def test_the_first_pattern_that_matches_wins():
 
 def test_the_fields_of_a_config_choose_modules():
     def named(**fields):
-        return {module for module in MODULES if config(**fields).names(module)}
+        asked = config(**fields)
+        return {module for module in MODULES if asked.names(module)}
 
     assert len(named()) == 24
     assert named(layers_to_transform=0) == {MODULES[0], MODULES[1]}

@@ -24,13 +24,14 @@ from preheat.settings import Settings
 from preheat.utils.caches import cache_root
 from preheat.warmup import store as store_module
 from preheat.warmup.record import ItemRecord, Record
-from preheat.warmup.store import RECORD, Store, boot_parts, file_part, fingerprint
+from preheat.warmup.store import RECORD, DevicePart, ModelPart, Store, boot_parts, file_part, fingerprint
 
 LIMITS = Limits(
     max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, max_num_prefill_seqs=None, block_size=64,
     num_blocks=33,
 )  # fmt: skip
-BOOT = {"dtype": "bfloat16", "device": ("cpu", "AVX512"), "threads": 2, "mode": "eager"}
+MODEL = ModelPart(BUNDLED_PATH, weight_files(BUNDLED_PATH), "bfloat16")
+DEVICE = DevicePart(("cpu", "AVX512"), 2, "eager")
 PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text())
 
 
@@ -39,7 +40,10 @@ def plan(limits=LIMITS, **options):
 
 
 def parts(made=None, folder=BUNDLED_PATH, **changes):
-    return boot_parts(folder, weight_files(folder), made or plan(), **{**BOOT, **changes})
+    model, device = MODEL._replace(folder=folder, weights=weight_files(folder)), DEVICE
+    model = model._replace(**{name: value for name, value in changes.items() if name in ModelPart._fields})
+    device = device._replace(**{name: value for name, value in changes.items() if name in DevicePart._fields})
+    return boot_parts(model, device, made or plan())
 
 
 def record(seconds=1.0):
@@ -70,8 +74,8 @@ def test_the_same_boot_has_the_same_fingerprint():
 
 CHANGES = {
     "dtype": lambda: parts(dtype="float32"),
-    "device": lambda: parts(device=("cuda", "AVX512")),
-    "instruction set": lambda: parts(device=("cpu", "AVX2")),
+    "device": lambda: parts(platform=("cuda", "AVX512")),
+    "instruction set": lambda: parts(platform=("cpu", "AVX2")),
     "threads": lambda: parts(threads=1),
     "mode": lambda: parts(mode="compile"),
     "plan": lambda: parts(plan(bucketing_strategy="linear")),
@@ -79,7 +83,7 @@ CHANGES = {
     "limits": lambda: parts(plan(dataclasses.replace(LIMITS, max_model_len=192))),
     "determinism passes": lambda: parts(plan(determinism_warmup_iterations=4)),
     "overrides of the config": lambda: parts(overrides={"rope_theta": 5e5}),
-    "dummy weights": lambda: boot_parts(BUNDLED_PATH, [], plan(), **BOOT),
+    "dummy weights": lambda: parts(weights=[]),
 }
 
 

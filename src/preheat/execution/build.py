@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -70,6 +71,19 @@ def _tower(settings: Settings, model: LoadedModel, dtype: torch.dtype) -> Tower 
     return Given.of(model.spec.hidden_size, dtype) if settings.enable_prompt_embeds else None
 
 
+class Assembly(NamedTuple):
+    """How an engine is built of its model, in a mode.
+
+    ``store`` keeps compiled code. ``num_blocks`` replaces the plan's number of blocks. ``masked``: rows may have a
+    grammar.
+    """
+
+    mode: Mode
+    store: Path | None = None
+    num_blocks: int | None = None
+    masked: bool = False
+
+
 def build(
     settings: Settings,
     backend: Backend,
@@ -77,19 +91,16 @@ def build(
     plan: Plan,
     slots: Slots,
     *,
-    mode: Mode,
-    store: Path | None = None,
-    num_blocks: int | None = None,
-    masked: bool = False,
+    how: Assembly,
     sampler: Sampler | None = None,
     executor: Callable[..., Executor] = Executor,
 ) -> tuple[Packer, Executor]:
     """Build the packer and the executor of a model, with its cache.
 
-    ``num_blocks`` replaces the plan's number of blocks. ``masked``: rows may have a grammar. ``sampler`` is by default
-    the backend's.
+    ``sampler`` is by default the backend's.
     """
     spec, limits = model.spec, plan.limits
+    mode, store, num_blocks, masked = how
     blocks = limits.num_blocks if num_blocks is None else num_blocks
     with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
         cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)

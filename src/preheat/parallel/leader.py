@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from preheat import __version__
-from preheat.backends.base import Backend, Collective, Mode
+from preheat.backends.base import Backend, Collective
 from preheat.backends.cold import Counted
 from preheat.core import StepResult, Swaps
 from preheat.errors import PreheatError, RankDied
-from preheat.execution.build import build
+from preheat.execution.build import Assembly, build
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended, Tap
@@ -169,26 +168,12 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
     plan: Plan,
     slots: Slots,
     *,
-    mode: Mode,
-    store: Path | None = None,
-    num_blocks: int | None = None,
-    masked: bool = False,
+    how: Assembly,
 ) -> tuple[Packer, Executor]:
     """Build as :func:`preheat.execution.build.build`, on all ranks at once."""
-    ranks.tell("build", plan.limits, plan.options, plan.checks, mode, num_blocks)
+    ranks.tell("build", plan.limits, plan.options, plan.checks, how.mode, how.num_blocks)
     executor = partial(ParallelExecutor, ranks, slots, draws, pipe)
-    built = build(
-        settings,
-        backend,
-        model,
-        plan,
-        slots,
-        mode=mode,
-        store=store,
-        num_blocks=num_blocks,
-        masked=masked,
-        executor=executor,
-    )
+    built = build(settings, backend, model, plan, slots, how=how, executor=executor)
     ranks.answers()
     return built
 

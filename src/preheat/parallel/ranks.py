@@ -115,7 +115,7 @@ class Children:
 def _child(rank: int) -> Started:
     ours, theirs = Pipe()
     child = Child(
-        [sys.executable, "-m", "preheat.parallel.worker", str(rank), str(theirs.fileno())],
+        [sys.executable, "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # Ctrl-C does not reach it

@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import select
-import sys
 import threading
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
@@ -20,7 +19,7 @@ from preheat.backends.registry import pick_backend
 from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Swaps
 from preheat.errors import PreheatError, WireError
-from preheat.execution.build import build, linear_rows, select_linear_kernels
+from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
 from preheat.execution.executor import Executor
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
@@ -87,7 +86,7 @@ class Worker:
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
             self._settings, self._backend, self._model, self._plan, slots,
-            mode=mode, num_blocks=num_blocks, sampler=sampler,
+            how=Assembly(mode, num_blocks=num_blocks), sampler=sampler,
             executor=partial(SharedExecutor, self._draws, self._groups.pipe),
         )  # fmt: skip
         self._reader, self._seen = StepReader(self._executor.buffers, slots), LogitDigest()
@@ -224,7 +223,3 @@ def _exit_with_leader(line: Connection, site: Site) -> None:
     ends.poll()
     site.close()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), Connection(int(sys.argv[2])), door=None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from preheat.backends.base import Backend
 from preheat.core import Level
 from preheat.errors import SettingsError
-from preheat.execution.build import Build, build
+from preheat.execution.build import Assembly, Build, build
 from preheat.model.loader import LoadedModel
 from preheat.plan.items import EncoderItem, SwapItem
 from preheat.plan.plan import Plan
@@ -69,7 +69,7 @@ def _run(  # noqa: PLR0917 - as profile_run
 def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan, build: Build) -> Tensor:
     limits, rows = plan.limits, plan.sampler_sizes[-1]
     slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-    packer, executor = build(settings, backend, model, plan, slots, mode="eager", num_blocks=CACHE_BLOCKS)
+    packer, executor = build(settings, backend, model, plan, slots, how=Assembly("eager", num_blocks=CACHE_BLOCKS))
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
     images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)
     adapted = (False,) if executor.adapters is None else (False, True)

@@ -36,12 +36,17 @@ class Steps:
         self.done: list[BootStep] = []
         self._device, self.level = backend, level
         self._started = time.monotonic() if started is None else started
-        self._span = span
+        self.span = span
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds since the boot began."""
+        return time.monotonic() - self._started
 
     @contextmanager
     def __call__(self, name: str, *, detail: bool = False, in_total: bool = False) -> Iterator[None]:
         began = time.monotonic()
-        with self.log(name, detail=detail, in_total=in_total) as before, self._span(name):
+        with self.log(name, detail=detail, in_total=in_total) as before, self.span(name):
             yield
         self._keep(name, began, self._device.used_memory() - before)
 
@@ -61,7 +66,7 @@ class Steps:
         ``measure`` keeps nothing and returns the most bytes held on the device.
         """
         began, device, host = time.monotonic(), self._device.used_memory(), memory.used_memory()
-        with self._span(name):
+        with self.span(name):
             taken = measure()
         self._log(name, device, host, held=taken)
         self._keep(name, began, taken)

@@ -21,6 +21,7 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -109,41 +110,54 @@ def fingerprint(parts: Mapping[str, object]) -> str:
     return sha256(text.encode()).hexdigest()[:32]
 
 
+class ModelPart(NamedTuple):
+    """The model of a boot.
+
+    ``weights`` are the checkpoint's files in ``folder``, none for dummy weights. ``overrides`` replace fields of the
+    config. ``numerics`` are types and scales other than the model's own.
+    """
+
+    folder: Path
+    weights: Sequence[Path]
+    dtype: str
+    overrides: Mapping[str, object] | None = None
+    numerics: Mapping[str, object] | None = None
+
+
+class DevicePart(NamedTuple):
+    """The device of a boot: its platform, such as name and instruction set, torch's threads, and the mode."""
+
+    platform: Iterable[str]
+    threads: int
+    mode: str
+
+
 def boot_parts(
-    folder: Path,
-    weights: Sequence[Path],
+    model: ModelPart,
+    device: DevicePart,
     plan: Plan,
     *,
-    dtype: str,
-    device: Iterable[str],
-    threads: int,
-    mode: str,
-    overrides: Mapping[str, object] | None = None,
     grammars: str | None = None,
-    numerics: Mapping[str, object] | None = None,
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """Return everything that a boot's caches depend on.
 
-    ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights). ``device`` describes the platform,
-    such as its name and the instruction set that torch uses. ``overrides`` replace fields of the config. ``grammars``
-    is the library that makes masks and its version. ``numerics`` are types and scales other than the model's own.
-    ``more`` are parts of features that are on.
+    ``grammars`` is the library that makes masks and its version. ``more`` are parts of features that are on.
     """
-    config = [read_file(folder / "config.json")]
-    if overrides:
-        config.append(json.dumps(overrides, sort_keys=True).encode())
+    config = [read_file(model.folder / "config.json")]
+    if model.overrides:
+        config.append(json.dumps(model.overrides, sort_keys=True).encode())
     masks = {} if grammars is None else {"grammars": grammars}
     return {
         **masks,
-        "model": {"config": _digest(config), "files": [*map(file_part, weights)]},
-        "dtype": dtype,
+        "model": {"config": _digest(config), "files": [*map(file_part, model.weights)]},
+        "dtype": model.dtype,
         "versions": versions(),
-        "device": [*device, processor()],
-        "threads": threads,
-        "mode": mode,
+        "device": [*device.platform, processor()],
+        "threads": device.threads,
+        "mode": device.mode,
         "plan": plan_part(plan),
-        **({"numerics": dict(numerics)} if numerics else {}),
+        **({"numerics": dict(model.numerics)} if model.numerics else {}),
         **more,
     }
 

@@ -1,0 +1,20 @@
+"""The entry of a rank's process: ``python -m preheat.parallel.rank RANK DESCRIPTOR``."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+from preheat.utils.gc import keep_imports, paused
+
+
+def main() -> None:
+    """Import torch without collections of garbage, and be the rank on the descriptor's line."""
+    with paused():
+        from preheat.parallel.worker import run
+    keep_imports()
+    run(int(sys.argv[1]), Connection(int(sys.argv[2])), door=None)
+
+
+if __name__ == "__main__":
+    main()
