@@ -28,8 +28,8 @@ FORMATS = (
     ("fp8", "per tensor; activations per token or static", W8A8, ""),
     ("fp8", "blocks of 128 × 128 (DeepSeek, Qwen3); activations per 128 numbers", W8A8, "fp8-block"),
     ("modelopt", "FP8: per tensor; activations static", W8A8, ""),
-    ("int8", "made while loading (`--quantization int8`): per channel", W8A16, ""),
-    ("int4", "made while loading (`--quantization int4`): groups of 128, or 32", W4A16, ""),
+    ("int8", "made while loading (`--quantization int8`): per channel", W8A16, "online-int8"),
+    ("int4", "made while loading (`--quantization int4`): groups of 128, or 32", W4A16, "online-int4"),
     ("awq", "gemm, 4 bits", W4A16, ""),
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
@@ -72,6 +72,8 @@ def _measured(record: dict) -> str:
     names = {
         "fp8": "float8, channels and tokens", "fp8-block": "float8, blocks", "int8": "int8, channels",
         "int4-g128": "int4, groups of 128", "int4-g32": "int4, groups of 32",
+        "online-int8": "int8 made while loading, with the head",
+        "online-int4": "int4 made while loading, with the head",
     }  # fmt: skip
     parts = "; ".join(f"{names[key]} {figures[key]['percent']:+.2f} %" for key in names)
     return (

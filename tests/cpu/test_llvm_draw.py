@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm import targets
+from preheat.backends.cpu.llvm import sampler, targets
 from preheat.backends.cpu.llvm.best import Best
 from preheat.backends.cpu.llvm.draw import Draw
 from preheat.backends.cpu.llvm.emit import INT, LANES, LONG, POINTER, WORDS
@@ -137,6 +137,14 @@ def test_duplicates_of_the_last_token_of_top_k_are_kept_if_asked_for():
 def test_rows_with_edits_are_left_to_the_reference(draws):
     logits = np.zeros((2, 70), np.float32)
     assert draws(logits, SamplingInput(2, None, None, Edits.of([(0, 3, 1.0)]))) is None
+
+
+@pytest.fixture(autouse=True)
+def written_anew():
+    """Faults are planted where functions are written."""
+    sampler.source.cache_clear()
+    yield
+    sampler.source.cache_clear()
 
 
 def test_a_tie_that_goes_to_a_higher_id_is_seen(monkeypatch):

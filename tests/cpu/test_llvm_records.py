@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -57,15 +58,15 @@ def test_a_compilation_during_a_step_is_a_cold_event_of_the_engine(tmp_path, mon
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert Record.from_json(llm.loop.listener.report()).cold == {}
     right, source = (
-        model.Functions.finish,
+        model.Functions.layers,
         f'target triple = "{targets.here().triple}"\ndefine void @late() {{ ret void }}',
     )
 
-    def late(functions: model.Functions, *given: Tensor) -> Tensor:
+    def late(functions: model.Functions, *given: Any) -> Tensor:
         machine.compile_code(source, None)
         return right(functions, *given)
 
-    monkeypatch.setattr(model.Functions, "finish", late)
+    monkeypatch.setattr(model.Functions, "layers", late)
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
     record = Record.from_json(llm.loop.listener.report())
     assert record.cold == {"llvm": 1}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -300,6 +300,14 @@ class Layer(Linear, HasWeights, Protocol):
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [outputs, inputs] and the bias [outputs] of a layer of plain numbers, not sharded."""
+
+
+@runtime_checkable
+class TableLayer(Protocol):
+    """A layer with a weight that may serve as the table of embeddings, where the two are tied."""
+
+    def table(self) -> Tensor | None:
+        """Return the weight as a table (:mod:`preheat.ops.embedding`), a view; None if a copy serves better."""
 
 
 class ExpertsLayer(HasWeights, Protocol):
@@ -701,9 +709,9 @@ class Operations(Protocol):
     ) -> None:
         """Fill ``out`` [tokens, hidden] with the embeddings of the step's tokens.
 
-        Tokens name rows of ``table``, which are multiplied by ``scale``. The rows of ``positions`` [positions, hidden]
-        at the tokens' positions are added; see :mod:`preheat.ops.embedding`. With ``images`` [rows, hidden], the token
-        -2 - row is that row of ``images``.
+        Tokens name rows of ``table``, [vocab, hidden] or a :class:`TableLayer`'s. The rows are multiplied by ``scale``.
+        The rows of ``positions`` [positions, hidden] at the tokens' positions are added; see
+        :mod:`preheat.ops.embedding`. With ``images`` [rows, hidden], the token -2 - row is that row of ``images``.
         """
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:

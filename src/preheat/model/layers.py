@@ -190,8 +190,8 @@ class HeadElsewhere:
 class Weights:
     """The weights of a whole model.
 
-    ``embedding`` is [vocab, hidden]; ``positions`` [positions, hidden] exist where they are learned; ``vision`` is for
-    models that see images.
+    ``embedding`` is a table (:mod:`preheat.ops.embedding`). ``positions`` [positions, hidden] exist where they are
+    learned; ``vision`` is for models that see images.
     """
 
     embedding: Tensor

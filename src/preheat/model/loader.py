@@ -27,6 +27,7 @@ from preheat.backends.base import (
     LayerWeights,
     Linear,
     Norm,
+    TableLayer,
 )
 from preheat.backends.names import HOST
 from preheat.errors import ModelError
@@ -333,6 +334,7 @@ class WeightLoader:
             self._adapter_slots.add_embedding(spec.embedding, cast(Embedding, layer), self.dtype)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
+        embedding = self.table_in(spec, head, embedding)
         positions = self.table(spec.positions) if spec.positions else None
         vision = self._without_adapters().vision(spec.vision) if spec.vision else None
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
@@ -380,6 +382,12 @@ class WeightLoader:
             return head
         width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
         return GatheredHead(head, width, spec.vocab_size, self._collective)
+
+    @staticmethod
+    def table_in(spec: ModelSpec, head: Linear, embedding: Tensor) -> Tensor:
+        """Return the table of embeddings: a tied ``head``'s own weight if it serves as one, else ``embedding``."""
+        own = head.table() if spec.tied and isinstance(head, TableLayer) else None
+        return embedding if own is None else own
 
     def _tied_head(self, spec: LinearSpec, embedding: Tensor) -> Linear:
         """Return the output head of the table ``embedding``, quantized beside the table if ``spec`` says so."""

@@ -93,7 +93,8 @@ def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:
 
 def _tied(spec: ModelSpec, loader: WeightLoader) -> object:
     table = loader.table(spec.embedding)
-    return table, loader.head(spec, table)
+    head = loader.head(spec, table)
+    return loader.table_in(spec, head, table), head
 
 
 def _linear(spec: LinearSpec, loaded: object) -> Part:
@@ -226,7 +227,7 @@ def _check_head(model: LoadedModel, source: StoredTensors) -> None:
     else:
         loaded = model.weights.embedding
         head = source.read(HEAD, Piece(shape, (0, shape[0]))).to(loaded)
-        same = torch.equal(head, loaded)
+        same = torch.equal(head, loaded.reshape(-1, head.shape[1])[: len(head)])
     if not same:
         raise ModelError(
             f"{HEAD} differs from {table}, and the model was loaded with one tensor for both: send {table} first or "
@@ -253,10 +254,10 @@ def tensors_of(node: object) -> Iterator[Tensor]:
     classes of the other parts.
     """
     for part in _parts_of(node):
-        if isinstance(part, Tensor):
-            yield part
-        else:
+        if not isinstance(part, Tensor):
             yield from part.weights()
+        elif is_packed(part) or part.is_contiguous():  # else it is a view of a layer's tensor: the table in a tied head
+            yield part
 
 
 def reset_state(node: object) -> None:

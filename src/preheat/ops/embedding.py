@@ -1,5 +1,8 @@
 """Token embedding.
 
+A table is [vocab, hidden], or a view [.., hidden] of a weight, with rows in the row-major order of the other sizes.
+Rows behind the vocabulary are zeros.
+
 Contract. A copy of rows. With a scale: times the scale, rounded to the dtype first; the product is rounded. With
 learned positions: plus the row of each token's position; the sum is rounded. An image's embedding is copied without any
 of these steps.
@@ -19,6 +22,20 @@ def rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype))
 
 
+def rows_of(table: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the rows of ``table`` for ``tokens`` int [tokens]. Raises IndexError for an id outside the table."""
+    if table.dim() == 2:
+        return torch.index_select(table, 0, tokens, out=out)
+    if len(tokens) and int(tokens.min()) < 0:
+        raise IndexError(f"token {int(tokens.min())} is outside the table")
+    places, rest = list[Tensor](), tokens
+    for size in reversed(table.shape[1:-1]):
+        places.insert(0, rest % size)
+        rest = rest // size
+    found = table[(rest, *places)]
+    return found if out is None else out.copy_(found)
+
+
 def embed(
     tokens: Tensor,
     table: Tensor,
@@ -29,7 +46,7 @@ def embed(
     images: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return rows of ``table`` [vocab, hidden] for ``tokens`` int [tokens].
+    """Return rows of ``table`` for ``tokens`` int [tokens].
 
     ``positions`` [positions, hidden] are learned; ``at`` int [tokens] names the position of each token. With ``images``
     [rows, hidden], the token -2 - row takes that row of ``images``. Raises IndexError for an id outside the table.
@@ -38,7 +55,7 @@ def embed(
         rows = embed(tokens.clamp(min=0), table, scale=scale, positions=positions, at=at, out=out)
         seen = images.index_select(0, (-2 - tokens).clamp(min=0))  # for every token: shapes in a graph are static
         return rows.copy_(torch.where((tokens < -1)[:, None], seen, rows))
-    rows = torch.index_select(table, 0, tokens, out=out)
+    rows = rows_of(table, tokens, out)
     if scale is not None:
         rows.mul_(rounded(scale, rows.dtype))
     if positions is not None:

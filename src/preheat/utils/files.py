@@ -66,7 +66,10 @@ def open_file(path: str | Path, below: str | Path | None = None, *, most: int | 
 def read_file(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> bytes:
     """Return all bytes of the regular file behind ``path``, at most ``most``."""
     with open_file(path, below, most=most) as file:
-        data = file.read(most + 1)  # the file may have grown, or never have told its size
+        known = os.fstat(file.fileno()).st_size  # a read allocates all bytes that it asks for
+        data = file.read(min(known, most) + 1)
+        if len(data) > known:  # the file has grown, or never told its size
+            data += file.read(most + 1 - len(data))
     if len(data) > most:
         raise _too_large(path, most)
     return data

@@ -17,6 +17,7 @@ from preheat.core import Image, Segment
 from preheat.errors import NotInvariant
 from preheat.execution.encoder import Given, noise
 from preheat.frontend.prompt_embeds import PromptEmbeds
+from preheat.ops.embedding import rows_of
 from preheat.plan.programs import ENCODER_SIZES
 from preheat.schedule.images import EncoderCache
 from preheat.verify.check_runner import CheckRunner, Row
@@ -87,7 +88,7 @@ class ImageCheck:
         """Compare some tokens with their rows of the embedding table."""
         table, piece = self._runner.executor.decoder.weights.embedding, self._segments[0]
         ids = torch.from_numpy(self._tokens[piece.start : piece.end]).to(table.device)
-        (given,) = PromptEmbeds(table.shape[1], lambda: len(ids)).of_tensor(table[ids]).segments
+        (given,) = PromptEmbeds(table.shape[-1], lambda: len(ids)).of_tensor(rows_of(table, ids)).segments
         rows = Segment(piece.start, piece.end, given.image)
         tokens, embeds = (self._logits([self._most()] * 2, segments) for segments in ([], [rows]))
         if not torch.equal(tokens.view(torch.int32), embeds.view(torch.int32)):

@@ -20,6 +20,7 @@ from preheat.core import SamplingParams
 from preheat.errors import CheckFailed
 from preheat.execution.encoder import Given
 from preheat.frontend.prompt_embeds import PromptEmbeds
+from preheat.ops.embedding import rows_of
 from preheat.plan.items import NothingToRun
 from preheat.verify.beam_path import beam_search
 from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
@@ -292,10 +293,10 @@ def as_tokens(trial: Trial) -> PathResult | None:
     if encoder is None or not isinstance(encoder.tower, Given):
         return None
     table = engine.loop.executor.decoder.weights.embedding
-    reads, given = PromptEmbeds(table.shape[1], lambda: engine.ready.max_model_len), list[Prompt]()
+    reads, given = PromptEmbeds(table.shape[-1], lambda: engine.ready.max_model_len), list[Prompt]()
     texts = [changed(prompt, segments=()) for prompt in trial.prompts.prompts]
     for prompt in texts:
-        embedded = reads.of_tensor(table[torch.tensor(prompt.tokens, device=table.device)])
+        embedded = reads.of_tensor(rows_of(table, torch.tensor(prompt.tokens, device=table.device)))
         given.append(changed(prompt, tokens=embedded.ids, segments=tuple(embedded.segments)))
     engine.forget_prefixes()
     return compare(trial.name, engine.run(texts), [engine.run(given)])

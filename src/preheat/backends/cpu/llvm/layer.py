@@ -10,13 +10,16 @@ from torch import Tensor
 from preheat.backends.base import ALONE, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cpu.llvm.adapters import ExpertSlots, PanelSlots, terms_of
 from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
-from preheat.backends.cpu.llvm.memory import exact, panels, stored, stored_vector, vector
+from preheat.backends.cpu.llvm.memory import exact, panels, rows_in, stored, stored_vector, vector
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
 from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value
 
 Run = Callable[[Tensor, Tensor], Tensor]
+
+SMALL_TABLE = 1 << 24
+"""Bytes of a table of embeddings that is kept beside its panels: rows side by side are read faster."""
 
 
 def supports(value: Value) -> Support:
@@ -89,6 +92,12 @@ class PanelLayer:
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """See :class:`preheat.backends.base.Layer`."""
         return stored(self.how, self.panels), None if self.bias is None else stored_vector(self.how, self.bias)
+
+    def table(self) -> Tensor | None:
+        """See :class:`preheat.backends.base.TableLayer`."""
+        if self.how.scales is not None or self.how.gated or self.panels.nbytes < SMALL_TABLE:
+            return None
+        return rows_in(self.how, self.panels)
 
     def fields(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield the fields of a layer's frame for the product ``name``, and the addresses to write there."""

@@ -10,10 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -56,18 +59,20 @@ define float @__extendhfsf2(half %x) {
 """
 """The function that LLVM calls to widen float16 on x86 without F16C; not every C library has it."""
 
+_COUNTING = Lock()
 _SECONDS = 300.0
 _KEY_BYTES, _MOST_BYTES = 16, 1 << 26
 
 
 class Code:
-    """Loaded machine code. Keep it as long as its functions may run."""
+    """Loaded machine code of one or more sources. Keep it as long as its functions may run."""
 
-    def __init__(self, machine_code: bytes) -> None:
+    def __init__(self, *machine_code: bytes) -> None:
         _initialize()
         here = llvm.Target.from_default_triple().create_target_machine()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), here)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
+        for each in machine_code:
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(each))
         self._engine.finalize_object()
 
     @cached_property
@@ -112,6 +117,14 @@ def compile_code(source: str, folder: Path | None, target: Target | None = None)
     return made, False
 
 
+def compile_side_by_side(
+    sources: Sequence[str], folder: Path | None, compiled: Callable[..., tuple[bytes, bool]] = compile_code
+) -> list[bytes]:
+    """Return the machine code of each of ``sources``. Each source that no folder has gets a child process."""
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return [code for code, _ in pool.map(lambda source: compiled(source, folder), sources)]
+
+
 def _read(path: Path | None, key: bytes) -> bytes | None:
     """Return the machine code in ``path``, None if it has none or other bytes than were written for ``key``."""
     if path is None:
@@ -144,7 +157,8 @@ def _digest(data: bytes) -> bytes:
 
 def _in_child(source: str, target: Target) -> bytes:
     global compilations  # noqa: PLW0603 - the counter of cold events, which lives as long as the process
-    compilations += 1
+    with _COUNTING:
+        compilations += 1
     command = [sys.executable, "-P", "-m", "preheat.backends.cpu.llvm.machine", *target]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:

@@ -37,11 +37,14 @@ def panels(how: Product, weight: Tensor | QuantizedWeight) -> Tensor:
     return (rows.float() if how.stored == "float32" else rows).transpose(1, 2).contiguous()
 
 
+def rows_in(how: Product, found: Tensor) -> Tensor:
+    """Return the rows of a weight in panels, numbers and no codes: a view [.., inputs], in the order of the panels."""
+    return found.permute(0, 3, 2, 1) if how.stored == "bfloat16" else found.transpose(1, 2)
+
+
 def stored(how: Product, found: Tensor) -> Tensor:
     """Return the weight [outputs, inputs] that lies in the panels ``found``: numbers, no codes."""
-    if how.stored == "bfloat16":
-        return _out_of_panels(how, found.permute(0, 3, 2, 1).reshape(-1, how.inputs))
-    return _out_of_panels(how, found.transpose(1, 2).reshape(-1, how.inputs))
+    return _out_of_panels(how, rows_in(how, found).reshape(-1, how.inputs))
 
 
 def stored_vector(how: Product, bias: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from preheat.backends.base import LayerParts, Norm
-from preheat.backends.cpu.llvm import functions, job, targets
+from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
@@ -34,7 +34,7 @@ from preheat.backends.cpu.llvm.kinds import (
     Stored,
 )
 from preheat.backends.cpu.llvm.layer import PanelExperts, PanelLayer, floats
-from preheat.backends.cpu.llvm.machine import Code, compile_code
+from preheat.backends.cpu.llvm.machine import Code, compile_code, compile_side_by_side
 from preheat.backends.cpu.llvm.memory import zeros
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.llvm.team import Team
@@ -42,7 +42,7 @@ from preheat.limits import Limits
 
 _FRAME_WORDS = 64
 _TAKEN = LAYER_FRAME["taken"]
-_WRITTEN: WeakKeyDictionary[PanelLayer, tuple[Any, str]] = WeakKeyDictionary()
+_WRITTEN: WeakKeyDictionary[PanelLayer, tuple[Any, tuple[str, ...]]] = WeakKeyDictionary()
 
 
 class Functions:
@@ -64,8 +64,9 @@ class Functions:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
         last = self._kinds[-1]
-        self.source = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
-        self.code = Code(compile_code(self.source, folder)[0])
+        sources = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
+        drawing = [sampler.source(targets.here())] if single else []  # the sampler asks for it next
+        self.code = Code(*compile_side_by_side([*sources, *drawing], folder, compile_code)[: len(sources)])
         self.team = Team(self.code, threads)
         halves = [[self.code.address(f"{half}{numbers[kind]}") for half in ("front", "back")] for kind in self._kinds]
         self._adapters = next((layer.slots.rows for layer in panels if layer.slots is not None), PanelAdapterRows(rows))
@@ -229,29 +230,34 @@ class Functions:
         return self._of_hidden(rows)
 
 
-def _written(model: PanelLayer, *what: Any) -> str:
-    """Return the functions of a ``model``, named by one of its layers, as :func:`_source` writes them.
+def _written(model: PanelLayer, *what: Any) -> tuple[str, ...]:
+    """Return the functions of a ``model``, named by one of its layers, as :func:`_sources` writes them.
 
     An engine is built twice, once to be measured.
     """
-    if _WRITTEN.get(model, (None, ""))[0] != what:
-        _WRITTEN[model] = what, _source(*what)
+    if _WRITTEN.get(model, (None, ()))[0] != what:
+        _WRITTEN[model] = what, _sources(*what)
     return _WRITTEN[model][1]
 
 
-def _source(kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm, width: int) -> str:
-    """Return the functions of a model in LLVM's language; ``width``: numbers of the last layer's attention."""
-    module = ir.Module("preheat")
-    module.triple = targets.here().triple
+def _sources(
+    kinds: dict[LayerKind, int], alone: dict[Product, int], final_norm: RowNorm, width: int
+) -> tuple[str, ...]:
+    """Return the functions of a model in LLVM's language; ``width``: numbers of the last layer's attention.
+
+    Fronts and backs take about the same time to compile, so they are two sources.
+    """
+    fronts, backs = ir.Module("fronts"), ir.Module("backs")
+    fronts.triple = backs.triple = targets.here().triple
     for kind, number in kinds.items():
-        functions.front(module, f"front{number}", kind)
-        functions.back(module, f"back{number}", kind)
+        functions.front(fronts, f"front{number}", kind)
+        functions.back(backs, f"back{number}", kind)
     for how, number in alone.items():
-        functions.alone(module, f"alone{number}", how)
-    functions.norms(module, "norm", final_norm)
-    functions.take(module, "take", final_norm.size, width)
-    job.jobs(module, COUNTERS)
-    return str(module)
+        functions.alone(backs, f"alone{number}", how)
+    functions.norms(fronts, "norm", final_norm)
+    functions.take(fronts, "take", final_norm.size, width)
+    job.jobs(fronts, COUNTERS)
+    return str(fronts), str(backs)
 
 
 def _panels(layer: LayerParts) -> dict[str, PanelLayer]:

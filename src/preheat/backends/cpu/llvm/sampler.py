@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import CFUNCTYPE, c_int64, c_void_p
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from preheat.backends.cpu.llvm.best import best
 from preheat.backends.cpu.llvm.draw import BLOCK, SETTINGS, draw, pick
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.memory import zeros
+from preheat.backends.cpu.llvm.targets import Target
 from preheat.core import Level
 from preheat.ops.philox import MAX_SPREAD
 from preheat.ops.sampling import SamplingInput
@@ -22,6 +24,16 @@ _POSITION = 4
 _ID = 0xFFFFFFFF
 
 
+@cache
+def source(target: Target) -> str:
+    """Return the functions that draw, in LLVM's language."""
+    module = ir.Module("draw")
+    module.triple = target.triple
+    for write in (draw, pick, best):
+        write(module)
+    return str(module)
+
+
 class Draws:
     """The compiled function that draws for up to ``rows`` rows. Its machine code is kept in ``folder``.
 
@@ -29,11 +41,7 @@ class Draws:
     """
 
     def __init__(self, rows: int, folder: Path | None, *, duplicates: bool = False) -> None:
-        module = ir.Module("draw")
-        module.triple = targets.here().triple
-        for write in (draw, pick, best):
-            write(module)
-        self.code = Code(compile_code(str(module), folder)[0])
+        self.code = Code(compile_code(source(targets.here()), folder)[0])
         arguments = c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p
         self._draw = CFUNCTYPE(c_int64, *arguments)(self.code.address("draw"))
         self._pick = CFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64, c_void_p)(self.code.address("pick"))
