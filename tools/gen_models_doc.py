@@ -69,24 +69,24 @@ def _families() -> dict[Callable[[Config], ModelSpec], list[str]]:
 
 def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     adds = " ".join((family.__doc__ or "").partition("\n\n")[0].split())
-    sizes = [_size(f"{kind}ForCausalLM", changes) for kind, changes in MODELS.values() if f"{kind}ForCausalLM" in names]
+    specs = [_spec(f"{kind}ForCausalLM", changes) for kind, changes in MODELS.values() if f"{kind}ForCausalLM" in names]
     if LLAVA in names:
-        sizes = [_sizes_of(read_spec(LLAVA_SMALL))]
+        specs = [read_spec(LLAVA_SMALL)]
     if MISTRAL3 in names:
-        sizes = [_sizes_of(read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT}))]
+        specs = [read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT})]
+    sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.layers[0].attention.whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     cells.append("yes")
-    return _line([*cells, "no" if LLAVA in names else "yes", _offered(OPTIONS["quantization"])])
+    return _line([*cells, "no" if LLAVA in names or whole else "yes", _offered(OPTIONS["quantization"])])
 
 
-def _size(architecture: str, changes: dict[str, Any]) -> str:
+def _spec(architecture: str, changes: dict[str, Any]) -> ModelSpec:
     own = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
            "n_positions": "max_position_embeddings", "d_model": "hidden_size", "n_heads": "num_attention_heads",
            "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"}  # fmt: skip
     config = SMALL | {"norm_topk_prob": True} | changes
-    spec = read_spec(config | {name: config[field] for name, field in own.items()} | {"architectures": [architecture]})
-    return _sizes_of(spec)
+    return read_spec(config | {name: config[field] for name, field in own.items()} | {"architectures": [architecture]})
 
 
 def _sizes_of(spec: ModelSpec) -> str:

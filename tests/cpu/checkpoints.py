@@ -191,7 +191,14 @@ MODELS: dict[str, Model] = {
     "cohere": ("Cohere", {"head_dim": 24, "pad_token_id": 0, "attention_bias": True}),
     "cohere 2": (
         "Cohere2",
-        {"head_dim": 24, "pad_token_id": 0, "num_hidden_layers": 4, "sliding_window": 11, "eos_token_id": 7},
+        {
+            "head_dim": 24,
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "logit_scale": 0.7,
+            "eos_token_id": 7,
+        },
     ),
     "exaone 4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 11}),
     "exaone 4 without windows": ("Exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),

@@ -22,7 +22,7 @@ from tests.cpu.checkpoints import MODELS, Model, save_checkpoint
 
 NAMES = (
     "llama", "mixtral", "qwen3 moe", "phi4 mini", "starcoder2", "gpt bigcode", "gpt bigcode with a key head each",
-    "gemma 3", "mpt with six heads", "qwen2 moe",
+    "gemma 3", "mpt with six heads", "qwen2 moe", "ministral 3", "olmo 3", "cohere 2",
 )  # fmt: skip
 ODD = {"hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 22}
 """Sizes that fill no vector."""

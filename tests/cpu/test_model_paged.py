@@ -98,7 +98,7 @@ class Steps:
 FAMILIES = (
     "llama tied", "llama 3.1", "mistral with window", "qwen2 with windows", "qwen3", "phi4 mini", "starcoder2",
     "gpt bigcode with a key head each", "gpt bigcode with 48 heads", "gemma 3", "mpt", "mpt with six heads",
-    "qwen2 moe with dense layers",
+    "qwen2 moe with dense layers", "ministral 3", "olmo 3", "cohere 2",
 )  # fmt: skip
 
 

@@ -26,7 +26,16 @@ from preheat.startup import boot_engine
 from preheat.verify.drive import Engine
 from preheat.verify.prompts import REDUCED, Prompt, make_prompts
 from preheat.verify.verification import Verification
-from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, longrope, save_checkpoint
+from tests.cpu.checkpoints import (
+    GROWING_ROPE,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    MODELS,
+    YARN_ROPE,
+    Model,
+    longrope,
+    save_checkpoint,
+)
 
 DEVICE = "cuda"
 VOCAB, LENGTH = 256, 1024
@@ -34,6 +43,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64,
     "max_position_embeddings": LENGTH,
 }  # fmt: skip
+WINDOW_THEN_FULL = ["sliding_attention", "full_attention"]
 CHANGES: dict[str, dict[str, Any]] = {
     "llama 3.1": {"rope_parameters": LLAMA3_ROPE, "head_dim": 128, "num_attention_heads": 8},
     "llama linear rope": {"rope_parameters": LINEAR_ROPE},
@@ -48,6 +58,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma 3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100},
     "gemma 3 with one key head": {"head_dim": 256, "sliding_window": 100},
     "mpt with six heads": {"hidden_size": 6 * 64},
+    "ministral": {"layer_types": WINDOW_THEN_FULL, "sliding_window": 100},
+    "ministral 3": {"rope_parameters": GROWING_ROPE | {"factor": 8.0, "original_max_position_embeddings": LENGTH // 8}},
+    "olmo 3": {"layer_types": WINDOW_THEN_FULL, "sliding_window": 100},
+    "cohere 2": {"layer_types": WINDOW_THEN_FULL, "sliding_window": 100},
+    "exaone 4": {"layer_types": WINDOW_THEN_FULL, "sliding_window": 100},
+    "exaone 4 without windows": {"layer_types": ["full_attention"] * 2},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
 }
 """Changes beside `SIZES`, for differences that matter to a GPU's kernels.
@@ -120,7 +137,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-ROUTED = [name for name, (family, _) in MODELS.items() if family == "Mixtral" or family.endswith("Moe")]
+ROUTED = [name for name, (_, changes) in MODELS.items() if "num_experts_per_tok" in changes]
 IN_FLOAT32 = [*ROUTED, "phi3 with longrope"]
 """Families compared in float32 only.
 

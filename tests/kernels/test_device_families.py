@@ -22,12 +22,14 @@ LLAMA = {
     "intermediate_size": 48, "max_position_embeddings": 64,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Cohere2": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2},
     "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "Gemma3": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9},
     "Mpt": {
         "d_model": 48, "n_layers": 2, "n_heads": 3, "max_seq_len": 64, "expansion_ratio": 2,
         "attn_config": {"clip_qkv": 0.5, "alibi_bias_max": 4},
     },
+    "Olmo2": {**LLAMA, "head_dim": 16},
     "Phi3": {
         **LLAMA, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2, 3, 4, 5, 6]},

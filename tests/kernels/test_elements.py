@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.activation import activate, clip, silu_and_mul
+from preheat.backends.cuda.activation import activate, clip, scaled, silu_and_mul
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
 from preheat.backends.cuda.rotary import rope_and_write
-from preheat.model.rope import rope_table
-from preheat.model.specs import RopeSpec
+from preheat.model.rope import query_factors, rope_table
+from preheat.model.specs import QueryGrowth, RopeSpec
 from preheat.ops import activation, embedding, moe, rotary
 from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to
@@ -47,7 +47,9 @@ def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(("kind", "biased"), [("layer", True), ("layer", False), ("rms_plus_one", False)])
+@pytest.mark.parametrize(
+    ("kind", "biased"), [("layer", True), ("layer", False), ("rms_plus_one", False), ("identity", False)]
+)
 @pytest.mark.parametrize("size", [96, 1500])
 def test_other_norms(dtype, kind, biased, size):
     x, residual, weight = (random(4, size, dtype=dtype, seed=seed) for seed in range(3))
@@ -58,6 +60,8 @@ def test_other_norms(dtype, kind, biased, size):
     assert relative_error(norm(x), exact) < ROUNDING[dtype]
     assert relative_error(RMSNorm(weight[0], 1e-5)(x), exact) > 0.01  # another kind is another thing
     assert torch.equal(norm(x[1:2]), norm(x)[1:2])
+    beside = torch.cat((residual, x), dim=1)[:, size:]
+    assert torch.equal(norm(beside), norm(x)), "rows may lie in wider rows"
     total = x + residual
     assert torch.equal(norm.add(x, residual), norm(total))
     assert torch.equal(residual, total)
@@ -79,6 +83,13 @@ def test_clip(dtype):
     x = random(3, 1100, dtype=dtype) * 4
     assert torch.equal(clip(x, 1.7), activation.clip(x, 1.7))
     assert not torch.equal(clip(x, 1.7), x)
+
+
+@DTYPES
+def test_a_factor_is_rounded_once(dtype):
+    x = random(3, 1100, dtype=dtype) * 4
+    assert torch.equal(scaled(x, 0.37), activation.scaled(x, 0.37))
+    assert scaled(x, 0.37, x) is x
 
 
 @DTYPES
@@ -220,6 +231,20 @@ def test_heads_that_do_not_turn(kind):
         assert relative_error(given[:, :3], expected[:, :3].double()) < 1e-6
         assert relative_error(cache[0, 0, 0, [0, 5]], expected[:, 3].double()) < 1e-6
         assert torch.equal(cache[0, 1, 0, [0, 5]], qkv[:, 4])
+
+
+@DTYPES
+def test_queries_grow_behind_their_rotation(dtype):
+    qkv, rope = random(2, 5, 64, dtype=dtype), rope_table(RopeSpec(kind="default", theta=10000.0), 64, 100, dtype)
+    slots, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([3, 15], dtype=torch.int32)
+    growth, table = query_factors(QueryGrowth(0.3, 4), 16, dtype), slots.view(2, 1)
+    plain, grown = qkv.clone(), qkv.clone()
+    caches = [torch.zeros(1, 2, 1, 16, 64, dtype=dtype) for _ in range(2)]
+    rope_and_write(plain, rope, slots, positions, table, caches[0], 3, 1, None, 0.0)
+    rope_and_write(grown, rope, slots, positions, table, caches[1], 3, 1, None, 0.0, growth=growth)
+    assert torch.equal(*caches)
+    assert torch.equal(grown[:, :3], plain[:, :3] * growth[positions][:, None, None])
+    assert torch.equal(grown[0], plain[0]) and not torch.equal(grown[1], plain[1])
 
 
 def test_rows_are_taken():

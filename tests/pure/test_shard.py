@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 
+from preheat.backends.cpu.facts import FACTS
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.shard import shard, sums_k_splits
 from preheat.model.specs import LinearSpec, ModelSpec, leaves
+from preheat.model.traits import check_traits
 from preheat.settings import Settings
 from tests.specs import LLAMA_8B, llama
 
@@ -136,6 +139,19 @@ def test_a_format_without_a_cut_is_refused():
     other = replace(layer.mlp, down=replace(layer.mlp.down, format="other"))
     with pytest.raises(ModelError, match="stored as other yet"):
         shard(replace(DENSE, layers=(replace(layer, mlp=other),)), 0, 2)
+
+
+def test_norms_of_all_heads_are_refused(tmp_path):
+    config = {
+        "architectures": ["Olmo2ForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "vocab_size": 200, "num_attention_heads": 4,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="ranks cannot share norms of all query heads together"):
+        shard(read_spec(config), 0, 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for more in ({"tensor_parallel_size": 2}, {"tp_invariant": True}):
+        with pytest.raises(SettingsError, match=r"with this model.* norms all query heads together"):
+            check_traits(Settings(model=str(tmp_path), **more), FACTS)
 
 
 def test_norms_and_embeddings_are_whole():

@@ -202,12 +202,21 @@ def test_special_tokens_and_ends(tokenizers: dict[str, Tokenizer], tmp_path: Pat
     assert tokenizer.eos_ids == [1] and {0, 1, 2} <= tokenizer.special_ids
     assert tokenizer.token_bytes(2) == b"<|im_start|>" and tokenizer.token_bytes(10**6) == b""
     saved(tmp_path, byte_level())
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.5}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.5}')
     (tmp_path / "config.json").write_text('{"vocab_size": 512, "eos_token_id": 5}')
     loaded = Tokenizer(tmp_path)
-    assert loaded.eos_ids == [1, 2] and loaded.vocab_size == 512 and loaded.model.generation["temperature"] == 0.5
+    assert loaded.eos_ids == [1, 2, 7] and loaded.vocab_size == 512 and loaded.model.generation["temperature"] == 0.5
     with pytest.raises(InvalidRequest, match="character 1"):
         tokenizer.encode("a\ud800")
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model"])
+def test_a_tokenizer_in_another_format_is_told_what_to_convert(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"has {name} and no tokenizer.json: convert it once, with transformers"):
+        Tokenizer(tmp_path)
 
 
 def test_transformers_agrees(tmp_path: Path) -> None:

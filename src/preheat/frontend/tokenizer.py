@@ -24,6 +24,9 @@ from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
 from preheat.utils.files import TABLE_BYTES, read_json, regular_file
 
+_OTHERS = {"tekken.json": "mistral-common", "tokenizer.model": "sentencepiece (tiktoken for a tiktoken file)"}
+"""Files of other tokenizers, each with the library that converts it."""
+
 
 def _load_backend(folder: Path) -> Backend:
     """Return the fast tokenizer in ``folder``; transformers converts other formats."""
@@ -45,11 +48,23 @@ def _load_backend(folder: Path) -> Backend:
                 regular_file(file)
         converted = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
-        raise ModelError(f"{folder} has no tokenizer that can be read: {error}") from error
+        raise ModelError(_unreadable(folder, error)) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise ModelError(f"{folder} has no tokenizer.json and its tokenizer cannot be converted to one")
     return backend
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    """Return the message for a folder without a tokenizer.json; it says how to convert another file."""
+    for name, library in _OTHERS.items():
+        if (folder / name).is_file():
+            return (
+                f"{folder} has {name} and no tokenizer.json: convert it once, with transformers and {library}, by "
+                f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}), or name a folder "
+                "with a tokenizer.json by --tokenizer"
+            )
+    return f"{folder} has no tokenizer that can be read: {error}"
 
 
 def _content(token: object) -> str | None:

@@ -6,8 +6,9 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.backends.base import LayerWeights
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from preheat.backends.base import Linear
     from preheat.model.loader import WeightLoader
     from preheat.ops.quantization import QuantizedWeight
+
+
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,31 @@ class Plain:
 
 
 def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
-    """Read a shard's rows and columns straight to their destination."""
+    """Read a shard's rows and columns straight to their destination, and put rows that lie together into order."""
     at, inputs, outputs = 0, spec.stored_inputs or spec.inputs, dict(spec.parts)
-    for name, rows in spec.pieces():
+    for name, rows, order in _together(spec):
         place = slice(at, at + rows[1] - rows[0])
         loader.source.fill(f"{name}.weight", weight[place], Piece((outputs[name], inputs), rows, spec.columns))
         if bias is not None:
             loader.source.fill(f"{name}.bias", bias[place], Piece((outputs[name],), rows))
+        for read in (weight, bias) if len(order) > 1 else ():
+            if read is not None:
+                reorder(read[place], order)
         at = place.stop
+
+
+def _together(spec: LinearSpec) -> Iterator[tuple[str, Range, tuple[Range, ...]]]:
+    """Yield modules with rows [from, to) to read at once, and the order of these rows.
+
+    Consecutive pieces of a module are one if their rows have no others between them.
+    """
+    for name, pieces in groupby(spec.pieces(), key=lambda piece: piece[0]):
+        ranges = [rows for _, rows in pieces]
+        low, high = min(start for start, _ in ranges), max(end for _, end in ranges)
+        if high - low == sum(end - start for start, end in ranges):
+            yield name, (low, high), tuple((start - low, end - low) for start, end in ranges)
+        else:
+            yield from ((name, rows, ()) for rows in ranges)
 
 
 FORMATS: Mapping[str, LinearFormat] = {

@@ -11,8 +11,8 @@ into tiles, one product each, and columns into K splits (:mod:`preheat.ops.matmu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from preheat.errors import ModelError
 from preheat.model.formats import FORMATS
@@ -125,7 +125,7 @@ class _Cut:
         tiles = tuple(ends[at + 1] - ends[at] for at in range(first, last))
         if not all(tiles):
             raise self._error("tokens of the vocabulary", spec.outputs)
-        return replace(spec, order=tuple(_ranges(spec, ends[first], ends[last])), tiles=tiles)
+        return replace(spec, order=_ranges(spec, ends[first], ends[last]), tiles=tiles)
 
     @property
     def _own_k_splits(self) -> int:
@@ -207,11 +207,18 @@ def _not_yet(what: str) -> ModelError:
     )
 
 
-def _ranges(spec: LinearSpec, first: int, last: int) -> Iterator[Range]:
-    """Yield the stacked rows of the layer's rows [``first``, ``last``)."""
-    at = 0
-    for start, end in spec.order or ((0, spec.stored_outputs),):
+def _ranges(spec: LinearSpec, first: int, last: int) -> tuple[Range, ...]:
+    """Return the stacked rows of the layer's rows [``first``, ``last``)."""
+    return _part(spec.order or ((0, spec.stored_outputs),), first, last)
+
+
+@cache
+def _part(order: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
+    """Return the rows [``first``, ``last``) of ``order``; layers share long orders."""
+    at, found = 0, list[Range]()
+    for start, end in order:
         begin, stop = max(first - at, 0), min(last - at, end - start)
         if begin < stop:
-            yield start + begin, start + stop
+            found.append((start + begin, start + stop))
         at += end - start
+    return tuple(found)

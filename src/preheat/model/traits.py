@@ -38,11 +38,15 @@ def model_traits(spec: ModelSpec, *, pools: bool) -> frozenset[str]:
 def _lacks(spec: ModelSpec) -> Lacks:
     """Return the features that the model lacks, with the reason.
 
-    A prompt's embeddings must be rows of the table of embeddings, without scale and positions.
+    A prompt's embeddings must be rows of the table of embeddings, without scale and positions. Ranks have some heads
+    each, so they cannot norm all of them together.
     """
     why = None
     if spec.embedding.scale is not None:
         why = "it scales the embeddings of its tokens"
     elif spec.positions is not None:
         why = "it adds learned positions to the embeddings of its tokens"
-    return {("prompt_embeds",): why} if why else {}
+    found: dict[tuple[str, ...], str] = {("prompt_embeds",): why} if why else {}
+    if any(layer.attention.whole_qk_norm for layer in spec.layers):
+        found["tensor_parallel",] = "it norms all query heads together, and a rank has some of them"
+    return found

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.verify.random_models import EVEN, write_draft
+from preheat.verify.random_models import EVEN, WHOLE_NORMS, write_draft
 
 HOST_GIB = 0.02
 
@@ -67,4 +67,5 @@ def _divides(config: dict[str, Any]) -> bool:
     names = ("intermediate_size", "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     heads = config["num_attention_heads"] % 4 == config["num_key_value_heads"] % 2 == 0
     plain = "attn_config" not in config and "quantization_config" not in config
+    plain = plain and config["architectures"][0] not in WHOLE_NORMS
     return heads and plain and all(config.get(name, 0) % EVEN == 0 for name in names)

@@ -11,7 +11,24 @@ from pathlib import Path
 from typing import Any
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-WITH_EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+LLAMA_LIKE = (
+    "ArceeForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM",
+    "GemmaForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM",
+    "Jais2ForCausalLM", "Ministral3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "PhiForCausalLM",
+    "SmolLM3ForCausalLM", "StableLmForCausalLM",
+)  # fmt: skip
+"""Dense families that differ from Llama by their norms, factors, rotations or activations."""
+
+WHOLE_NORMS = ("FlexOlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")
+"""Families that norm all query heads together; ranks cannot share them."""
+
+WITH_EXPERTS = (
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "FlexOlmoForCausalLM",
+)
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
 SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
@@ -20,7 +37,7 @@ SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 A field that a family does not read is an error.
 """
 
-FAMILIES = (*DENSE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
+FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
@@ -86,6 +103,8 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
         found["attention_bias"] = draw.random() < 0.3
     if family == "LlamaForCausalLM":
         found["mlp_bias"] = draw.random() < 0.2
+    if family in LLAMA_LIKE:
+        return found | _beside_llama(draw, family, dim, layers)
     narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
     if family == WITH_WINDOWS:
         window = draw.choice((narrow, wide))
@@ -99,11 +118,44 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
     return found | (_experts(draw, family, layers, even) if family in WITH_EXPERTS else {})
 
 
+def _beside_llama(draw: random.Random, family: str, dim: int, layers: int) -> dict[str, Any]:
+    """Return the fields of a family that differs from Llama by more than its sizes."""
+    flip, window = (
+        draw.random() < 0.5,
+        {"sliding_window": draw.choice((draw.randrange(1, 64), draw.randrange(64, 600)))},
+    )
+    half = {"partial_rotary_factor": 0.5 if dim % 4 == 0 else 1.0}
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": draw.randrange(16, POSITIONS // 2)}
+    factors = {
+        "embedding_multiplier": draw.uniform(1, 20), "attention_multiplier": dim**-0.5 * draw.uniform(0.5, 2),
+        "residual_multiplier": draw.uniform(0.1, 1), "logits_scaling": draw.uniform(1, 16),
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "ArceeForCausalLM": {"hidden_act": "relu2", "mlp_bias": flip},
+        "CohereForCausalLM": {"attention_bias": flip},
+        "Cohere2ForCausalLM": {**window, "sliding_window_pattern": draw.randint(2, 3), "attention_bias": flip},
+        "Ernie4_5ForCausalLM": {"use_bias": flip},
+        "Exaone4ForCausalLM": {**window, "sliding_window_pattern": draw.randint(2, 3)},
+        "GlmForCausalLM": half,
+        "Glm4ForCausalLM": {**half, "attention_bias": flip},
+        "GraniteForCausalLM": {**factors, "mlp_bias": flip},
+        "Jais2ForCausalLM": {"hidden_act": "relu2", "mlp_bias": flip},
+        "Ministral3ForCausalLM": {"rope_parameters": {**yarn, "llama_4_scaling_beta": draw.uniform(0.1, 1)}},
+        "Olmo3ForCausalLM": window,
+        "PhiForCausalLM": {**half, "hidden_act": "gelu_new", "tie_word_embeddings": False},
+        "SmolLM3ForCausalLM": {"no_rope_layer_interval": draw.randint(2, 3), "use_sliding_window": flip, **window},
+        "StableLmForCausalLM": {**half, "use_parallel_residual": flip, "use_qkv_bias": draw.random() < 0.5},
+    }
+    return own.get(family, {})
+
+
 def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[str, Any]:
     """Return the fields of a model with experts."""
     count, chosen = draw.choice((4, 6, 8)), draw.randint(1, 3)
     if family == "MixtralForCausalLM":
         return {"num_local_experts": count, "num_experts_per_tok": chosen}
+    if family in WHOLE_NORMS:
+        return {"num_experts": count, "num_experts_per_tok": chosen, "norm_topk_prob": draw.random() < 0.7}
     shared = {"shared_expert_intermediate_size": _width(draw, 200, even)} if family == "Qwen2MoeForCausalLM" else {}
     return shared | {
         "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": _width(draw, 200, even),

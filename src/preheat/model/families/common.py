@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
@@ -182,6 +183,7 @@ def attention(
     )
 
 
+@cache
 def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, int], ...]:
     """Return the row order of queries and keys.
 
