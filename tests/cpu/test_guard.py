@@ -174,6 +174,18 @@ def test_without_warm_up_each_program_is_cold_once(llm):
     assert all(entry.outcome == "ready" and "first run" in entry.reason for entry in ran)
 
 
+def test_steps_of_the_same_rows_count_for_the_programs_that_they_ran(llm):
+    """Stop tokens are banned for the first three tokens, so these steps draw with another program."""
+    guard = watch(llm, "count")
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=3, ignore_eos=False, stop_token_ids=[4095])
+    llm.generate([PROMPT], params, use_tqdm=False)
+    entries, hits = guard.record.by_name(), dict.fromkeys(Level, 0)
+    for item in llm.loop.packer.plan.items:
+        if item.program is not None and item.program.level is not None:
+            hits[item.program.level] = max(hits[item.program.level], entries[item.name].hits)
+    assert hits == {Level.FULL: 3, Level.FILTERED: 0, Level.GREEDY: 5}
+
+
 def test_only_cold_steps_are_logged_as_cold(llm, caplog):
     """A cold step is told as on vLLM for Gaudi.
 

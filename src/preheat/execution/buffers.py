@@ -86,6 +86,7 @@ class StepBuffers:
         self._device = torch.zeros(words, dtype=torch.int32, device=backend.device)
         self._host = [backend.host_copy(self._device) for _ in range(HOST_COPIES)]
         self._arrays = [host.numpy() for host in self._host]
+        self._words = self._device.numpy() if backend.facts.on_host else None  # a tensor's copy takes longer
         self._views = cache(self._view)
         self.first_sampled = cache(lambda size: self.sampled[:size])
         self._turn = 0
@@ -160,6 +161,9 @@ class StepBuffers:
         """
         assert turn == self._turn, "a step was packed before the one ahead of it was launched: its copy is not guarded"
         for piece in pieces:
+            if self._words is not None:
+                self._words[piece] = self._arrays[turn][piece]
+                continue
             device, host = self._views(turn, piece.start, -(-piece.stop // ROUND) * ROUND)
             device.copy_(host, non_blocking=True)
 

@@ -17,9 +17,12 @@ from preheat.ops.order import BestIds, best_ids, mend, row_chunks
 
 
 def token_logprobs(
-    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, logprob_ids: Sequence[Sequence[int]] = (),
-    *, best: BestIds = best_ids,
-) -> list[TokenLogprobs]:  # fmt: skip
+    logits: Tensor,
+    tokens: np.ndarray,
+    alternatives: np.ndarray,
+    logprob_ids: Sequence[Sequence[int]] = (),
+    best: BestIds = best_ids,
+) -> list[TokenLogprobs]:
     """Return one entry per row: token ``tokens[i]`` and alternatives with their log-probabilities.
 
     The alternatives are the tokens ``logprob_ids[i]``, if there are any, else the ``alternatives[i]`` most likely

@@ -19,7 +19,7 @@ class PersistentBatch:
     """The rows that consecutive steps have in common.
 
     ``changes`` is the running sequences' counter at the start. ``left`` is the number of steps until a row reaches its
-    maximum length. ``room`` is the number of steps for which all rows have blocks.
+    maximum length. ``room`` is the number of steps with blocks for all rows.
     """
 
     number: int

@@ -24,8 +24,8 @@ class RunningSequences:
     """The sequences in slots, with the blocks and adapter slots that they own.
 
     ``order`` int64 lists the running slots by rank: priority, then arrival. ``ids`` int64 [slots] are the request ids,
-    FREE for a free slot. ``changes`` counts arrivals and departures. ``begun`` is the persistent batch whose first step
-    has results: its rows are past their prompts.
+    FREE for a free slot. ``changes`` counts arrivals and departures. ``begun`` is a persistent batch: the results of
+    its first step are known, and so its rows are past their prompts.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterSlotTable | None = None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -70,6 +70,9 @@ from preheat.settings import Settings
 from preheat.utils import memory
 from preheat.utils.processors import physical_cores
 
+if TYPE_CHECKING:
+    from preheat.backends.cpu.llvm.embed import TableRows  # needs llvmlite
+
 KV_CACHE_BYTES = 1 << 30
 
 
@@ -81,6 +84,7 @@ class CpuBackend:
     _compiled = False
     _cache: Path | None = None
     _threads = 1  # of compiled functions
+    _embed: TableRows | None = None
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
@@ -139,6 +143,7 @@ class CpuBackend:
         self._compiled = mode == "llvm"
         self.facts = type(self).facts.in_mode(mode)
         self.adapters = PanelAdapters() if self._compiled else type(self).adapters
+        self._embed = None
         self._threads = settings.num_threads or physical_cores()
         if settings.num_threads or self._compiled:
             torch.set_num_threads(self._threads)
@@ -178,6 +183,7 @@ class CpuBackend:
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
         found = Functions(layers, final_norm, others, limits, threads=self._threads, folder=self._cache, rows=rows)
         leave_one_thread()
+        self._embed = found.embed
         return found
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
@@ -252,6 +258,10 @@ class CpuBackend:
 
         Raises IndexError for an id outside the table.
         """
+        plain = scale is None and positions is None and images is None
+        if plain and self._embed is not None and self._embed.takes(table, out):
+            self._embed(inputs.tokens, table, out)
+            return
         rows = partial(
             embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images
         )

@@ -15,13 +15,6 @@ from preheat.ops.order import BestIds, best_ids, finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
-
-def _array(logits: Tensor) -> np.ndarray:
-    """Return logits as float32, without a copy if they are float32."""
-    found: np.ndarray = (logits if logits.dtype == torch.float32 else logits.float()).numpy()
-    return found
-
-
 Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
 """A function that draws from float32 logits [rows, vocab] as :class:`HostSampler` does, or returns None."""
 
@@ -38,6 +31,7 @@ class CpuSampler:
         self._step, self._draw, self._best = SamplingInput(0, None, None, None), draw, best
         self._tokens = np.empty(0, np.int64)
         self._raw = np.empty((0, 0), np.float32)
+        self._given: tuple[Tensor, np.ndarray] | None = None  # static logits, and the same as an array
         self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
@@ -48,7 +42,9 @@ class CpuSampler:
 
     def sample(self, level: Level, logits: Tensor) -> None:
         step = self._step
-        given = _array(logits)[: step.size]
+        if logits.dtype != torch.float32 or self._given is None or logits is not self._given[0]:
+            self._given = logits, _array(logits)
+        given = self._given[1][: step.size]
         drawn = self._draw(given, step)
         if drawn is None:
             tokens = self._host.sample(torch.from_numpy(given), step, self._masks).numpy()
@@ -70,12 +66,12 @@ class CpuSampler:
             unmarked(tokens[reporting]),
             alternatives,
             self._step.logprob_ids_of(reporting),
-            best=self._best,
+            self._best,
         )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         raw = _array(logits)[: len(tokens)]
-        entries = token_logprobs(torch.from_numpy(raw), tokens, np.full(len(tokens), alternatives), best=self._best)
+        entries = token_logprobs(torch.from_numpy(raw), tokens, np.full(len(tokens), alternatives), (), self._best)
         return prompt_entries(entries, finite_rows(raw))
 
     def compile(self, logits: Tensor) -> None:
@@ -86,3 +82,9 @@ class CpuSampler:
 
     def forget(self) -> None:
         self._host.forget()
+
+
+def _array(logits: Tensor) -> np.ndarray:
+    """Return logits as float32, without a copy if they are float32."""
+    found: np.ndarray = (logits if logits.dtype == torch.float32 else logits.float()).numpy()
+    return found

@@ -11,6 +11,7 @@ from preheat.backends.base import ALONE, ExpertsWeights, LayerContext, LayerWeig
 from preheat.backends.cpu.llvm.adapters import ExpertSlots, PanelSlots, terms_of
 from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
 from preheat.backends.cpu.llvm.memory import exact, panels, rows_in, stored, stored_vector, vector
+from preheat.backends.cpu.llvm.pages import in_large_pages
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
@@ -67,7 +68,7 @@ class PanelLayer:
     def __init__(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> None:
         self.value, self.how = value, product_of(value, weights.weight)
         self.slots = None if self.how.terms is None else PanelSlots(value, self.how, context.rows)
-        self.panels = panels(self.how, weights.weight)
+        self.panels = in_large_pages(panels(self.how, weights.weight))
         self.bias = None if weights.bias is None else vector(self.how, weights.bias)
         self.run: Run | None = None
 
@@ -122,7 +123,7 @@ class PanelExperts:
             pairs, count = ((value.gate_up, self.gate_up), (value.down, self.down)), value.down.groups.experts
             self.slots = ExpertSlots(*(PanelSlots(*each, context.rows, count) for each in pairs))
         self.panels = [
-            torch.stack([panels(how, _expert(given, at)) for at in range(value.down.groups.experts)])
+            in_large_pages(torch.stack([panels(how, _expert(given, at)) for at in range(value.down.groups.experts)]))
             for how, given in ((self.gate_up, weights.gate_up), (self.down, weights.down))
         ]
 

@@ -19,6 +19,7 @@ from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
+from preheat.backends.cpu.llvm.embed import TableRows, embeds
 from preheat.backends.cpu.llvm.job import JOB_WORDS
 from preheat.backends.cpu.llvm.kinds import (
     COUNTERS,
@@ -84,6 +85,7 @@ class Functions:
         self._of_attended, self._of_hidden = cache(lambda n: self._attended[:n]), cache(lambda n: self._hidden[1, :n])
         for layer in single:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
+        self.embed = TableRows(self.code)
         self.attention = LlvmAttention(self._positions, self._tables)
 
     def _buffers(self, rows: int, threads: int, shrunk: int) -> None:
@@ -255,6 +257,7 @@ def _sources(
     for how, number in alone.items():
         functions.alone(backs, f"alone{number}", how)
     functions.norms(fronts, "norm", final_norm)
+    embeds(fronts)
     functions.take(fronts, "take", final_norm.size, width)
     job.jobs(fronts, COUNTERS)
     return str(fronts), str(backs)

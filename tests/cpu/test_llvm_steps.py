@@ -1,0 +1,97 @@
+"""Steps of compiled functions: embeddings, the tokens that go on behind the last attention, and torch's part: none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preheat import LLM, SamplingParams
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
+
+from preheat.backends.cpu.llvm.embed import TABLES
+
+OPTIONS: dict[str, Any] = {
+    "execution_mode": "llvm", "num_threads": 2, "skip_warmup": True, "boot_check": "off", "on_cold": "off",
+    "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("bundled", **OPTIONS)
+
+
+# --- embeddings ---
+
+
+@pytest.mark.parametrize("stored", TABLES)
+def test_embeddings_are_rows_of_the_table(llm, stored):
+    embed, table = llm.loop.executor.decoder.functions.embed, torch.randn(7, 48).to(getattr(torch, stored))
+    tokens, out = torch.tensor([6, 0, 3, 3], dtype=torch.int32), torch.empty(4, 48)
+    assert embed.takes(table, out)
+    embed(tokens, table, out)
+    assert torch.equal(out, table[tokens].float())
+    assert not embed.takes(torch.randn(7, 40), torch.empty(4, 40))
+
+
+@pytest.mark.parametrize("token", [7, -1])
+def test_a_token_outside_of_the_table_is_an_error(llm, token):
+    tokens = torch.tensor([1, token], dtype=torch.int32)
+    with pytest.raises(IndexError, match="1 of 2 tokens are outside of the table's 7 rows"):
+        llm.loop.executor.decoder.functions.embed(tokens, torch.randn(7, 48), torch.empty(2, 48))
+
+
+# --- behind the last attention ---
+
+
+def test_tokens_that_go_on_have_the_bits_that_they_have_among_all(llm):
+    executor = llm.loop.executor
+    functions, states = executor.decoder.functions, executor.states
+    attended, residual = (torch.randn(6, each.shape[1]) for each in states)
+    before, index = residual.clone(), torch.tensor([4, 0, 5], dtype=torch.int32)
+    all_ = functions.finish(attended, residual.clone())
+    taken = functions.take(attended, residual, index).clone()
+    assert torch.equal(taken, all_[index])
+    assert torch.equal(residual, before)
+    assert not torch.equal(functions.take(attended, residual, index.flip(0)), taken)
+
+
+# --- torch's part of a step ---
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations that run in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def operations(llm: LLM, **params: Any) -> list[str]:
+    """Return torch's operations in a decoding step that is not the first one."""
+    llm.enqueue(["Once upon", "a time"], SamplingParams(max_tokens=8, ignore_eos=True, **params))
+    for _ in range(3):
+        llm.advance()
+    with Operations() as found:
+        llm.advance()
+    llm.wait_for_completion(use_tqdm=False)
+    return found.names
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "top_k": 30}], ids=str)
+def test_a_decoding_step_runs_no_operation_of_torch(llm, params):
+    """An operation takes some 30 us: its code and data leave the caches while the functions run."""
+    assert operations(llm, **params) == []
+
+
+def test_an_operation_of_torch_is_seen(llm):
+    assert any("log_softmax" in name for name in operations(llm, temperature=0, logprobs=1))
