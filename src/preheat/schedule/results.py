@@ -246,7 +246,7 @@ def _publish(
 ) -> None:
     """Publish the blocks that the step filled with known tokens."""
     slots, size = running.slots, running.slots.block_size
-    if schedule.num_decode == schedule.rows and (schedule.ends % size).all():
+    if schedule.num_decode == schedule.rows and (ends % size).all():
         return
     first, last = schedule.first // size, ends // size
     for row in ((last > first) & live).nonzero()[0].tolist():
