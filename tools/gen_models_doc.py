@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from preheat.model.config import Config
-from preheat.model.families import FAMILIES, read_spec
+from preheat.model.families import ENCODERS, FAMILIES, read_spec
 from preheat.model.specs import ModelSpec
 from preheat.settings import OPTIONS
+from preheat.utils.encoders import HEADS as ENCODER_HEADS
+from preheat.utils.encoders import encoder_name
 from preheat.utils.options import Option
 from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL
 from tests.llava import TEXT, VISION
@@ -36,7 +38,17 @@ the head is used, as with transformers 5.
 
 """
 
+ENCODERS_HEAD = """
+## Encoders
+
+An encoder turns a text into vectors: [embeddings](embeddings.md#encoders). It runs on a CPU, on one rank, and its
+vectors and scores are compared with transformers (float32, cosine at least 0.99999): `tests/cpu/test_encoders.py`.
+
+"""
+
 TAIL = """
+## How they are compared
+
 The sizes belong to random checkpoints that Hugging Face transformers writes: hidden size, layers, query/key heads of so
 many dimensions, and the same of the part of a vision tower that runs. On a CPU the logits of each are compared with
 transformers at every position (float32, eager attention and experts, relative error at most 1e-5):
@@ -56,7 +68,18 @@ def render() -> str:
     """Return the text of docs/models.md."""
     columns = ["Family", "Special", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
     rows = [_row(family, names) for family, names in _families().items()]
-    return f"{HEAD}{_line(columns)}{_line(['---'] * len(columns))}{''.join(rows)}{TAIL}"
+    table = f"{_line(columns)}{_line(['---'] * len(columns))}{''.join(rows)}"
+    return f"{HEAD}{table}{ENCODERS_HEAD}{_encoders()}{TAIL}"
+
+
+def _encoders() -> str:
+    """Return the table of encoders."""
+    rows = ["Architectures", "", "CPU", "GPU"], ["---"] * 4
+    found = []
+    for family, make in ENCODERS.items():
+        names = "<br>".join(f"`{family}{head}`" for head in ENCODER_HEADS if encoder_name(f"{family}{head}"))
+        found.append([names, " ".join((make.__doc__ or "").partition("\n\n")[0].split()), "yes", "not yet"])
+    return "".join(map(_line, [*rows, *found]))
 
 
 def _families() -> dict[Callable[[Config], ModelSpec], list[str]]:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base import Backend, Facts, Mode
 from preheat.backends.registry import pick_backend
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.core import Ready
@@ -36,6 +36,8 @@ from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model, obstacle
+from preheat.model.pooled_head import through
+from preheat.model.stated import stated_spec
 from preheat.model.traits import check_traits
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
@@ -43,6 +45,7 @@ from preheat.plan.cost import Costs
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
+from preheat.plan.whole_texts import for_whole_texts
 from preheat.schedule.kv_events import KvEvents
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
@@ -138,7 +141,13 @@ def _open_device(settings: Settings, backend: Backend) -> Device:
         mode = other
         check_traits(stated, backend.facts, mode)
         backend.prepare(settings, mode, cache_root(settings))
-    return Device(settings, backend, mode)
+    return Device(_for_model(settings, backend.facts), backend, mode)
+
+
+def _for_model(settings: Settings, facts: Facts) -> Settings:
+    """Return the settings that the model needs: an encoder reads whole texts."""
+    spec = stated_spec(settings, find_model(settings, with_weights=False))
+    return for_whole_texts(settings, facts, spec.max_position_embeddings) if spec.encodes else settings
 
 
 def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
@@ -171,7 +180,9 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
     _trim(backend)  # the originals of prepared weights
     model, pools = loaded.model, loaded.pools
     windows = {each for each in model.spec.layer_windows if each is not None}
-    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows)
+    checks = partial(
+        check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows, encodes=model.spec.encodes
+    )
     fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build)
     fitted = fitting.fit(steps)
     _log_plan(fitted.plan, steps.level)
@@ -248,6 +259,7 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
         max_loras=settings.max_loras if settings.enable_lora else 0,
+        head=partial(through, model.weights.pooled_head) if model.weights.pooled_head else None,
     )
 
 
@@ -381,12 +393,12 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
         "%.1f s",
         record.model, record.platform, record.mode, record.dtype, limits.num_blocks, limits.block_size,
         limits.num_blocks * model.bytes_per_block / 2**30, "" if kv_dtype == "auto" else f" of {kv_dtype}",
-        limits.max_num_seqs, limits.max_model_len, seconds,
+        limits.max_num_seqs, limits.max_model_len - limits.spare, seconds,
     )  # fmt: skip
     blocked = "; ".join(record.unproved())
     if blocked:
         logger.error("The engine takes no requests: %s", blocked)
     return Ready(
-        limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
-        scheduler.max_prompt_len, record.proof.digest,
+        limits.max_model_len - limits.spare, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
+        scheduler.max_prompt_len, record.proof.digest, spare=limits.spare,
     )  # fmt: skip

@@ -86,6 +86,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "images": Trait("a model that sees images", "", None, _MODEL),
     "prompt_embeds": Trait("embeddings as prompts", "enable_prompt_embeds", lambda s: s.enable_prompt_embeds),
     "pooling": Trait("pooling", "runner", None, "write --runner generate"),
+    "encoder": Trait("an encoder", "", None, _MODEL),
     "sleep": Trait("sleep", "enable_sleep_mode", lambda s: s.enable_sleep_mode),
     "operator": Trait("an operator's commands over HTTP", "server_dev_mode", lambda s: s.server_dev_mode),
     "updates": Trait(
@@ -160,6 +161,12 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("prompt_embeds", "tensor_parallel", "only the first rank would get them"),
     Refused("prompt_embeds", "images", "both fill positions between a prompt's tokens"),
     Refused("prompt_embeds", "draft_model eagle3", "the draft would have no tokens to read"),
+    Refused("encoder", "tensor_parallel pipeline ray", "an encoder fits one device, and nobody has tried ranks"),
+    Refused("encoder", "adapters images prompt_embeds", "an encoder reads only text", yet=False),
+    Refused("encoder", f"{_DRAFTS} structured budget beam_search", "an encoder generates nothing", yet=False),
+    Refused("encoder", "offload events", "an encoder keeps nothing in the prefix cache", yet=False),
+    Refused("encoder", "w8a8 inc", "a norm that replaces the residual stream writes no inputs in float8"),
+    Refused("encoder", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
@@ -229,6 +236,11 @@ _WORKS: tuple[Works, ...] = (
     _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
     _together("llvm pooling sleep updates"),
+    _together("llvm encoder pooling fp8_cache sleep operator updates"),
+    _together("llvm encoder pooling w8a16"),
+    _together("eager encoder pooling w4a16 split"),
+    _together("compile encoder pooling"),
+    _together("graphs encoder pooling"),
     _together("llvm eagle3 sleep updates w4a16 structured"),
     _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),
     _together("tensor_parallel eager text_drafts"),
@@ -259,13 +271,12 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
-          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling offload "
-          "split eager compile graphs llvm"),
+          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling encoder "
+          "offload split eager compile graphs llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
-          "offload "
-          "split eager compile graphs llvm"),
+          "encoder offload split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling operator events split eager lazy graphs"),

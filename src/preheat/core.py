@@ -662,7 +662,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
     ``blocked_reason``, if any, is the reason why it takes no requests: a check at boot failed. ``max_prompt_len`` is
     None if only ``max_model_len`` limits the prompt. ``digest`` covers the logits of the check. ``engine`` is the
-    replica of the ``record``, as in Report.
+    replica of the ``record``, as in Report. ``spare``: places behind ``max_model_len`` for a token that is never
+    computed.
     """
 
     max_model_len: int
@@ -674,6 +675,12 @@ class Ready(msgspec.Struct, tag="ready"):
     max_prompt_len: int | None = None
     digest: str = ""
     engine: int = 0
+    spare: int = 0
+
+    @property
+    def places(self) -> int:
+        """Places for a prompt and the tokens that follow it."""
+        return self.max_model_len + self.spare
 
 
 class Report(msgspec.Struct, tag="report"):

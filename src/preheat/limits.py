@@ -18,7 +18,8 @@ class Limits:
 
     Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
-    positions of a prompt; 0 means that there are none.
+    positions of a prompt; 0 means that there are none. The last ``spare`` of ``max_model_len`` tokens are never
+    computed.
     """
 
     max_model_len: int
@@ -29,6 +30,7 @@ class Limits:
     num_blocks: int
     num_speculative_tokens: int = 0
     image_tokens: int = 0
+    spare: int = 0
 
     @property
     def max_images(self) -> int:
@@ -65,11 +67,13 @@ def resolve_limits(
     usable: int | None = None,
     cache_bytes: int | None = None,
     image_tokens: int = 0,
+    spare: int = 0,
 ) -> Limits:
     """Resolve the limits of a model made for ``max_positions`` tokens.
 
     - ``block_bytes``: bytes of a block of its KV cache.
     - ``image_tokens``: positions of an image.
+    - ``spare``: places behind the longest text, for a token that is never computed.
     - ``usable``: bytes of memory for the cache; None before it is known, when all sequences fit in full.
     - ``cache_bytes``: the backend's default size of the cache; None is all usable memory.
 
@@ -92,6 +96,7 @@ def resolve_limits(
             "lower it",
             param="num_speculative_tokens",
         )
+    length += spare
     return Limits(
         num_speculative_tokens=0 if speculates is None else speculates.tokens,
         max_model_len=length,
@@ -103,6 +108,7 @@ def resolve_limits(
             settings, sequences * -(-length // size) + 1, block_bytes, usable=usable, default=cache_bytes
         ),
         image_tokens=image_tokens or PIECE * settings.enable_prompt_embeds,
+        spare=spare,
     )
 
 

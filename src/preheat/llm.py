@@ -113,8 +113,11 @@ class LLM(OfflineClient):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """The tasks of the engine: "generate", or "embed" and "score"."""
-        return ("generate",) if self.frontend.pooling is None else ("embed", "score")
+        """The tasks of the engine: "generate", or "embed" and "score", or "classify" and, for one class, "score"."""
+        pooling = self.frontend.pooling
+        if pooling is None:
+            return ("generate",)
+        return ("classify", *["score"] * pooling.scores_pairs) if pooling.classes else ("embed", "score")
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin a trace of every step, for https://ui.perfetto.dev.
@@ -158,7 +161,6 @@ class LLM(OfflineClient):
         return self.collective_rpc("apply_model", args=(func,))
 
     reset_mm_cache = Refused("reset_mm_cache", "images are read anew for each request, and none are kept")
-    classify = Refused("classify", "no model here has a classification head; LLM.embed gives vectors to classify by")
     reward = Refused("reward", "no reward models are run here; LLM.score compares embeddings")
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
@@ -309,7 +311,8 @@ def _warm_up(frontend: Frontend) -> None:
 
     def send(request: DummyRequest) -> None:
         if request.embeds:
-            client.embed(request.prompt, use_tqdm=False)
+            classifies = frontend.pooling is not None and frontend.pooling.classes
+            client.encode(request.prompt, use_tqdm=False, pooling_task="classify" if classifies else "embed")
         elif request.chat:
             client.chat([*request.messages], request.params, use_tqdm=False)
         else:

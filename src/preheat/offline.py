@@ -14,13 +14,22 @@ from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.beams import BeamSearchParams
-from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions, cosine, paired, pooled_output
+from preheat.frontend.embedding import (
+    PoolingParams,
+    asked_of,
+    check_dimensions,
+    cosine,
+    paired,
+    pairs_of,
+    pooled_output,
+)
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.messages import chat_messages
 from preheat.frontend.outputs import (
     BeamSearchOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -28,6 +37,7 @@ from preheat.frontend.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import RequestState
 from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of
@@ -52,6 +62,14 @@ def _bar(asked: UseTqdm, total: int, what: str) -> Any:
     """Make a progress bar; without ``asked`` it shows nothing."""
     make = tqdm if isinstance(asked, bool) else asked
     return make(total=total, desc=what, disable=None if asked else True)
+
+
+def _text_of(prompt: Prompt) -> str:
+    """Return the text of one side of a pair. Raises InvalidRequest for token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    if not isinstance(text, str):
+        raise InvalidRequest("a cross-encoder reads pairs of texts: give texts, not token ids", param="prompt")
+    return text
 
 
 def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
@@ -247,30 +265,50 @@ class OfflineClient:
         pooling_task: str = "embed",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled output of each prompt, in order; the only task is "embed".
+        """Return the pooled output of each prompt, in order; the task is "embed", or "classify" for a classifier.
 
         ``tokenization_kwargs`` are as in :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be
         served, before any runs.
         """
-        if pooling_task != "embed":
-            raise InvalidRequest(f"pooling_task is {pooling_task!r}, but only 'embed' is served", param="pooling_task")
-        pooling, given = self.frontend.embedding_of("LLM.encode"), pooling_params or PoolingParams()
-        states = self.prepared_to_pool(
-            as_list(prompts), given, lora_request, tokenization_kwargs, truncate_prompt_tokens
-        )
+        if pooling_task not in ("embed", "classify"):
+            raise InvalidRequest(
+                f"pooling_task is {pooling_task!r}, but only 'embed' and 'classify' are served", param="pooling_task"
+            )
+        if pooling_task == "embed":
+            self.frontend.embedding_of("LLM.encode")
+        else:
+            self.frontend.classes_of("LLM.encode")
+        return self._pooled(
+            as_list(prompts), pooling_params, use_tqdm, lora_request,
+            tokenization_kwargs=tokenization_kwargs, truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
+
+    def _pooled(
+        self,
+        prompts: Sequence[Prompt | Pair],
+        params: PoolingParams | None,
+        use_tqdm: UseTqdm,
+        lora: LoRAs,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the pooled output of each prompt or pair; options are as in :meth:`encode`."""
+        pooling, given = self.frontend.pooling_of("LLM.encode"), params or PoolingParams()
+        states = self.prepared_to_pool(prompts, given, lora, tokenization_kwargs, truncate_prompt_tokens)
         self._complete(states, use_tqdm)
         return [pooled_output(state, pooling, given) for state in states]
 
     def prepared_to_pool(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Pair],
         params: PoolingParams,
         lora: LoRAs,
         tokenization: Mapping[str, Any] | None,
         truncate: int | None = None,
     ) -> list[RequestState]:
         """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
-        pooling, (adds, own) = self.frontend.embedding_of("LLM.encode"), _tokenized(tokenization)
+        pooling, (adds, own) = self.frontend.pooling_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
         wanted = asked_of(pooling, truncate if own is None else own)
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
@@ -292,6 +330,20 @@ class OfflineClient:
         pooled = self.encode(prompts, pooling_params, use_tqdm, lora_request, **options)
         return [EmbeddingRequestOutput.from_base(each) for each in pooled]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRAs = None,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the numbers of each prompt's classes; ``options`` are as in :meth:`encode`."""
+        self.frontend.classes_of("LLM.classify")
+        options |= {"pooling_task": "classify"}
+        pooled = self.encode(prompts, pooling_params, use_tqdm, lora_request, **options)
+        return [ClassificationRequestOutput.from_base(each) for each in pooled]
+
     def score(
         self,
         data_1: Prompt | Sequence[Prompt],
@@ -301,12 +353,16 @@ class OfflineClient:
         lora_request: LoRAs = None,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
-        """Return the similarity of pairs of ``data_1`` and ``data_2``; see :func:`cosine`.
+        """Return the score of pairs of ``data_1`` and ``data_2``: a cross-encoder's, or the :func:`cosine`.
 
-        A single one of ``data_1`` is compared with each of ``data_2``.
+        A single one of ``data_1`` is compared with each of ``data_2``. A cross-encoder reads pairs of texts.
         """
         first, second = as_list(data_1), as_list(data_2)
-        count = paired(len(first), len(second), "data_1")
+        count, pooling = paired(len(first), len(second), "data_1"), self.frontend.scoring_of("LLM.score")
+        if pooling.scores_pairs:
+            texts = [*map(_text_of, first)], [*map(_text_of, second)]
+            pooled = self._pooled(pairs_of(pooling, *texts), pooling_params, use_tqdm, lora_request, **options)
+            return [ScoringRequestOutput.from_base(self._without_types(each)) for each in pooled]
         pooled = self.encode([*first, *second], pooling_params, use_tqdm, lora_request, **options)
         ones, others = pooled[: len(first)] * (count // len(first)), pooled[len(first) :]
         return [
@@ -318,6 +374,12 @@ class OfflineClient:
             )
             for place, (one, other) in enumerate(zip(ones, others, strict=True))
         ]
+
+    def _without_types(self, pooled: PoolingRequestOutput[PoolingOutput]) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the output of a pair with the plain ids of its tokens."""
+        size = self.frontend.tokenizer.vocab_size
+        pooled.prompt_token_ids = [id % size for id in pooled.prompt_token_ids]
+        return pooled
 
     def prepared(
         self,
@@ -383,9 +445,14 @@ class OfflineClient:
         self.finish()  # sends the cancels of sequences that ended on a stop string
 
     def _prepare(
-        self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True, priority: int = 0
+        self,
+        index: int,
+        prompt: Prompt | Pair,
+        params: SamplingParams,
+        add_special_tokens: bool = True,
+        priority: int = 0,
     ) -> RequestState:
-        given, more = parts_of(prompt, self._embedded)
+        given, more = (prompt, {}) if isinstance(prompt, Pair) else parts_of(prompt, self._embedded)
         more["images"] = self.frontend.load_images(images_of(more.pop("multi_modal_data", None)))
         return self.frontend.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,

@@ -181,13 +181,15 @@ class Settings:
     convert: str = _model(
         "auto",
         "`embed` makes embeddings, like `runner` pooling; with `none` only an architecture without an output head "
-        "makes them.",
+        "makes them. `classify` asks for an architecture with a head for classes.",
         choices=("auto", "none", "embed", "classify", "reward"),
-        later=dict.fromkeys(("classify", "reward"), "classification heads are not read"),
+        later={"reward": "no reward models are run"},
     )
-    task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
+    task: str | None = _model(
+        None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed", "classify", "score")
+    )
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object that replaces the checkpoint's pooling: `pooling_type` (LAST, MEAN), `normalize`."
+        None, "A JSON object that replaces the checkpoint's pooling: `pooling_type` (LAST, MEAN, CLS), `normalize`."
     )
     override_pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "An older name of `pooler_config`."

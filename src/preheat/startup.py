@@ -33,13 +33,15 @@ from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.shard import shard, sums_k_splits
-from preheat.model.specs import ModelSpec, without_head
+from preheat.model.specs import ModelSpec
 from preheat.model.stage import stage_of
+from preheat.model.stated import pooled_spec
 from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.plan import commands
 from preheat.plan.modes import resolve, with_defaults
+from preheat.plan.whole_texts import for_whole_texts
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
@@ -194,9 +196,9 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     """
     facts = facts_of(settings.device)
     check_traits(with_defaults(settings, facts), facts)
-    spec, folder = _spec(settings), find_model(settings, with_weights=False)
-    if (pooling := pooling_of(settings, folder, read_config(folder, settings.hf_overrides))) is not None:
-        spec = without_head(spec, pooling.max_length)
+    spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings))
+    if spec.encodes:
+        settings = for_whole_texts(settings, facts, spec.max_position_embeddings)
     here = facts.in_mode(resolve(facts, settings))
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)

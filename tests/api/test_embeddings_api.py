@@ -58,6 +58,17 @@ def test_forms_of_the_input(embedder: Server) -> None:
     assert pooled["data"][0] == {"index": 0, "data": alone[0], "object": "pooling"}
 
 
+def test_the_embed_endpoint_of_tei(embedder: Server) -> None:
+    alone = [vectors(embedder, text)[0] for text in TEXTS]
+    assert embedder.post("/embed", {"inputs": TEXTS}).json == alone
+    assert embedder.post("/embed", {"inputs": TEXTS[0]}).json == alone[:1]
+    assert embedder.post("/embed", {"inputs": TEXTS[0], "normalize": False}).json != alone[:1]
+    long = {"inputs": "def add(a, b): " * 200}
+    assert embedder.post("/embed", long).status == 400
+    assert embedder.post("/embed", {**long, "truncate": True}).status == 200
+    assert embedder.get("/info").json["model_type"] == {"embedding": {"pooling": "mean"}}
+
+
 def test_scores_and_ranks(embedder: Server) -> None:
     one, *others = (np.array(vectors(embedder, text)[0], np.float64) for text in TEXTS)
     for path in ("/score", "/v1/score"):
@@ -104,7 +115,8 @@ REFUSED = [
     ("/v1/embeddings", {}, "input", "Missing"),
     ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "Invalid"),
     ("/v1/embeddings", {"input": "x", "messages": []}, "messages", "not supported"),
-    ("/pooling", {"input": "x", "task": "classify"}, "task", "Invalid"),
+    ("/pooling", {"input": "x", "task": "classify"}, None, "no head for classes"),
+    ("/classify", {"input": "x"}, None, "no head for classes"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "cannot be paired"),
     ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
     ("/v1/completions", {"prompt": "x"}, None, "does not support Completions API"),

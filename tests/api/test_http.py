@@ -313,6 +313,6 @@ def test_the_best_of_several(scripted: Server) -> None:
 
 
 def test_endpoints_that_are_not_here_say_why(scripted: Server) -> None:
-    for path, why in (("/v1/audio/transcriptions", "hears"), ("/classify", "classifiers"), ("/v1/nothing", "")):
+    for path, why in (("/v1/audio/transcriptions", "hears"), ("/v1/images/x", "draws"), ("/v1/nothing", "")):
         answer = scripted.post(path, {})
         assert answer.status == 404 and why in answer.error["message"]

@@ -56,7 +56,7 @@ PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "tensor_parallel")
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "encoder", "tensor_parallel")
 """Traits that decide the bits of an answer."""
 
 
@@ -87,6 +87,17 @@ class Made:
         save_llava(self.folder / "images")
         add_marks(self.folder / "images")
         return self.folder / "images"
+
+    @cache  # noqa: B019 - one object
+    def encoder(self) -> Path:
+        own = {"architectures": ["BertModel"], "max_position_embeddings": 128, "num_attention_heads": 4}
+        sizes = {name: self.config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+        folder = self.folder / "encoder"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(own | sizes | {"num_hidden_layers": 2}))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((self.text / name).read_bytes())
+        return folder
 
     @cache  # noqa: B019 - one object
     def head(self) -> str:
@@ -146,12 +157,14 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
 
 def options_of(made: Made, names: list[str]) -> dict[str, Any]:
     """Return the options of an engine with all of ``names``."""
-    model = made.images() if "images" in names else made.text
+    model = made.images() if "images" in names else made.encoder() if "encoder" in names else made.text
     found = {**OPTIONS, "model": str(model)}
     for name in names:
         found |= ASKS[name](made) if name in ASKS else {}
     if stored := [name for name in SCHEMES if name in names]:
         found["hf_overrides"] = {"quantization_config": quantized_by(stored)}
+    if "encoder" in names:
+        found["max_num_batched_tokens"] = 128  # a step holds a whole text
     return found | (WARM if "sleep" in names else {})
 
 
@@ -227,11 +240,15 @@ def slept(llm: LLM, *_: Any) -> None:
 
 def renewed(llm: LLM, made: Made, names: list[str], right: dict[str, Any]) -> None:
     """Replace a norm, so that every answer changes, and bring it back."""
-    decoder = llm.loop.executor.decoder
-    name, old = f"{decoder.spec.final_norm.name}.weight", decoder.weights.final_norm.weight.clone()
-    llm.update_weights([(name, old.flip(0))])
+    norm = llm.loop.executor.decoder.spec.final_norm
+    loaded = getattr(llm.loop.executor.decoder.weights.final_norm, "norm", None)  # of an encoder, with its bias
+    plain = llm.loop.executor.decoder.weights.final_norm.weight.clone()
+    olds = {f"{norm.name}.weight": plain}
+    if norm.bias:
+        olds[f"{norm.name}.bias"] = loaded.numbers[norm.size :].clone()
+    llm.update_weights([(name, old.flip(0)) for name, old in olds.items()])
     assert answers(llm, made, names) != right
-    llm.update_weights([(name, old)])
+    llm.update_weights(list(olds.items()))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"operator": emptied, "sleep": slept, "updates": renewed}

@@ -218,7 +218,9 @@ def test_pooling_follows_files_and_options(tmp_path):
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     assert found() == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_cls_token")
-    with pytest.raises(ModelError, match="asks for pooling_mode_cls_token; supported are lasttoken and mean"):
+    assert found() == Pooling("CLS", False)
+    sentence_transformers(tmp_path, "pooling_mode_max_tokens")
+    with pytest.raises(ModelError, match="asks for pooling_mode_max_tokens; supported are lasttoken, mean and cls"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dense")
     with pytest.raises(ModelError, match="module Dense is not supported"):
@@ -231,10 +233,11 @@ def test_pooling_follows_files_and_options(tmp_path):
         found()
     for options, why in (
         ({"runner": "pooling", "convert": "none"}, "contradict"),
-        ({"convert": "classify"}, "classification heads are not read"),
+        ({"convert": "classify"}, "no head for classes"),
+        ({"convert": "reward"}, "no reward models are run"),
         ({"runner": "generate", "task": "embed"}, "contradict"),
         ({"runner": "generate", "pooler_config": LAST}, "drop it"),
-        ({"pooler_config": {"pooling_type": "CLS"}}, "CLS is not supported"),
+        ({"pooler_config": {"pooling_type": "MAX"}}, "MAX is not supported"),
         ({"pooler_config": {"softmax": True}}, "'softmax' is not one of"),
     ):
         with pytest.raises(SettingsError, match=why):

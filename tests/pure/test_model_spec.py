@@ -186,7 +186,12 @@ REJECTED = {
         "architectures": ["BloomForCausalLM"]
     },
     "it needs keys and values compressed to a latent vector": {"architectures": ["DeepseekV3ForCausalLM"]},
-    "it needs attention that looks ahead": {"architectures": ["BertForSequenceClassification"]},
+    "it needs attention that looks ahead": {"architectures": ["ElectraModel"]},
+    "it needs a head that is not read": {"architectures": ["ModernBertForSequenceClassification"]},
+    "max_position_embeddings is 1, and the first 2 are unused": {
+        "architectures": ["RobertaModel"],
+        "max_position_embeddings": 1,
+    },
     "is not supported; did you mean LlamaForCausalLM?; supported are": {"architectures": ["LlammaForCausalLM"]},
     "architecture Of_My_Own is not supported; supported are": {"architectures": ["Of_My_Own"]},
     "none named": {"architectures": None},

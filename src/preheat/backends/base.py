@@ -495,7 +495,9 @@ class AttentionLayer:
     ``cache`` [blocks, 2, kv heads, block size, dim]; ``rope`` [positions, 2, 1, dim], see
     :func:`preheat.model.rope.rope_table`; ``qk_norm`` norms each query and key head before rotary embedding. ``alibi``
     fp32 [heads]: slope * (key's position - query's) is added to a head's scaled scores, in fp32, before their maximum
-    is taken. ``growth`` [positions] are factors of rotated queries; a product is rounded to ``dtype``.
+    is taken. ``growth`` [positions] are factors of rotated queries; a product is rounded to ``dtype``. Where attention
+    is not ``causal``, a token sees all tokens of its row of the step, also the tokens behind it, within ``window`` - 1
+    tokens on each side; a step has all tokens of such a row.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -514,6 +516,7 @@ class AttentionLayer:
     alibi: Tensor | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)
     growth: Tensor | None = None
+    causal: bool = True
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]
@@ -706,12 +709,14 @@ class Operations(Protocol):
         scale: float | None = None,
         positions: Tensor | None = None,
         images: Tensor | None = None,
+        types: Tensor | None = None,
     ) -> None:
         """Fill ``out`` [tokens, hidden] with the embeddings of the step's tokens.
 
         Tokens name rows of ``table``, [vocab, hidden] or a :class:`TableLayer`'s. The rows are multiplied by ``scale``.
         The rows of ``positions`` [positions, hidden] at the tokens' positions are added; see
-        :mod:`preheat.ops.embedding`. With ``images`` [rows, hidden], the token -2 - row is that row of ``images``.
+        :mod:`preheat.ops.embedding`. With ``images`` [rows, hidden], the token -2 - row is that row of ``images``. With
+        ``types`` [types, hidden], tokens have types.
         """
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:

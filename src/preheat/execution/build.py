@@ -129,4 +129,4 @@ def build(
     made = executor(
         backend, decoder, cache, sampler, buffers, encoder=encoder, adapters=model.adapters, layers_per_graph=per_graph
     )
-    return Packer(slots, plan, buffers), made
+    return Packer(slots, plan, buffers, first=spec.pools_first), made

@@ -467,8 +467,9 @@ class Executor:
         weights, scale = self.decoder.weights, self.decoder.spec.embedding.scale
         table, last_token = weights.embedding, self.sampler.last_token
         self.backend.embed(
-            inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
-        )
+            inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images,
+            types=weights.types,
+        )  # fmt: skip
         if self.adapters is not None:
             self.adapters.embed(inputs, last_token, residual)
         return None
@@ -523,6 +524,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             qk_norm=weights.attention.qk_norm,
             alibi=alibi,
             kv_scales=spec.kv.scales,
+            causal=spec.attention.causal,
             growth=growth,
         )
         for spec, layer_cache, rope, alibi, growth, weights in layers

@@ -117,7 +117,8 @@ class Packer:
     """Builds batches in ``buffers``; ``stages`` edit logits.
 
     Each position reads the token ``ahead`` positions later, and draws its successor. ``ahead`` is 0, or 1 for a head
-    that also reads the model's state at the position.
+    that also reads the model's state at the position. ``first``: a row samples at its first token; the rows of such a
+    model have all tokens of a text in one step.
     """
 
     def __init__(
@@ -128,8 +129,10 @@ class Packer:
         stages: Sequence[LogitStage] = STAGES,
         *,
         ahead: int = 0,
+        first: bool = False,
     ) -> None:
         self.slots, self.plan, self.buffers, self.ahead, self._stages = slots, plan, buffers, ahead, stages
+        self._first = first
         self._rows: _Rows | None = None
         self._work: _Work | None = None
         self._written: list[_Work | None] = [None] * HOST_COPIES
@@ -175,13 +178,16 @@ class Packer:
         ends = schedule.extend.cumsum()
         sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
+        sampled_tokens = ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions)
+        if self._first:
+            sampled_tokens = (ends - schedule.extend)[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         return _Rows(
             persistent_batch=schedule.persistent_batch,
             begin=int(schedule.first[0]),
             ends=ends,
-            sampled_tokens=ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions),
+            sampled_tokens=sampled_tokens,
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=self.plan.sampler_rows(len(sampled_rows)),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
+from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.utils.pooling import Pooling
 
@@ -83,8 +84,43 @@ def embedding(
     return (vector / (length or 1.0)).astype(np.float32)
 
 
+def class_numbers(state: RequestState, pooling: Pooling, activate: bool | None = None) -> np.ndarray:
+    """Return the numbers of a finished request's classes, fp32 [classes].
+
+    ``activate`` None: as ``pooling`` says. An activation is computed in float64 and rounded once.
+    """
+    logits = np.frombuffer(state.pooled, np.float32)[: len(pooling.classes)]
+    if not (pooling.normalize if activate is None else activate) or pooling.activation == "none":
+        return logits
+    numbers = logits.astype(np.float64).tolist()
+    if pooling.activation == "sigmoid":
+        found = [_sigmoid(x) for x in numbers]
+    else:
+        powers = [math.exp(x - max(numbers)) for x in numbers]
+        total = math.fsum(powers)
+        found = [power / total for power in powers]
+    return np.array(found, np.float32)
+
+
+def _sigmoid(x: float) -> float:
+    """Return 1 / (1 + exp(-x)), without an overflow."""
+    power = math.exp(-abs(x))
+    return 1.0 / (1.0 + power) if x >= 0 else power / (1.0 + power)
+
+
+def pairs_of(
+    pooling: Pooling, first: Sequence[str], second: Sequence[str], most_second: int | None = None
+) -> list[Pair]:
+    """Return the pairs of texts; a single ``first`` text is paired with each of ``second``."""
+    ones = [*first] * (len(second) // len(first))
+    return [Pair(one, other, pooling.types, most_second) for one, other in zip(ones, second, strict=True)]
+
+
 def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
     """Return the result of a finished request, by ``params``."""
+    if pooling.classes:
+        numbers = PoolingOutput(class_numbers(state, pooling, params.normalizes))
+        return PoolingRequestOutput(state.request_id, numbers, state.prompt_ids)
     data = embedding(state, pooling, params.dimensions, params.normalizes)
     return PoolingRequestOutput(
         state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens

@@ -173,11 +173,34 @@ class Frontend:
         if self.pooling is not None:
             raise InvalidRequest(f"The model does not support {what}: this engine makes embeddings (--runner pooling)")
 
-    def embedding_of(self, what: str) -> Pooling:
-        """Return how embeddings are made. Raises InvalidRequest, naming the API ``what``, if the engine generates."""
+    def pooling_of(self, what: str) -> Pooling:
+        """Return how texts are pooled. Raises InvalidRequest, naming the API ``what``, if the engine generates."""
         if self.pooling is None:
             raise InvalidRequest(f"The model does not support {what}: start the engine with --runner pooling")
         return self.pooling
+
+    def embedding_of(self, what: str) -> Pooling:
+        """Return how embeddings are made. Raises InvalidRequest, naming the API ``what``, if the engine makes none."""
+        found = self.pooling_of(what)
+        if found.classes:
+            raise InvalidRequest(f"The model does not support {what}: it classifies texts, see /classify and /score")
+        return found
+
+    def classes_of(self, what: str) -> Pooling:
+        """Return how texts are classified. Raises InvalidRequest, naming the API ``what``, for another model."""
+        if self.pooling is None or not self.pooling.classes:
+            raise InvalidRequest(f"The model does not support {what}: it has no head for classes")
+        return self.pooling
+
+    def scoring_of(self, what: str) -> Pooling:
+        """Return how pairs are scored. Raises InvalidRequest, naming the API ``what``, for several classes."""
+        found = self.pooling_of(what)
+        if len(found.classes) > 1:
+            raise InvalidRequest(
+                f"The model does not support {what}: it has {len(found.classes)} classes, and a score is the number of "
+                "a single one; see /classify"
+            )
+        return found
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
         """Return the images of a request, in order. Raises InvalidRequest. May wait for the network."""

@@ -32,6 +32,7 @@ from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.encoding import TextBound, counted
 from preheat.frontend.marks import mark_texts
+from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.request_state import CheckedParams, Choice, RequestState
@@ -97,7 +98,7 @@ class InputProcessor:
 
     def prepare(
         self,
-        prompt: str | Sequence[int] | Embedded,
+        prompt: str | Sequence[int] | Embedded | Pair,
         params: SamplingParams | CheckedParams,
         *,
         request_id: str = "",
@@ -111,10 +112,10 @@ class InputProcessor:
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``prompt``: a text, token ids, or embeddings. ``params`` are checked unless they are already. ``images``: the
-        images of the prompt's image tokens, in order. ``lora_name``: the adapter, if any. ``text``: the prompt's text
-        if ``prompt`` has its token ids. ``cap_length``: a ``max_tokens`` that exceeds the context is lowered instead of
-        rejected.
+        ``prompt``: a text, token ids, embeddings, or a pair of texts. ``params`` are checked unless they are already.
+        ``images``: the images of the prompt's image tokens, in order. ``lora_name``: the adapter, if any. ``text``: the
+        prompt's text if ``prompt`` has its token ids. ``cap_length``: a ``max_tokens`` that exceeds the context is
+        lowered instead of rejected.
         """
         limits = self._limits()
         checked = params if isinstance(params, CheckedParams) else self.checked(params)
@@ -126,6 +127,9 @@ class InputProcessor:
             ids = prompt.ids
         elif isinstance(prompt, str):
             text, ids = prompt, self._bound(params).encode(self.tokenizer, prompt, add_special_tokens)
+        elif isinstance(prompt, Pair):
+            kept = _kept_tokens(params, limits, cap_length)
+            ids = self.tokenizer.encode_pair(prompt, None if kept == sys.maxsize else kept)
         else:
             ids = self._checked_ids(prompt)
         if not ids:
@@ -203,7 +207,7 @@ class InputProcessor:
         if not -(2**63) <= priority < 2**63:
             raise InvalidRequest("priority must be a 64-bit integer", param="priority")
 
-    def check_length(self, prompt: str | Sequence[object] | Embedded, params: SamplingParams) -> None:
+    def check_length(self, prompt: str | Sequence[object] | Embedded | Pair, params: SamplingParams) -> None:
         """Raise ContextTooLong if ``prompt`` has too many token ids, or too many characters.
 
         The characters are too many if no tokens that fit could stand for them. A far longer prompt is taken if
@@ -211,6 +215,11 @@ class InputProcessor:
         """
         if isinstance(prompt, str):
             self._bound(params).check(self.tokenizer, prompt)
+        elif isinstance(prompt, Pair):
+            self._bound(params).check(self.tokenizer, prompt.first)
+            cut = prompt.most_second is not None
+            bound = counted(self._limits().max_model_len) if cut else self._bound(params)
+            bound.check(self.tokenizer, prompt.second)
         elif params.truncate_prompt_tokens is None:
             _check_prompt_length(len(prompt), self._limits())
 
@@ -226,7 +235,7 @@ class InputProcessor:
         limits = self._limits()
         if params.truncate_prompt_tokens is not None:
             return counted(limits.max_model_len)
-        most = min(limits.max_model_len - 1, limits.max_prompt_len or sys.maxsize)
+        most = min(limits.places - 1, limits.max_prompt_len or sys.maxsize)
         return TextBound(most, lambda size: _check_prompt_length(most + 1, limits, size))
 
     def fan_out(self, state: RequestState) -> list[Request]:
@@ -444,8 +453,8 @@ def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
     if asked > 0:
         return asked
     answer = max(params.min_tokens, 1) if cap or params.max_tokens is None else params.max_tokens
-    room = limits.max_model_len if limits.max_prompt_len is None else limits.max_prompt_len
-    return max(min(limits.max_model_len - answer, room), 1)
+    room = limits.places if limits.max_prompt_len is None else limits.max_prompt_len
+    return max(min(limits.places - answer, room), 1)
 
 
 @contextmanager
@@ -467,7 +476,9 @@ def _maximum(limits: Ready) -> str:
 def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
     """Raise ContextTooLong if ``prompt`` tokens do not fit. ``size`` says their number in words."""
     size = size or f"{prompt} tokens"
-    if prompt >= limits.max_model_len:
+    if limits.spare and prompt > limits.max_model_len:
+        raise ContextTooLong(f"{_maximum(limits)}your text has {size}. Shorten the text.", param="prompt")
+    if prompt >= limits.places:
         raise ContextTooLong(
             f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. Shorten the "
             "prompt.",
@@ -476,8 +487,8 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
     if limits.max_prompt_len is not None and prompt > limits.max_prompt_len:
         raise ContextTooLong(
             f"Your prompt has {size}, but this server reads each prompt in one step, with room for "
-            f"{limits.max_prompt_len}. Shorten the prompt, or start the server with --enable-chunked-prefill or a "
-            "larger --max-num-batched-tokens.",
+            f"{limits.max_prompt_len}. Shorten the prompt, or start the server with "
+            f"{'' if limits.spare else '--enable-chunked-prefill or '}a larger --max-num-batched-tokens.",
             param="prompt",
         )
 
@@ -485,7 +496,7 @@ def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
 def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
     """Return the number of tokens to generate after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
     _check_prompt_length(prompt, limits)
-    room = limits.max_model_len - prompt
+    room = limits.places - prompt
     asked = room if params.max_tokens is None else params.max_tokens
     if asked > room and not cap:
         raise ContextTooLong(

@@ -115,7 +115,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """Probabilities of classes. No model here has a classification head: the name is vLLM's."""
+    """The numbers of a prompt's classes, behind the model's activation: mostly probabilities."""
 
     probs: list[float]
 
@@ -131,7 +131,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How alike two texts are: the cosine of the angle between their embeddings, -1 to 1."""
+    """How well two texts fit: a cross-encoder's number, or the cosine of their embeddings, -1 to 1."""
 
     score: float
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from preheat.errors import InvalidRequest, ModelError
@@ -20,6 +20,7 @@ from preheat.frontend.detokenize import (
     PieceDetokenizer,
     WindowDetokenizer,
 )
+from preheat.frontend.pairs import Pair
 from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
 from preheat.utils.files import TABLE_BYTES, read_json, regular_file
@@ -119,6 +120,14 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest(f"The text is not valid Unicode at character {error.start}") from error
 
 
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return the lengths of two texts that fit ``room`` after cutting the longer one, token by token."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)
+
+
 class Tokenizer:
     """The tokenizer in ``folder``. Raises ModelError if its files cannot be used.
 
@@ -183,6 +192,30 @@ class Tokenizer:
             check_length(len(encoding))
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_pair(self, pair: Pair, most: int | None = None) -> list[int]:
+        """Return the token ids of ``pair``, with special tokens, as the tokenizer's template has them.
+
+        Tokens of a longer pair than ``most`` are cut from the end of the longer text, one by one. Raises InvalidRequest
+        if a text has lone surrogates.
+        """
+        first, second = (self._plain(text) for text in (pair.first, pair.second))
+        if pair.most_second is not None:
+            second.truncate(pair.most_second)
+        if most is not None:
+            room = max(most - self._backend.num_special_tokens_to_add(True), 0)
+            lengths = _longest_first(len(first), len(second), room)
+            first.truncate(lengths[0])
+            second.truncate(lengths[1])
+        encoding = self._backend.post_process(first, second, True)
+        size = self.vocab_size if pair.types > 1 else 0
+        return [id + type_id * size for id, type_id in zip(encoding.ids, encoding.type_ids, strict=True)]
+
+    def _plain(self, text: str) -> Encoding:
+        """Return the encoding of ``text`` without special tokens."""
+        _check_unicode(text)
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        return encoding
 
     def count(self, text: str) -> int:
         """Return the number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
@@ -256,6 +289,9 @@ class NoTokenizer(Tokenizer):
         raise InvalidRequest(
             "There is no tokenizer (skip_tokenizer_init): give the prompt as token ids", param="prompt"
         )
+
+    def encode_pair(self, pair: Pair, most: int | None = None) -> list[int]:
+        return self.encode(pair.first)
 
     def count(self, text: str) -> int:
         return len(self.encode(text))

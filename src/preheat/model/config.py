@@ -88,6 +88,11 @@ class Config:
         other._fields.read = self._fields.read
         return other
 
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All fields that the config states."""
+        return self._values
+
     def with_defaults(self, **defaults: object) -> Config:
         """Return the same fields with other defaults."""
         return self._again(self._values, self._names, defaults)

@@ -15,7 +15,7 @@ from preheat.backends.base import LayerWeights
 from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
-from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
+from preheat.model.specs import ExpertsSpec, HeadSpec, LinearSpec, NormSpec, leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,6 +171,6 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
             found |= formats[leaf.format].tensors(leaf)
         elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape
-            if isinstance(leaf, NormSpec) and leaf.bias:
-                found[f"{leaf.name}.bias"] = leaf.shape
+            if isinstance(leaf, HeadSpec) or (isinstance(leaf, NormSpec) and leaf.bias):
+                found[f"{leaf.name}.bias"] = leaf.shape[:1]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.model.pooled_head import HeadLayer
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ class Weights:
     """The weights of a whole model.
 
     ``embedding`` is a table (:mod:`preheat.ops.embedding`). ``positions`` [positions, hidden] exist where they are
-    learned; ``vision`` is for models that see images.
+    learned; ``vision`` is for models that see images. ``types`` [types, hidden] belong to the parts of a pair of texts,
+    ``pooled_head`` to a classifier.
     """
 
     embedding: Tensor
@@ -200,6 +202,8 @@ class Weights:
     head: Linear
     positions: Tensor | None = None
     vision: VisionWeights | None = None
+    types: Tensor | None = None
+    pooled_head: Sequence[HeadLayer] = ()
 
     def linears(self) -> Linears:
         """All linear layers and experts of the decoder, by path.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import (
@@ -33,8 +34,7 @@ from preheat.backends.names import HOST
 from preheat.errors import ModelError
 from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import RunDtype, resolve_dtype
-from preheat.model.families import spec_of
-from preheat.model.files import find_model, read_config
+from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.layers import (
@@ -49,6 +49,7 @@ from preheat.model.layers import (
     SharedExpert,
     Weights,
 )
+from preheat.model.pooled_head import HeadLayer
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard
@@ -58,6 +59,7 @@ from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
     EmbeddingSpec,
+    HeadSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -67,17 +69,17 @@ from preheat.model.specs import (
     SharedSpec,
     VisionLayerSpec,
     VisionSpec,
-    without_head,
 )
 from preheat.model.stage import stage_of
+from preheat.model.stated import stated_spec
 from preheat.model.ties import with_stored_head
 from preheat.model.values import check_supported, embedding_of, experts_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
+from preheat.ops.norm import ReplacingNorm
 from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
 from preheat.ops.values import Dtype, WithoutTerms
 from preheat.settings import Settings
-from preheat.utils.pooling import pooling_of
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +191,7 @@ def obstacle(settings: Settings, backend: Backend) -> str | None:
 
 def _stated(settings: Settings, backend: Backend, folder: Path) -> tuple[ModelSpec, RunDtype, str | None]:
     """Return the model that the ``folder`` states, the dtype in which it runs, and a remark on the dtype."""
-    config = read_config(folder, settings.hf_overrides)
-    spec = spec_of(config, settings)
-    if (pooling := pooling_of(settings, folder, config)) is not None:
-        spec = without_head(spec, pooling.max_length)
+    spec = stated_spec(settings, folder)
     return spec, *resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16(), float16=backend.facts.float16)
 
 
@@ -336,8 +335,18 @@ class WeightLoader:
         head = self.head(spec, embedding)
         embedding = self.table_in(spec, head, embedding)
         positions = self.table(spec.positions) if spec.positions else None
+        types = self.table(spec.types) if spec.types else None
         vision = self._without_adapters().vision(spec.vision) if spec.vision else None
-        return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
+        return Weights(
+            embedding,
+            layers,
+            self.norm(spec.final_norm),
+            head,
+            positions,
+            vision,
+            types,
+            [*map(self.head_layer, spec.pooled_head)],
+        )
 
     def _without_adapters(self) -> WeightLoader:
         """Return a loader for layers without adapter slots."""
@@ -346,8 +355,9 @@ class WeightLoader:
         return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
-        """Return a table of embeddings."""
-        return self._place(self.tensor(f"{spec.name}.weight", *spec.shape))
+        """Return a table of embeddings, without unused rows and with spare ones."""
+        table = self.tensor(f"{spec.name}.weight", *spec.shape)[spec.unused :]
+        return self._place(F.pad(table, (0, 0, 0, spec.spare)) if spec.spare else table)
 
     def vision(self, spec: VisionSpec) -> VisionWeights:
         kernel = self.tensor(f"{spec.patches.name}.weight", *spec.patches.shape)
@@ -367,6 +377,13 @@ class WeightLoader:
             self.norm(spec.input_norm), self.linear(spec.qkv), self.linear(spec.o), self.norm(spec.post_norm),
             self.dense(spec.mlp),
         )  # fmt: skip
+
+    def head_layer(self, spec: HeadSpec) -> HeadLayer:
+        """Return a layer of the head behind a pooled state, on the host."""
+        weight, bias = torch.empty(spec.shape), torch.empty(spec.shape[:1])
+        self.source.fill(f"{spec.name}.weight", weight)
+        self.source.fill(f"{spec.name}.bias", bias)
+        return HeadLayer(weight, bias, spec.activation)
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
         """Return the output head.
@@ -466,7 +483,8 @@ class WeightLoader:
             return self.backend.norm(torch.ones(spec.shape, dtype=self.dtype, device=self._device), spec.eps, spec.kind)
         weight = self.tensor(f"{spec.name}.weight", *spec.shape)
         bias = self.tensor(f"{spec.name}.bias", *spec.shape) if spec.bias else None
-        return self.backend.norm(weight, spec.eps, spec.kind, bias)
+        norm = self.backend.norm(weight, spec.eps, spec.kind, bias)
+        return ReplacingNorm(norm) if spec.replaces else norm
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
         """Return one norm for all query and key heads.

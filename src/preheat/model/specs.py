@@ -109,7 +109,8 @@ class LinearSpec:
 class NormSpec:
     """A norm of rows of ``size`` numbers; ``name`` is the checkpoint's module.
 
-    A norm of kind identity has no module.
+    A norm of kind identity has no module. ``replaces``: the residual stream goes on from the norm, as in a layer that
+    norms its outputs.
     """
 
     name: str
@@ -117,6 +118,7 @@ class NormSpec:
     eps: float
     kind: NormKind = "rms"
     bias: bool = False
+    replaces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,13 +137,16 @@ TIED_HEAD = "lm_head"
 class EmbeddingSpec:
     """A table of embeddings of tokens or of positions, [vocab_size, size].
 
-    ``name`` is the checkpoint's module. A token's row is multiplied by ``scale``.
+    ``name`` is the checkpoint's module. A token's row is multiplied by ``scale``. The first ``unused`` rows stand for
+    no position, and ``spare`` rows of zeros are put behind the last one.
     """
 
     name: str
     vocab_size: int
     size: int
     scale: float | None = None
+    unused: int = 0
+    spare: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -223,12 +228,13 @@ class KVSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention of one layer.
+    """Attention of one layer.
 
     ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
     and of each key head, ``whole_qk_norm`` of all query heads together and of all key heads together. ``qkv`` returns
     queries, keys and values in this order. Rotated queries are multiplied by their ``growth``. ``scale`` multiplies the
-    scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query.
+    scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query. A ``causal``
+    token sees itself and the ``window`` - 1 tokens before it; any other token sees as many tokens behind it, too.
     """
 
     num_heads: int
@@ -242,6 +248,7 @@ class AttentionSpec:
     alibi: tuple[float, ...] | None = None
     whole_qk_norm: tuple[NormSpec, NormSpec] | None = None
     growth: QueryGrowth | None = None
+    causal: bool = True
 
     @property
     def num_kv_heads(self) -> int:
@@ -425,6 +432,27 @@ class VectorSpec:
         return self.size
 
 
+HeadActivation = Literal["tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A layer of the head behind a pooled state, [outputs, inputs] with a bias; ``name`` is the checkpoint's module."""
+
+    name: str
+    outputs: int
+    inputs: int
+    activation: HeadActivation | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.outputs, self.inputs
+
+    @property
+    def params(self) -> int:
+        return self.outputs * (self.inputs + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionLayerSpec:
     """A layer of a vision tower.
@@ -583,15 +611,17 @@ def renamed(module: str, renames: Iterable[Rename]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer, or an encoder.
 
     ``head`` returns the logits; if embeddings are tied its only part is the embedding's module. Without a head (None)
     the output is the hidden states after the final norm, see :func:`without_head`. ``max_position_embeddings`` is the
     longest sequence, rope scaling included. ``dtype`` is the checkpoint's. ``eos_ids`` end a sequence; ``bos_id``
-    begins one if the tokenizer says so. ``positions`` are learned and added to the embeddings. ``renames`` are the
-    other layouts of the family's checkpoints. ``ignored`` are regular expressions; a tensor is no weight if its whole
-    name matches one. ``vision`` is for models that see images. The fields ``elsewhere`` have sizes but no weights here:
-    another stage of a pipeline has them.
+    begins one if the tokenizer says so. ``positions`` are learned and added to the embeddings, and so are ``types``,
+    the parts of a pair of texts. ``renames`` are the other layouts of the family's checkpoints. ``ignored`` are regular
+    expressions; a tensor is no weight if its whole name matches one. ``vision`` is for models that see images. The
+    fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them. ``pools_first``: a text
+    is sampled at its first token in place of its last. The layers of
+    ``pooled_head`` follow a text's state.
     """
 
     architecture: str
@@ -604,15 +634,23 @@ class ModelSpec:
     bos_id: int | None
     dtype: Dtype
     positions: EmbeddingSpec | None = None
+    types: EmbeddingSpec | None = None
     renames: tuple[Rename, ...] = ()
     ignored: tuple[str, ...] = ()
     vision: VisionSpec | None = None
     elsewhere: tuple[str, ...] = ()
+    pools_first: bool = False
+    pooled_head: tuple[HeadSpec, ...] = ()
 
     @property
     def image_tokens(self) -> int:
         """Positions of an image in the prompt; 0: the model sees no images."""
         return self.vision.tokens if self.vision else 0
+
+    @property
+    def encodes(self) -> bool:
+        """Whether tokens see the tokens behind them, so that a text is read in one step."""
+        return not self.layers[0].attention.causal
 
     @property
     def vocab_size(self) -> int:
@@ -697,16 +735,21 @@ class ModelSpec:
         return tuple(layer.attention.window for layer in self.layers)
 
 
-def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
-    """Return ``spec`` with hidden states as output.
+def without_head(spec: ModelSpec, max_length: int | None = None, *, first: bool = False) -> ModelSpec:
+    """Return ``spec`` with hidden states as output, at a text's last token, or at its ``first`` one.
 
     Texts have at most ``max_length`` tokens. A model that reads less keeps its own length. The checkpoint's output head
-    is not loaded.
+    is not loaded. Raises ModelError for the first token of a decoder, which sees no other token.
     """
+    if first and not spec.encodes:
+        raise ModelError(
+            "pooling CLS takes the first token, and the first token of a decoder sees no other: write LAST or MEAN"
+        )
     parts = () if spec.head is None else ((TIED_HEAD, 0),) if spec.tied else spec.head.parts
     stored = tuple(rf"{re.escape(name)}\..*" for name, _ in parts)
     length = min(spec.max_position_embeddings, max_length or spec.max_position_embeddings)
-    return replace(spec, head=None, ignored=(*spec.ignored, *stored), max_position_embeddings=length)
+    ignored = (*spec.ignored, *stored)
+    return replace(spec, head=None, ignored=ignored, max_position_embeddings=length, pools_first=first)
 
 
 def base_model(spec: ModelSpec) -> ModelSpec:
@@ -719,7 +762,7 @@ def base_model(spec: ModelSpec) -> ModelSpec:
     return replace(without_head(spec), renames=(*spec.renames, rename))
 
 
-Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec
+Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec | HeadSpec
 """The specs with tensors of their own."""
 
 

@@ -24,7 +24,16 @@ from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.sources import StoredTensors, is_harmless
-from preheat.model.specs import AttentionSpec, DenseSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from preheat.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
 from preheat.model.ties import HEAD, same_rows
 from preheat.utils.text import some
 
@@ -66,9 +75,9 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
         yield Part(spec.embedding, model.embedding, lambda loader: loader.table(spec.embedding))
         if spec.head is not None:
             yield _linear(spec.head, model.head)
-    if spec.positions is not None:
-        table = spec.positions
-        yield Part(table, model.positions, lambda loader: loader.table(table))
+    for table, loaded in ((spec.positions, model.positions), (spec.types, model.types)):
+        if table is not None:
+            yield _table(table, loaded)
     for layer, loaded in zip(spec.layers, model.layers, strict=True):
         attention = layer.attention
         yield _linear(attention.qkv, loaded.attention.qkv)
@@ -83,8 +92,18 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
                 yield _norm(norm, getattr(loaded, name))
         yield from _mlp(layer.mlp, loaded.mlp)
     yield _norm(spec.final_norm, model.final_norm)
+    for head, loaded in zip(spec.pooled_head, model.pooled_head, strict=True):
+        yield _head_layer(head, loaded)
     if (vision := spec.vision) is not None:
         yield Part(vision, model.vision, lambda loader: loader.vision(vision))
+
+
+def _table(spec: EmbeddingSpec, loaded: object) -> Part:
+    return Part(spec, loaded, lambda loader: loader.table(spec))
+
+
+def _head_layer(spec: HeadSpec, loaded: object) -> Part:
+    return Part(spec, loaded, lambda loader: loader.head_layer(spec))
 
 
 def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:

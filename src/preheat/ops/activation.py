@@ -7,7 +7,8 @@ exp(-gate)).
 
 Contract of gelu: (1 + erf(x * sqrt(1/2))) * (x / 2). Contract of gelu_tanh: x / (1 + exp(-2 * sqrt(2 / pi) * (0.044715
 * x * x * x + x))); it equals x / 2 * (1 + tanh(...)) without the cancellation. Both are computed in fp32, one operation
-after the other, none fused, and rounded to the dtype. gelu_tanh_and_mul multiplies the rounded gelu_tanh(gate) by up.
+after the other, none fused, and rounded to the dtype. gelu_tanh_and_mul multiplies the rounded gelu_tanh(gate) by up,
+and gelu_and_mul the rounded gelu(gate).
 quick_gelu, CLIP's, is x / (1 + exp(-1.702 * x)), computed in the same way.
 
 Contract of relu2: the square of max(x, 0), rounded once; NaN stays NaN. Contract of scaled: x times an fp32 factor,
@@ -65,6 +66,13 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return gelu_tanh(gate.contiguous()).mul_(up)
 
 
+@opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first): [tokens, inner]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate.contiguous()).mul_(up)
+
+
 @opaque("(Tensor x) -> Tensor", torch.empty_like)
 def relu2(x: Tensor) -> Tensor:
     """Return the square of max(x, 0), a new tensor like ``x``."""
@@ -90,6 +98,7 @@ def clip(x: Tensor, limit: float) -> Tensor:
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "gelu_tanh_and_mul": gelu_tanh_and_mul,
+    "gelu_and_mul": gelu_and_mul,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,

@@ -17,6 +17,8 @@ Kind "identity": the row as it is. It stands where a block reads the residual st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -150,6 +152,25 @@ class Identity(RMSNorm):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return _add_to(x, residual)
+
+
+class ReplacingNorm:
+    """``norm``, which also replaces its input: the residual stream goes on from the norm."""
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.weight, self.eps, self.kind = norm, norm.weight, norm.eps, norm.kind
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of ``x``, a new tensor, and write it to ``x``."""
+        found: Tensor = self.norm(x)
+        x.copy_(found)
+        return found
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place; return the norm of the sum, and write it to ``residual``."""
+        found: Tensor = self.norm.add(x, residual)
+        residual.copy_(found)
+        return found
 
 
 def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:

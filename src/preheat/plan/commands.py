@@ -18,6 +18,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.sampler_settings import LEVEL_SETTINGS
 from preheat.settings import Settings
+from preheat.utils.encoders import SPARE
 
 MOST_REASONS = 8
 
@@ -69,7 +70,9 @@ def plan(
     """
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token
-    limits = resolve_limits(settings, max_positions, block_bytes, image_tokens=spec.image_tokens)
+    limits = resolve_limits(
+        settings, max_positions, block_bytes, image_tokens=spec.image_tokens, spare=SPARE * spec.encodes
+    )
     made = make_plan(
         limits, PlanOptions.of(settings, facts, pools=spec.head is None), Costs(sizes, facts.machine, limits.block_size)
     )

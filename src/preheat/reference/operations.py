@@ -69,6 +69,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": _gated(F.silu),
     "gelu_tanh_and_mul": _gated(_gelu_tanh),
+    "gelu_and_mul": _gated(F.gelu),
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),

@@ -64,8 +64,8 @@ class Scheduler:
     :func:`defrag.is_due` (None: never compact). A step with decoding rows has at most ``mixed_tokens`` tokens, so that
     they do not wait for long. Without ``mixed_steps`` a step either reads prompts or decodes, prompts first (source:
     the two phases of vLLM on Gaudi). ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft
-    tokens. There are ``max_loras`` adapter slots. Raises SettingsError for limits under which some sequence could never
-    run.
+    tokens. There are ``max_loras`` adapter slots. ``head`` makes a text's numbers of its pooled state. Raises
+    SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -81,11 +81,13 @@ class Scheduler:
         defrag_threshold: int | None = None,
         drafting: Drafting | None = None,
         max_loras: int = 0,
+        head: Callable[[bytes], bytes] | None = None,
     ) -> None:
         check_limits(limits, padded)
         self.drafting = drafting if drafting is not None and drafting.proposer.num_speculative_tokens else None
         if self.drafting is not None and not mixed_steps:
             raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
+        self._head = head
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
@@ -246,6 +248,8 @@ class Scheduler:
         totals, drafting = self._totals, self.drafting
         delta = results.process_results(self.running, self.prefix, schedule, result, totals=totals, drafting=drafting)
         self._in_flight.popleft()
+        if self._head is not None:
+            delta.pooled = {id: self._head(pooled) for id, pooled in delta.pooled.items()}
         return delta
 
     def fail(self, schedule: Schedule, error: Exception) -> Delta:

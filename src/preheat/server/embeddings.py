@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /score and /rerank: embeddings of texts, and similarities by them."""
+"""POST /v1/embeddings and /pooling: embeddings of texts."""
 
 from __future__ import annotations
 
@@ -11,33 +11,25 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, check_dimensions, cosine, embedding, paired, prompt_of
+from preheat.frontend.embedding import asked_of, check_dimensions, class_numbers, embedding, prompt_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import PromptTokensDetails, Usage, encoded
 from preheat.server.body import interpreted, read_request
 from preheat.server.completions import listed
 from preheat.server.embeddings_schema import (
-    Document,
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
     PooledData,
     PoolingList,
     PoolingRequest,
-    Ranked,
-    Reranking,
-    RerankRequest,
-    Score,
-    ScoreList,
-    ScoreRequest,
     Texts,
-    texts_of,
 )
 from preheat.server.ignored import ignore
 from preheat.server.middleware import request_id
@@ -58,7 +50,10 @@ async def embeddings(request: Request) -> ASGIApp:
 async def pooling(request: Request) -> ASGIApp:
     """Pool the hidden states of texts."""
     frontend, body = await read_request(request, PoolingRequest)
-    texts = _of_kind(request, frontend.embedding_of("Pooling API"), body)
+    own = frontend.pooling_of("Pooling API")
+    if body.task is not None:
+        own = (frontend.embedding_of if body.task == "embed" else frontend.classes_of)("Pooling API")
+    texts = _of_kind(request, own, body)
     return _PoolingWriter(request, body, await embedded_states(request, frontend, body, texts))
 
 
@@ -79,41 +74,14 @@ def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | li
     return [f"{before}{text}" for text in texts]
 
 
-async def score(request: Request) -> ASGIApp:
-    """Score the similarity of texts."""
-    frontend, body = await read_request(request, ScoreRequest)
-    frontend.embedding_of("Score API")
-    name, first, second = body.sides()
-    paired(len(first), len(second), name)
-    return _ScoreWriter(request, body, await embedded_states(request, frontend, body, [*first, *second]), len(first))
-
-
-async def rerank(request: Request) -> ASGIApp:
-    """Order documents by their similarity to a query."""
-    frontend, body = await read_request(request, RerankRequest)
-    frontend.embedding_of("Rerank API")
-    if not body.documents:
-        raise InvalidRequest("documents must not be empty", param="documents")
-    if body.top_n is not None and body.top_n < 0:
-        raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
-    if body.max_tokens_per_doc is None:
-        texts = [*texts_of(body.query), *texts_of(body.documents)]
-        return _RerankWriter(request, body, await embedded_states(request, frontend, body, texts))
-    query = await embedded_states(request, frontend, body, texts_of(body.query))
-    body.truncate_prompt_tokens, body.truncation_side = body.max_tokens_per_doc, "right"
-    return _RerankWriter(
-        request, body, query + await embedded_states(request, frontend, body, texts_of(body.documents))
-    )
-
-
 async def embedded_states(
     request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
 ) -> list[RequestState]:
     """Return the checked requests for the embeddings of the ``given`` texts."""
-    own = frontend.embedding_of("Embeddings API")
+    own = frontend.pooling_of("Embeddings API")
     check_dimensions(own, body.dimensions)
     params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side)
-    with _as_input():
+    with as_input():
         prompts = await interpreted(
             request, partial(listed, frontend, given if isinstance(given, str) else list(given), params)
         )
@@ -124,7 +92,7 @@ async def embedded_states(
 
 
 @contextmanager
-def _as_input() -> Iterator[None]:
+def as_input() -> Iterator[None]:
     """Rename ``prompt`` to ``input`` in errors, after the field of these bodies."""
     try:
         yield
@@ -142,7 +110,7 @@ class PooledWriter(WholeWriter):
 
     def __init__(self, request: Request, body: Texts, states: Sequence[RequestState]) -> None:
         super().__init__(request, states)
-        self._body, self._pooling = body, self._frontend.embedding_of("Embeddings API")
+        self._body, self._pooling = body, self._frontend.pooling_of("Pooling API")
         self._fields: dict[str, Any] = {
             "id": f"{self.prefix}-{request_id(request)}",
             "created": int(time.time()),
@@ -150,11 +118,15 @@ class PooledWriter(WholeWriter):
         }
 
     @abstractmethod
-    def whole(self) -> Struct: ...
+    def whole(self) -> Struct | list[Any]: ...
 
     def vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
         """Return the embeddings, in order. Raises InvalidRequest for more dimensions than the model has."""
         return [embedding(state, self._pooling, self._body.dimensions, normalize) for state in self._states]
+
+    def numbers(self, activate: bool | None = None) -> list[np.ndarray]:
+        """Return the numbers of each text's classes, in order."""
+        return [class_numbers(state, self._pooling, activate) for state in self._states]
 
     def usage(self) -> Usage:
         """Return the usage: tokens of all texts."""
@@ -171,7 +143,7 @@ class _VectorWriter(PooledWriter):
 
     def shown(self) -> list[Any]:
         """Encode the embeddings to JSON: numbers, or base64 of little-endian fp32."""
-        vectors = self.vectors(self._normalize)
+        vectors = self.numbers(self._normalize) if self._pooling.classes else self.vectors(self._normalize)
         if self._base64:
             return [encoded(base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode()) for vector in vectors]
         return [encoded(vector.tolist()) for vector in vectors]
@@ -191,36 +163,3 @@ class _PoolingWriter(_VectorWriter):
     def whole(self) -> PoolingList:
         data = [PooledData(*each) for each in enumerate(self.shown())]
         return PoolingList(**self._fields, data=data, usage=self.usage())
-
-
-class _ScoreWriter(PooledWriter):
-    prefix = "score"
-
-    def __init__(self, request: Request, body: ScoreRequest, states: Sequence[RequestState], first: int) -> None:
-        super().__init__(request, body, states)
-        self._first = first
-
-    def whole(self) -> ScoreList:
-        vectors = self.vectors()
-        ones, others = vectors[: self._first], vectors[self._first :]
-        ones *= len(others) // len(ones)
-        data = [Score(place, cosine(*pair)) for place, pair in enumerate(zip(ones, others, strict=True))]
-        return ScoreList(**self._fields, data=data, usage=self.usage())
-
-
-class _RerankWriter(PooledWriter):
-    prefix = "rerank"
-
-    def __init__(self, request: Request, body: RerankRequest, states: Sequence[RequestState]) -> None:
-        super().__init__(request, body, states)
-        self._documents, self._top = texts_of(body.documents), body.top_n or len(body.documents)
-        self._shows = body.return_documents is not False
-
-    def whole(self) -> Reranking:
-        query, *others = self.vectors()
-        ranked = [
-            Ranked(place, Document(text) if self._shows else UNSET, cosine(query, other))
-            for place, (text, other) in enumerate(zip(self._documents, others, strict=True))
-        ]
-        ranked.sort(key=lambda each: -each.relevance_score)
-        return Reranking(self._fields["id"], self._fields["model"], ranked[: self._top], self.usage())

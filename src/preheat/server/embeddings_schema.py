@@ -48,7 +48,26 @@ class EmbeddingRequest(Texts, kw_only=True):
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """POST /pooling."""
 
-    task: Literal["embed"] | None = None
+    task: Literal["embed", "classify"] | None = None
+
+
+class Activated(Texts, kw_only=True):
+    """Fields of endpoints of numbers: ``use_activation``, or ``activation``, is about the model's activation."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+    @property
+    def activates(self) -> bool | None:
+        return self.activation if self.use_activation is None else self.use_activation
+
+
+class ClassifyRequest(Activated, kw_only=True):
+    """POST /classify."""
+
+    most_values: ClassVar[int] = MOST_IDS
+
+    input: str | list[str | int | list[int]]
 
 
 class TextItem(Struct, forbid_unknown_fields=True):
@@ -63,7 +82,7 @@ NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 """The pairs of names for the two sides of a score."""
 
 
-class ScoreRequest(Texts, kw_only=True):
+class ScoreRequest(Activated, kw_only=True):
     """POST /v1/score: one text against several, or equally many on both sides.
 
     The two sides are named by one of four pairs.
@@ -89,7 +108,7 @@ class ScoreRequest(Texts, kw_only=True):
         return given[0], first, second
 
 
-class RerankRequest(Texts, kw_only=True):
+class RerankRequest(Activated, kw_only=True):
     """POST /v1/rerank.
 
     With ``top_n`` 0 all documents are returned. Only the first ``max_tokens_per_doc`` tokens of a document count.
@@ -151,6 +170,24 @@ class ScoreList(Struct):
     created: int
     model: str
     data: list[Score]
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+class Classification(Struct):
+    """The numbers of a text's classes, and the class with the greatest number."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
     usage: Usage
     object: Literal["list"] = "list"
 

@@ -77,7 +77,6 @@ _NOT_SERVED = {
     "/v1/audio": "preheat runs models of text; it neither hears nor speaks",
     "/v1/images": "preheat runs models of text; it draws no images",
     "/api/": "of Ollama's API there are, with --api ollama, chat, generate, embed, tags, ps, show and version",
-    "/classify": "preheat runs no classifiers; it generates, or makes embeddings",
     **dict.fromkeys(
         ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         "adapters can be changed with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",

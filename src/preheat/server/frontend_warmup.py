@@ -46,7 +46,10 @@ def warm_up_server(
         loop.call_soon(step)
 
     def send(request: DummyRequest) -> None:
-        asyncio.run_coroutine_threadsafe(post(app, *_path_and_body(request), key), loop).result()
+        path, body = _path_and_body(request)
+        if request.embeds and frontend.pooling is not None and frontend.pooling.classes:
+            path = "/classify"
+        asyncio.run_coroutine_threadsafe(post(app, path, body, key), loop).result()
 
     key = [(b"authorization", f"Bearer {each}".encode()) for each in settings.api_key[:1]]
     spare = spare_frontend(frontend, send_to_engine)

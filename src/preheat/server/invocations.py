@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.server import chat, completions, embeddings
+from preheat.server import chat, completions, embeddings, scoring
 from preheat.server.body import keep_body, read_body
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -34,8 +34,8 @@ _ENDPOINTS: dict[str, Endpoint] = {
     "prompt": completions.completions,
     "prompt_embeds": completions.completions,
     "input": embeddings.embeddings,
-    "query": embeddings.rerank,
-    **dict.fromkeys(("text_1", "queries", "data_1"), embeddings.score),
+    "query": scoring.rerank,
+    **dict.fromkeys(("text_1", "queries", "data_1"), scoring.score),
 }
 
 

@@ -24,6 +24,7 @@ from preheat.server import (
     batch_schema,
     batches,
     chat,
+    classification,
     completions,
     decoding,
     embeddings,
@@ -37,10 +38,14 @@ from preheat.server import (
     operations,
     responses,
     schema,
+    scoring,
     status,
+    tei,
 )
 from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
+    ClassificationList,
+    ClassifyRequest,
     EmbeddingList,
     EmbeddingRequest,
     PoolingList,
@@ -55,10 +60,12 @@ from preheat.server.messages_schema import CountRequest, MessageAnswer, Messages
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
 from preheat.server.schema import ErrorResponse
+from preheat.server.tei_schema import EmbedRequest, Info, Prediction, PredictRequest, Rank, RerankTextsRequest
 from preheat.utils.structs import describe_structs
 from preheat.warmup.record import Record
 
-Kind = type[msgspec.Struct]
+Kind = Any
+"""A struct, or a list of structs or numbers."""
 Kinds = Kind | types.UnionType
 
 _REF = "#/components/schemas/{name}"
@@ -135,11 +142,17 @@ OPERATIONS = (
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
     _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),
     _posted("/pooling", embeddings.pooling, PoolingList, PoolingRequest, (504,)),
-    _posted("/score", embeddings.score, ScoreList, ScoreRequest, (504,)),
-    _posted("/v1/score", embeddings.score, ScoreList, ScoreRequest, (504,)),
-    _posted("/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
-    _posted("/v2/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
-    _posted("/v1/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
+    _posted("/classify", classification.classify, ClassificationList, ClassifyRequest, (504,)),
+    _posted("/score", scoring.score, ScoreList, ScoreRequest, (504,)),
+    _posted("/v1/score", scoring.score, ScoreList, ScoreRequest, (504,)),
+    _posted(
+        "/rerank", tei.rerank, Reranking | list[Rank], RerankRequest | RerankTextsRequest, (504,),
+    ),
+    _posted("/embed", tei.embed, list[list[float]], EmbedRequest, (504,)),
+    _posted("/predict", tei.predict, list[Prediction] | list[list[Prediction]], PredictRequest, (504,)),
+    Operation("/info", tei.info, Info, None, (400,)),
+    _posted("/v2/rerank", scoring.rerank, Reranking, RerankRequest, (504,)),
+    _posted("/v1/rerank", scoring.rerank, Reranking, RerankRequest, (504,)),
     _posted(
         "/v1/files", files.upload_file, file_store.StoredFile, batch_schema.FileUpload, form=True,
     ),
@@ -310,9 +323,18 @@ def _described(operation: Operation) -> dict[str, Any]:
 
 
 def _each(kinds: Kinds | None) -> tuple[Kind, ...]:
-    return () if kinds is None else typing.get_args(kinds) or (kinds,)
+    if kinds is None:
+        return ()
+    return typing.get_args(kinds) if isinstance(kinds, types.UnionType) else (kinds,)
+
+
+def _reference(kind: Any) -> dict[str, Any]:
+    """Return the schema of a kind of body; a list is written out."""
+    if typing.get_origin(kind) is list:
+        return {"type": "array", "items": _reference(*typing.get_args(kind))}
+    return {"type": "number"} if kind is float else {"$ref": _REF.format(name=kind.__name__)}
 
 
 def _content(kinds: Kinds, media: str = "application/json") -> dict[str, Any]:
-    references = [{"$ref": _REF.format(name=kind.__name__)} for kind in _each(kinds)]
+    references = [*map(_reference, _each(kinds))]
     return {media: {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}

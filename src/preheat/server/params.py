@@ -12,6 +12,7 @@ from preheat.core import Image, SamplingParams, TokenLogprobs, in_background
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
+from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ def sampling(
 
 async def prepared(
     request: Request,
-    prompts: Sequence[str | list[int] | Embedded],
+    prompts: Sequence[str | list[int] | Embedded | Pair],
     params: SamplingParams,
     *,
     add_special_tokens: bool,

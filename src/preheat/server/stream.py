@@ -47,7 +47,7 @@ class WholeWriter(ABC):
         return self._states
 
     @abstractmethod
-    def whole(self) -> Struct | dict[str, Any]:
+    def whole(self) -> Struct | dict[str, Any] | list[Any]:
         """Return the whole answer."""
 
     def values(self, state: RequestState) -> int:

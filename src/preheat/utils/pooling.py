@@ -11,12 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from preheat.errors import ModelError, SettingsError
+from preheat.utils.classes import ClassActivation, activation_of, labels_of
+from preheat.utils.encoders import CLASSIFIER, encoder_name
 from preheat.utils.files import read_text, shown, why_unread
 
-PoolingType = Literal["LAST", "MEAN"]
+PoolingType = Literal["LAST", "MEAN", "CLS"]
 
 READING = "sentence_bert_config.json"
 """The file of sentence-transformers about reading texts."""
@@ -25,10 +27,13 @@ PROMPTS = "config_sentence_transformers.json"
 """The file of sentence-transformers with the prefixes of texts."""
 
 _KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
-_MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "lasttoken": "LAST", "mean": "MEAN"}
+_MODES = {
+    "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS",
+    "lasttoken": "LAST", "mean": "MEAN", "cls": "CLS",
+}  # fmt: skip
 _HEADED, _HEADLESS = (
     ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel"),
-    ("Model", "ForTextEncoding"),
+    ("Model", "ForTextEncoding", "ForMaskedLM", CLASSIFIER),
 )
 """The ends of architectures' names with an output head, and without one (source: vLLM's defaults)."""
 
@@ -40,10 +45,13 @@ _MODULES = "Transformer", "Pooling", "Normalize"
 class Pooling:
     """How hidden states are pooled.
 
-    ``type`` LAST takes the state of the last token, MEAN the mean over all; ``normalize`` scales it to length 1.
+    ``type`` LAST takes the state of the last token, CLS of the first one, MEAN the mean over all; ``normalize`` scales
+    it to length 1.
     ``matryoshka``: the beginning of an embedding is an embedding too; ``dimensions`` are its allowed lengths, empty:
     any. ``max_length``: the most tokens of a text, if less than the model's limit. ``prompts``: the prefixes of texts,
     by kind ("query", "document"); a request may name a kind.
+    ``classes`` are the names of a classifier's classes: ``normalize`` then says whether their numbers go through
+    ``activation``. ``types`` is the number of types that the tokens of a pair of texts can have.
     """
 
     type: PoolingType = "LAST"
@@ -52,6 +60,14 @@ class Pooling:
     dimensions: tuple[int, ...] = ()
     max_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    classes: tuple[str, ...] = ()
+    activation: ClassActivation = "none"
+    types: int = 1
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether a pair of texts has a score of its own: a classifier has one class."""
+        return len(self.classes) == 1
 
 
 def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Pooling | None:
@@ -68,14 +84,46 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     pools = bool(given) or headless or os.path.lexists(folder / "modules.json")
     if asked == "generate" or (asked == "auto" and not pools):
         return None
+    if any(map(_classifies, config.get("architectures") or ())):
+        return _classifier(config, given)
+    if "classify" in (settings.convert, settings.task):
+        raise SettingsError(
+            f"the model has no head for classes, as a name that ends with {CLASSIFIER} says: leave classify out",
+            param="convert" if settings.convert == "classify" else "task",
+        )
     dimensions = config.get("matryoshka_dimensions") or ()
     own = replace(
-        _of_checkpoint(folder),
+        _of_checkpoint(folder, "CLS" if any(map(encoder_name, config.get("architectures") or ())) else "LAST"),
         matryoshka=bool(dimensions or config.get("is_matryoshka")),
         dimensions=tuple(sorted(dimensions)),
         prompts=_prompts(folder / PROMPTS),
     )
     return replace(own, **given)
+
+
+def _classifies(architecture: object) -> bool:
+    """Return whether an architecture is an encoder with a head for classes."""
+    name = encoder_name(architecture)
+    return name is not None and name.head == CLASSIFIER
+
+
+def _classifier(config: Mapping[str, Any], given: Mapping[str, Any]) -> Pooling:
+    """Return the pooling of a classifier: the first token's state, through the head."""
+    if given.get("type", "CLS") != "CLS":
+        raise SettingsError(
+            f"pooler_config: pooling_type {given['type']} is not supported, as a head for classes reads the first "
+            "token: leave it out",
+            param="pooler_config",
+        )
+    types = config.get("type_vocab_size", 2 if "Bert" in map(_family_of, config["architectures"]) else 1)
+    return Pooling(
+        "CLS", given.get("normalize", True), classes=labels_of(config), activation=activation_of(config), types=types
+    )
+
+
+def _family_of(architecture: object) -> str:
+    name = encoder_name(architecture)
+    return "" if name is None else name.family
 
 
 def _is_headless(architecture: object) -> bool:
@@ -90,8 +138,8 @@ def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
     """
     said = {
         "runner": settings.runner,
-        "convert": {"none": "auto" if headless else "generate", "embed": "pooling"}.get(settings.convert, "auto"),
-        "task": {"generate": "generate", "embed": "pooling"}.get(settings.task or "auto", "auto"),
+        "convert": {"none": "auto" if headless else "generate", "auto": "auto"}.get(settings.convert, "pooling"),
+        "task": {"generate": "generate", "auto": "auto"}.get(settings.task or "auto", "pooling"),
     }
     asked = {name: runner for name, runner in said.items() if runner != "auto"}
     if len(set(asked.values())) > 1:
@@ -120,9 +168,9 @@ def _given(settings: Any) -> dict[str, Any]:
     for name in ("pooling_type", "seq_pooling_type"):
         if name in stated:
             found["type"] = str(stated[name]).upper()
-    if found.get("type", "LAST") not in ("LAST", "MEAN"):
+    if found.get("type", "LAST") not in get_args(PoolingType):
         raise SettingsError(
-            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST and MEAN",
+            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST, MEAN and CLS",
             param="pooler_config",
         )
     for name in ("normalize", "use_activation"):
@@ -133,10 +181,10 @@ def _given(settings: Any) -> dict[str, Any]:
     return found
 
 
-def _of_checkpoint(folder: Path) -> Pooling:
-    """Return the pooling of modules.json and of its Pooling module; without them the last token's, normalized."""
+def _of_checkpoint(folder: Path, usual: PoolingType) -> Pooling:
+    """Return the pooling of modules.json and of its Pooling module; without them ``usual``, normalized."""
     if not os.path.lexists(folder / "modules.json"):
-        return Pooling()
+        return Pooling(usual)
     modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
@@ -151,7 +199,9 @@ def _of_checkpoint(folder: Path) -> Pooling:
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [stated] if isinstance(stated, str) else flags
     if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken and mean")
+        raise ModelError(
+            f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken, mean and cls"
+        )
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
     reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}

@@ -34,7 +34,7 @@ from preheat.verify.image_check import ImageCheck
 from preheat.verify.key_check import check_keys
 from preheat.verify.logprob_check import check_logprobs
 from preheat.verify.names import context_lengths, long_context
-from preheat.verify.pool_check import check_pooled
+from preheat.verify.pool_check import check_pooled, check_whole_texts
 from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Record
 
@@ -138,6 +138,10 @@ class BootCheck:
     def check_pooled(self) -> int:
         """Check the pooling of every context and return how many ways were compared."""
         return sum(check_pooled(self.runner, tokens) for tokens in self._contexts)
+
+    def check_whole_texts(self) -> int:
+        """Check the states of all tokens of every context and return how many ways were compared."""
+        return sum(check_whole_texts(self.runner, tokens) for tokens in self._contexts)
 
     def compare(self, path: ContextPath, which: Which) -> int:
         """Compare the contexts' logits by ``path`` with the expected ones and return how often."""
@@ -255,6 +259,7 @@ CHECKS: Mapping[str, Callable[[BootCheck], int | None]] = {
     "sampler": lambda check: check_draws(check.runner),
     "logprobs": lambda check: check_logprobs(check.runner),
     "pooled": BootCheck.check_pooled,
+    "whole texts": BootCheck.check_whole_texts,
     "embeds": BootCheck.check_images,
     "images": BootCheck.check_images,
     "adapters": BootCheck.check_adapters,

@@ -210,6 +210,20 @@ class CheckRunner:
         self.slots.cached_len[slot] += count
         return states.get(0, [])
 
+    def states(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> list[np.ndarray]:
+        """Return the hidden states that ``slot`` reports from a step with other rows, as :meth:`step` runs it."""
+        schedule = self._schedule([*before, slot, *behind])
+        batch = self.packer.pack(schedule)
+        self.bucket = batch.bucket
+        found = self.executor.execute(batch).hidden or {}
+        self.slots.cached_len[schedule.slots] += schedule.extend
+        return found.get(int(np.flatnonzero(schedule.slots == slot)[0]), [])
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a text is computed in one step alone."""
+        return self.executor.decoder.spec.encodes
+
     def draw(self, slot: int) -> int:
         """Return the token behind all tokens of ``slot``, as :func:`preheat.core.marked` marks it."""
         batch = self.packer.pack(self._schedule([slot]))

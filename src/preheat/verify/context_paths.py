@@ -78,13 +78,18 @@ def next_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
     There are just enough other rows to need the bucket.
     """
-    for last in (len(tokens), 1):
+    for last in _lacking(runner, tokens):
         row = Row(len(tokens) - last, last)
         usual = runner.bucket_of([row])
         rows = next((rows for rows in _more_and_more(row, runner) if runner.bucket_of([row, *rows]) != usual), None)
         if rows is not None:
             with _all_but(runner, tokens, last) as slot, runner.neighbours(rows) as others:
                 yield runner.step(slot, behind=others)
+
+
+def _lacking(runner: CheckRunner, tokens: np.ndarray) -> tuple[int, ...]:
+    """Return how many tokens a step computes: all of them, or the last one; an encoder computes all."""
+    return (len(tokens),) if runner.encodes else (len(tokens), 1)
 
 
 def _more_and_more(row: Row, runner: CheckRunner) -> Iterator[list[Row]]:
@@ -106,7 +111,7 @@ def every_bucket(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     The whole context is computed, and its last token alone.
     """
     for bucket in runner.plan.dispatcher.buckets:
-        for last in (len(tokens), 1):
+        for last in _lacking(runner, tokens):
             row = Row(len(tokens) - last, last)
             rows = _filling(runner, bucket, row)
             if runner.bucket_of([row, *rows]) == bucket:
@@ -183,6 +188,8 @@ def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     """
     with runner.poisoned(tokens) as slot:
         yield runner.step(slot)
+    if runner.encodes:
+        return
     with runner.poisoned(tokens) as slot:
         if len(tokens) > 1:
             runner.lengthen(slot, len(tokens) - 1)

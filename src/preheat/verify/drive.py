@@ -88,6 +88,7 @@ class Engine:
         self.ready = next(message for message in self._transport.receive() if isinstance(message, Ready))
         self._watcher = LogitWatcher(self.loop.executor)
         self.vocab_size = self.loop.executor.decoder.spec.vocab_size
+        self.encodes = self.loop.executor.decoder.spec.encodes
         self.pools = self.loop.executor.decoder.spec.head is None
         self.answers: list[Answer] = []
         self._ids, self._seen = OWN_IDS, dict[int, Seen]()

@@ -23,7 +23,7 @@ BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 class Asked(NamedTuple):
     """The facts that decide the checks of an engine.
 
-    ``windows`` are the model's; ``pools``: it has no head.
+    ``windows`` are the model's; ``pools``: it has no head. ``encodes``: each text is read in one step.
     """
 
     settings: Settings
@@ -32,6 +32,7 @@ class Asked(NamedTuple):
     facts: Facts
     pools: bool
     windows: Collection[int]
+    encodes: bool = False
 
     @property
     def longest(self) -> int:
@@ -78,23 +79,25 @@ CHECKS: tuple[Check, ...] = (
     Check("chunked", lambda asked: asked.settings.enable_chunked_prefill and asked.longest > 1),
     Check("prefix hit", lambda asked: asked.settings.enable_prefix_caching and asked.longest > asked.limits.block_size),
     Check("offloaded", lambda asked: asked.settings.kv_offloading_size and asked.longest > asked.limits.block_size),
-    Check("decode", lambda asked: asked.longest > 1),
+    Check("decode", lambda asked: asked.longest > 1 and not asked.encodes),
     Check("poisoned"),
     Check("resumed", lambda asked: asked.longest > 1),
-    Check("fp8 cache", lambda asked: asked.settings.kv_cache_dtype in FP8 and asked.longest > 1),
+    Check("fp8 cache", lambda asked: asked.settings.kv_cache_dtype in FP8 and asked.longest > 1
+          and not asked.encodes),
     Check("long context", lambda asked: asked.settings.enable_chunked_prefill
           and long_context(asked.limits, asked.facts) is not None),
     Check("full step", lambda asked: asked.neighbours),
     Check("drafts", lambda asked: asked.settings.speculation is not None and asked.longest > 1),
     Check("sampler", lambda asked: not asked.pools),
     Check("logprobs", lambda asked: not asked.pools),
-    Check("pooled", lambda asked: asked.pools and asked.longest > 1),
+    Check("pooled", lambda asked: asked.pools and asked.longest > 1 and not asked.encodes),
+    Check("whole texts", lambda asked: asked.encodes and asked.neighbours),
     Check("embeds", lambda asked: asked.images and asked.settings.enable_prompt_embeds),
     Check("images", lambda asked: asked.images and not asked.settings.enable_prompt_embeds),
     Check("adapters", lambda asked: asked.settings.enable_lora),
     Check("grammar", lambda asked: not asked.pools and preloads_of(asked.settings)),
     Check("compaction", lambda asked: policy_of(asked.settings).compacts and asked.longest > 1
-          and asked.limits.num_blocks > 2),
+          and asked.limits.num_blocks > 2 and not asked.encodes),
     Check("windows", lambda asked: not asked.pools and asked.windowed),
     Check("eager", lambda asked: asked.mode not in ("eager", "llvm")),
 )  # fmt: skip
@@ -109,6 +112,7 @@ def check_names(
     facts: Facts,
     pools: bool = False,
     windows: Collection[int] = (),
+    encodes: bool = False,
 ) -> tuple[str, ...]:
     """Return the checks of a boot, in order; none with ``boot_check`` off.
 
@@ -119,7 +123,7 @@ def check_names(
         return ()
     if not settings.batch_invariant:
         return ("finite", "later run")
-    asked = Asked(settings, limits, mode, facts, pools, windows)
+    asked = Asked(settings, limits, mode, facts, pools, windows, encodes)
     return tuple(check.name for check in CHECKS if check.needs(asked))
 
 

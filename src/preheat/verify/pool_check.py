@@ -1,11 +1,13 @@
-"""The check of an engine that pools.
+"""The checks of an engine that pools.
 
-A prompt's pooled states must not depend on how it is cut into chunks.
+A prompt's pooled states must not depend on how it is cut into chunks. An encoder cuts no text: the states of all tokens
+must not depend on the other rows of the step.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from preheat.core import OWN_ID, Request
 from preheat.errors import NotInvariant
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.schedule.sequence import Pooled
-from preheat.verify.check_runner import CheckRunner
+from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.context_paths import RAGGED
 
 _, ALL = POOLER_SETTINGS
@@ -30,6 +32,32 @@ def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
         if _pooled(runner, tokens, sizes) != whole:
             raise NotInvariant(f"pooled: {len(tokens)} tokens in chunks of {sizes} have another mean than at once")
     return len(chunks)
+
+
+def check_whole_texts(runner: CheckRunner, tokens: np.ndarray) -> int:
+    """Compute the states of all tokens of a context alone, and in front of and behind other texts.
+
+    ``tokens`` are int32. Other texts are longer and shorter. Returns how many ways were compared. Raises NotInvariant.
+    """
+    rows = [Row(0, len(tokens) + 3), Row(0, 2)]
+    while rows and not runner.bucket_of([Row(0, len(tokens)), *rows]):
+        rows.pop(0)
+    found, ways = _states(runner, tokens), 0
+    for before in (True, False) if rows else ():
+        if _states(runner, tokens, rows, before=before) != found:
+            raise NotInvariant(f"whole texts: {len(tokens)} tokens have other states beside other texts than alone")
+        ways += 1
+    return ways
+
+
+def _states(
+    runner: CheckRunner, tokens: np.ndarray, others: Sequence[Row] = (), *, before: bool = False
+) -> list[bytes]:
+    """Return the states of the context, read in one step with the rows ``others``."""
+    with runner.sequence(tokens) as slot, runner.neighbours(others) as taken:
+        runner.slots.describe(slot, Request(OWN_ID, tokens.tolist(), ALL, 0, 1))
+        states = runner.states(slot, taken if before else [], [] if before else taken)
+    return [state.tobytes() for state in states]
 
 
 def _pooled(runner: CheckRunner, tokens: np.ndarray, sizes: tuple[int, ...]) -> bytes:

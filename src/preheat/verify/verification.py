@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from preheat.settings import Settings
+from preheat.utils.encoders import SPARE
 from preheat.utils.speculation import WITHOUT
 from preheat.verify.boot import SIMULATED
 from preheat.verify.compare import PathResult, Seen, Verdict
@@ -44,6 +45,7 @@ class Verification:
     proof: Proof = field(default_factory=Proof, init=False)
     blocked_reason: str = field(default="", init=False)
     simulated: bool = field(default=False, init=False)
+    encodes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.paths = PathRunner(self.size, self.prompts)
@@ -60,7 +62,7 @@ class Verification:
         """
         yield from self._as_asked()
         gc.collect()  # two engines at once may not fit into memory
-        few = tight(self.settings, self.paths.for_few_blocks)
+        few = tight(self.settings, self.paths.for_few_blocks, whole=self.encodes)
         yield from self.paths.on(Engine(self.boot, few), "tight")
         if self.settings.speculation is not None:
             gc.collect()
@@ -79,6 +81,7 @@ class Verification:
     def _as_asked(self) -> Iterator[PathResult]:
         """Yield the paths of an engine with the given settings."""
         engine = Engine(self.boot, self.settings)
+        self.encodes = engine.encodes
         record = Record.from_json(engine.ready.record)
         self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
         yield from self.paths.on(engine, "asked")
@@ -89,24 +92,24 @@ def without_drafts(settings: Settings) -> Settings:
     return replace(settings, **WITHOUT, **AGAIN)
 
 
-def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
+def tight(settings: Settings, prompts: Sequence[Prompt], *, whole: bool = False) -> Settings:
     """Return ``settings`` with just enough blocks, of another size.
 
-    They hold the longest of ``prompts`` and its output.
+    They hold the longest of ``prompts`` and its output. ``whole``: a step holds it, too.
     """
     longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
     block_size = 32 if settings.block_size == 16 else 16
     if settings.contiguous_pa and settings.block_size:
         block_size = settings.block_size  # blocks of another size cannot be read in place
     seqs = min(settings.max_num_seqs or 40, 40)
-    tokens = max(331, 2 * seqs)
+    tokens = max(331, 2 * seqs, whole * longest)
     return replace(
         settings,
         max_model_len=longest,
         block_size=block_size,
-        num_gpu_blocks_override=-(-longest // block_size) + 1,
+        num_gpu_blocks_override=-(-(longest + SPARE * whole) // block_size) + 1,
         max_num_seqs=seqs,
-        max_num_batched_tokens=min(settings.max_num_batched_tokens or tokens, tokens),
+        max_num_batched_tokens=tokens if whole else min(settings.max_num_batched_tokens or tokens, tokens),
         enable_chunked_prefill=True,
         defrag_threshold=0,
         **AGAIN,

@@ -20,6 +20,7 @@ from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.settings import Settings
+from preheat.utils.encoders import SPARE
 from preheat.warmup.graphs import divide_memory, log_division
 from preheat.warmup.profile import profile_run
 from preheat.warmup.steps import Steps
@@ -107,6 +108,7 @@ class Fitting:
             usable=split.cache,
             cache_bytes=self._shared(self.backend.kv_cache_memory()),
             image_tokens=self.model.spec.image_tokens,
+            spare=SPARE * self.model.spec.encodes,
         )
         return split, limits
 

@@ -45,7 +45,9 @@ class CpuAttention:
     def __init__(self, layers: Sequence[AttentionLayer], contiguous: bool) -> None:
         self._layers, self._in_place = layers, contiguous and layers[0].cache.shape[-2] == SPLIT
         self._dtype = layers[0].dtype
-        self._kinds = [Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim) for each in layers]
+        self._kinds = [
+            Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal) for each in layers
+        ]
         self._stores = [_Store(each) for each in layers]
         self._block_size = layers[0].cache.shape[-2]
         self._widest = {
@@ -100,7 +102,7 @@ class CpuAttention:
         begin, extend = step.first[rows].astype(np.int64), step.extend[rows]
         blocks = -(-int((begin + extend).max()) // tables.block_size)
         cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.block_table[step.slots[rows], :blocks])
-        tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest)
+        tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest, causal=kind.causal)
         return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype)
 
     def write(self, turn: int, tables: BlockTables) -> None:

@@ -253,18 +253,20 @@ class CpuBackend:
         scale: float | None = None,
         positions: Tensor | None = None,
         images: Tensor | None = None,
+        types: Tensor | None = None,
     ) -> None:
         """Embed known tokens: a step has ended when the next one begins.
 
         Raises IndexError for an id outside the table.
         """
-        plain = scale is None and positions is None and images is None
+        plain = scale is None and positions is None and images is None and types is None
         if plain and self._embed is not None and self._embed.takes(table, out):
             self._embed(inputs.tokens, table, out)
             return
         rows = partial(
-            embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images
-        )
+            embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images,
+            types=types,
+        )  # fmt: skip
         if out.dtype == table.dtype:
             rows(out=out)
         else:

@@ -24,12 +24,16 @@ from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention that decide its cutting into work."""
+    """Sizes of a layer's attention that decide its cutting into work.
+
+    A row of one token is alike in causal and in other attention: the token sees no key behind it.
+    """
 
     window: int | None
     heads: int
     kv_heads: int
     dim: int
+    causal: bool = True
 
 
 class _Call(NamedTuple):
@@ -110,7 +114,7 @@ class DecodeAttention:
 
         Queries are rows of the step's heads; results are rows of all pairs' results.
         """
-        _, heads, kv_heads, _ = self.heads
+        _, heads, kv_heads, _, _ = self.heads
         group = heads // kv_heads
         self._query_shape = len(row), kv_heads, query_rows, self.heads.dim
         padded = np.minimum(np.arange(query_rows), group - 1)  # rows that pad repeat the last head

@@ -96,11 +96,12 @@ def plan_tiles(
     max_keys: int,
     *,
     widest: int = MAX_TILE,
+    causal: bool = True,
 ) -> Tiles:
     """Cut ``rows`` into tiles and pairs.
 
     ``window`` limits how far back a query sees. ``max_keys`` limits the keys that a call gathers. ``widest`` (a power
-    of two) limits the queries of a tile.
+    of two) limits the queries of a tile. If not ``causal``, a query sees the whole row, and as far ahead as back.
     """
     width = min(widest, _power_of_two(int(rows.extend.max())))
     tiles_per_row = -(-rows.extend // width)
@@ -112,17 +113,19 @@ def plan_tiles(
     position = np.where(valid, first[:, None] + step, -1)
     queries = np.where(valid, (rows.first_query[row] + offset)[:, None] + step, 0)
     last = first + valid.sum(axis=1) - 1
+    reach = position if causal else _both_sides(position, (rows.first_position + rows.extend - 1)[row], window)
+    reached = reach.max(axis=1)
 
     first_split = np.maximum(first - window + 1, 0) // SPLIT if window else np.zeros_like(first)
-    splits = last // SPLIT - first_split + 1
+    splits = reached // SPLIT - first_split + 1
     tile, nth = np.repeat(np.arange(len(row)), splits), ranges(splits)
     start = (first_split[tile] + nth) * SPLIT
-    full = start + SPLIT - 1 <= first[tile]
+    full = start + SPLIT - 1 <= reach[tile, 0]
     if window:
         full &= start > last[tile] - window
     if width == 1:
         full[:] = False  # one mask row a pair costs less than a call of its own
-    span = spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
+    span = spans(np.minimum(reached[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
 
     columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
     last_column = rows.block_tables.shape[1] - 1
@@ -131,11 +134,11 @@ def plan_tiles(
     number = np.empty(len(tile), np.int64)
     order = np.lexsort((span, ~full))
     number[order] = np.arange(len(order))
-    calls = _gathering(pairs.take(order), position, (block_size, window, max_keys))
+    calls = _gathering(pairs.take(order), (position, reach), (block_size, window, max_keys))
     pair_of = np.zeros((len(row), int(splits.max())), np.int64)
     pair_of[tile, nth] = number
     split_start = (first_split[:, None] + np.arange(pair_of.shape[1])) * SPLIT
-    seen = valid[:, None, :] & (split_start[:, :, None] <= position[:, None, :])
+    seen = valid[:, None, :] & (split_start[:, :, None] <= reach[:, None, :])
     if window:
         seen &= (split_start + SPLIT)[:, :, None] > position[:, None, :] - window + 1
     return Tiles(queries, valid, calls, pair_of, seen)
@@ -180,14 +183,17 @@ class _Pairs:
         return _Pairs(self.tile[some], self.start[some], self.span[some], self.full[some], self.blocks[some])
 
 
-def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[KernelCall]:
+def _gathering(
+    pairs: _Pairs, places: tuple[np.ndarray, np.ndarray], sizes: tuple[int, int | None, int]
+) -> list[KernelCall]:
     """Cut the pairs, given in the order of their calls, into calls.
 
-    A call has one span and at most ``max_keys`` keys.
+    A call has one span and at most ``max_keys`` keys. ``places`` are the queries' positions, and the last positions
+    that they see.
     """
     block_size, window, max_keys = sizes
-    query = position[pairs.tile] - pairs.start[:, None]
-    begin, end = _visible(query, window)
+    query, reach = (place[pairs.tile] - pairs.start[:, None] for place in places)
+    begin, end = _visible(query, reach, window)
     calls = []
     edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
     for at, to in itertools.pairwise([0, *edges.tolist(), len(pairs.tile)] if len(pairs.tile) else []):
@@ -201,12 +207,18 @@ def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None
     return calls
 
 
-def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
+def _both_sides(position: np.ndarray, last: np.ndarray, window: int | None) -> np.ndarray:
+    """Return the last position that each query sees, in rows that end at ``last``; -1 for queries that pad."""
+    ahead = last[:, None] if window is None else np.minimum(last[:, None], position + window - 1)
+    return np.where(position < 0, -1, ahead)
+
+
+def _visible(query: np.ndarray, reach: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
     """Return the first and the end of the keys that queries see.
 
-    A ``query`` is a position from its split's start.
+    A ``query`` is a position from its split's start, ``reach`` the last position that it sees.
     """
-    end = np.minimum(query + 1, SPLIT)
+    end = np.minimum(reach + 1, SPLIT)
     begin = np.maximum(query - window + 1, 0) if window else None
     blind = end <= (0 if begin is None else begin)
     end[blind] = SPLIT

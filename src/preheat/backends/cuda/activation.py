@@ -51,10 +51,11 @@ def _activate(x, out, inner, number, KIND: tl.constexpr, COLUMNS: tl.constexpr, 
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < inner
-    if KIND == "gelu_tanh_and_mul":
+    if KIND == "gelu_tanh_and_mul" or KIND == "gelu_and_mul":
         gate = tl.load(x + token * 2 * inner + at, mask=inside, other=0.0)
         up = tl.load(x + token * 2 * inner + inner + at, mask=inside, other=0.0)
-        result = (gelu_tanh(gate).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        gated = gelu(gate) if KIND == "gelu_and_mul" else gelu_tanh(gate)
+        result = (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     else:
         value = tl.load(x + token * inner + at, mask=inside, other=0.0)
         if KIND == "gelu":

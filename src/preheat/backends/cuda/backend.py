@@ -266,7 +266,9 @@ class CudaBackend:
         scale: float | None = None,
         positions: Tensor | None = None,
         images: Tensor | None = None,
+        types: Tensor | None = None,
     ) -> None:
+        assert types is None, "no encoder runs on this device"
         embed(
             inputs.tokens, inputs.slots, last_token, table, out,
             scale=scale, positions=positions, at=inputs.positions, images=images,

@@ -30,6 +30,7 @@ FACTS = Facts(
     },
     ignored=NO_BRIDGE,
     lacks={
+        ("encoder",): "its attention kernels read no key behind a token",
         ("pipeline",): "nobody has tried stages there",
         ("tensor_parallel", "pooling"): "nobody has tried it there",
     },

@@ -279,10 +279,14 @@ class HpuBackend:
         scale: float | None = None,
         positions: Tensor | None = None,
         images: Tensor | None = None,
+        types: Tensor | None = None,
     ) -> None:
         """Embed known tokens: a step has ended when the next one begins."""
         with self._bridge.unit():
-            embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
+            embed(
+                inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images,
+                types=types, out=out,
+            )  # fmt: skip
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)

@@ -31,6 +31,7 @@ FACTS = Facts(
     ignored=NO_PEERS,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
+        ("encoder",): "its attention kernels read no key behind a token",
         ("adapters",): "it has no kernels for adapters yet",
         ("sleep",): "graphs hold the addresses of weights and cache, so these cannot move",
         ("offload",): "copies of blocks have not been tried on Gaudi",

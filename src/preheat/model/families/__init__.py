@@ -13,6 +13,7 @@ from typing import Any
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families import (
+    bert,
     bigcode,
     cohere,
     gemma,
@@ -21,8 +22,10 @@ from preheat.model.families import (
     llama,
     llava,
     mistral3,
+    modern_bert,
     moe,
     mpt,
+    nomic_bert,
     olmo,
     phi,
     qwen,
@@ -32,6 +35,7 @@ from preheat.model.families.needs import need_of
 from preheat.model.quantization import quantized
 from preheat.model.specs import ModelSpec, base_model
 from preheat.settings import Settings
+from preheat.utils.encoders import CLASSIFIER, encoder_name
 from preheat.utils.text import misspelled
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
@@ -75,6 +79,17 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
 }
 """The families by the name in the ``architectures`` of ``config.json``."""
 
+ENCODERS: Mapping[str, Callable[[Config], ModelSpec]] = {
+    "Bert": bert.bert,
+    "Camembert": bert.roberta,
+    "DistilBert": bert.distilbert,
+    "ModernBert": modern_bert.modern_bert,
+    "NomicBert": nomic_bert.nomic_bert,
+    "Roberta": bert.roberta,
+    "XLMRoberta": bert.roberta,
+}
+"""The encoders by the beginning of the name, see :mod:`preheat.utils.encoders`."""
+
 
 def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> ModelSpec:
     """Return the spec of a parsed ``config.json``.
@@ -83,6 +98,13 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
     supported.
     """
     for name in _names(values):
+        if (encoder := encoder_name(name)) is not None:
+            config = Config(encoder.family, values)
+            spec = replace(ENCODERS[encoder.family](config), architecture=name)
+            if encoder.head == CLASSIFIER:
+                spec = bert.with_classifier(spec, config)
+            config.refuse_unread()
+            return quantized(spec, config.quantization(), quantization)
         if (family := _family(name)) is not None:
             config = Config(family, values)
             made = FAMILIES[family](config)
@@ -94,7 +116,7 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
 
 def check_architecture(values: Mapping[str, Any]) -> None:
     """Raise ModelError if a parsed ``config.json`` names architectures, but no family's."""
-    if (names := _names(values)) and not any(map(_family, names)):
+    if (names := _names(values)) and not any(encoder_name(name) or _family(name) for name in names):
         raise _unsupported(values)
 
 
@@ -119,7 +141,10 @@ def _unsupported(values: Mapping[str, Any]) -> ModelError:
     found = ", ".join(names) if names else f"none named (model_type {values.get('model_type')!r})"
     need = need_of(names[0]) if names else ""
     why = f": it needs {need}" if need else misspelled(names[0], FAMILIES) if names else ""
-    return ModelError(f"architecture {found} is not supported{why}; supported are {', '.join(FAMILIES)}")
+    return ModelError(
+        f"architecture {found} is not supported{why}; supported are {', '.join(FAMILIES)}, and "
+        f"encoders: {', '.join(ENCODERS)}"
+    )
 
 
 def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from preheat.utils.encoders import ENCODERS
+
 _ENCODER = "attention that looks ahead (an encoder)"
+_HEAD = "a head that is not read: an encoder makes embeddings, scores and classes"
 _CROSS = "an encoder, and attention to its output"
 _STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
 _LATENT = "keys and values compressed to a latent vector (MLA)"
@@ -23,10 +26,13 @@ _SOUND = "an encoder of sound"
 A_ROW = "a line in the table of families: all of its parts exist"
 
 NEEDS: Mapping[str, str] = {
-    "Albert": _ENCODER, "Bert": _ENCODER, "BigBirdFor": _ENCODER, "Camembert": _ENCODER, "Data2VecText": _ENCODER,
-    "Deberta": _ENCODER, "DistilBert": _ENCODER, "Electra": _ENCODER, "ErnieFor": _ENCODER, "MegatronBert": _ENCODER,
-    "ModernBert": _ENCODER, "NomicBert": _ENCODER, "RemBert": _ENCODER, "RoCBert": _ENCODER, "RoFormer": _ENCODER,
-    "Roberta": _ENCODER, "XLM": _ENCODER, "XLNet": _ENCODER, "Xmod": _ENCODER, "Reformer": _ENCODER,
+    **dict.fromkeys(ENCODERS, _HEAD),
+    "Albert": "layers that share one set of weights", "BigBirdFor": _ENCODER, "Data2VecText": _ENCODER,
+    "Deberta": "attention to relative positions (an encoder)", "Electra": _ENCODER, "ErnieFor": _ENCODER,
+    "EuroBert": _ENCODER, "MPNet": "a bias of attention for each distance (an encoder)", "MegatronBert": _ENCODER,
+    "BertGeneration": _ENCODER, "RobertaPreLayerNorm": _ENCODER, "RemBert": _ENCODER, "RoCBert": _ENCODER,
+    "RoFormer": _ENCODER,
+    "XLM": _ENCODER, "XLNet": _ENCODER, "Xmod": _ENCODER, "Reformer": _ENCODER,
     "Bart": _CROSS, "BigBirdPegasus": _CROSS, "Blenderbot": _CROSS, "M2M100": _CROSS, "MBart": _CROSS, "MT5": _CROSS,
     "Marian": _CROSS, "Musicgen": _CROSS, "Mvp": _CROSS, "PLBart": _CROSS, "Pegasus": _CROSS, "ProphetNet": _CROSS,
     "T5": _CROSS, "TrOCR": _CROSS, "Whisper": _CROSS,

@@ -64,6 +64,7 @@ def _relu2(e: Function, x: Value) -> Value:
 ACTIVATIONS: Mapping[Activation, Emit] = {
     "silu_and_mul": _silu,
     "gelu_tanh_and_mul": _gelu_tanh,
+    "gelu_and_mul": _gelu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,

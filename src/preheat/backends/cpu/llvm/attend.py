@@ -85,11 +85,15 @@ class Attend:
         self.outs = [e.at(out, e.mul(number, how.dim)) for number in heads]
         self.slopes = [e.splat(e.load(slopes, number)) for number in heads] if how.alibi else []
 
-    def write(self, place: Value, window: Value) -> None:
-        """Attend from position ``place``, over the ``window`` tokens up to it, or over all if the window is 0."""
+    def write(self, place: Value, window: Value, end: Value) -> None:
+        """Attend from position ``place`` over the keys before ``end``.
+
+        With a ``window`` other than 0, less than that many tokens on each side are seen.
+        """
         e = self.e
         first = e.choose(e.less(0, window), e.most(e.add(e.sub(place, window), 1), 0), 0)
-        end = e.add(place, 1)
+        if not self.how.causal:
+            end = e.choose(e.less(0, window), e.least(e.add(place, window), end), end)
         tops = [self._begun(e.f(float("-inf"))) for _ in self.queries]
         masses = [self._begun(e.f(0.0)) for _ in self.queries]
         columns = self.cache.columns()

@@ -1,4 +1,4 @@
-"""What compiled attention needs of a step: each token's position, and the address of its row of the block table."""
+"""What compiled attention needs of a step: each token's position, its row of the block table, and its row's end."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ ALWAYS = 1 << 30
 
 @dataclass(slots=True)
 class LlvmWork(AttentionWork):
-    """The address of each token's row of the block table, ``tables`` int64 [tokens]; tokens that pad have none."""
+    """The address of each token's row of the block table, ``tables`` int64 [tokens]; tokens that pad have none.
+
+    ``ends`` int64 [tokens] are the lengths of the tokens' rows; None if all layers are causal.
+    """
 
     tables: np.ndarray
+    ends: np.ndarray | None
 
 
 class LlvmAttention:
     """Writer of each token's position and table row, for compiled functions.
 
-    The functions read ``positions`` and ``tables``, int64 [tokens], of the first ``rows`` tokens. The tokens behind
-    them pad the step and are not computed.
+    The functions read ``positions``, ``tables`` and ``ends``, int64 [tokens], of the first ``rows`` tokens. The tokens
+    behind them pad the step and are not computed. Nothing reads ``ends`` where all layers are causal.
     """
 
-    def __init__(self, positions: np.ndarray, tables: np.ndarray) -> None:
-        self._positions, self._tables = positions, tables
+    def __init__(self, positions: np.ndarray, tables: np.ndarray, ends: np.ndarray | None = None) -> None:
+        self._positions, self._tables, self._ends = positions, tables, ends
         self._work: LlvmWork | None = None
         self._given: tuple[Tensor, np.ndarray] | None = None  # a program's positions, and the same as an array
         self.rows = 0
@@ -41,8 +45,11 @@ class LlvmAttention:
         table = tables.block_table
         assert table.dtype == np.int32, table.dtype
         addresses = table.ctypes.data + np.repeat(step.slots, step.extend).astype(np.int64) * table.strides[0]
+        if self._ends is not None:
+            ends = np.repeat(step.first.astype(np.int64) + step.extend, step.extend)
+            return LlvmWork([], -1, -1, addresses, ends)
         decodes = step.num_decode == len(step.slots)
-        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses)
+        return LlvmWork([], ALWAYS if decodes else -1, -1, addresses, None)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """Do nothing: the work holds addresses."""
@@ -52,6 +59,8 @@ class LlvmAttention:
         if work is not self._work:
             self._work, self.rows = work, len(work.tables)
             self._tables[: self.rows] = work.tables
+            if self._ends is not None:
+                self._ends[: self.rows] = work.ends
         if self._given is None or inputs.positions is not self._given[0]:
             self._given = inputs.positions, inputs.positions.numpy()
         self._positions[: self.rows] = self._given[1][: self.rows]

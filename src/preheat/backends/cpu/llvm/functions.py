@@ -41,8 +41,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     if how.norm is None:
         wait(e, product(e, how.qkv, "qkv", e.pointer("given"), stored(e, qkv, width)))
     else:
-        normed, kind = e.own("normed", e.mul(e.rows, how.hidden)), how.norm
-        make = Once(e, lambda: norm(e, kind, x, e.part("norm"), normed, e.rows))
+        normed, make = read_normed(e, how.norm, x, "norm")
         wait(e, product(e, how.qkv, "qkv", normed, stored(e, qkv, width), make))
 
     if how.whole_qk_norm is not None:
@@ -59,12 +58,13 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     wait(e, [phase])
     together = queries_at_once(how)
     scores = e.own("scores", together * SPLIT)
-    phase = e.phase(e.mul(e.rows, how.heads // together))
+    phase, ends = e.phase(e.mul(e.rows, how.heads // together)), e.pointer("ends")
     with e.units(*phase) as unit:
         first, row = e.mul(e.div(unit, e.rows), together), e.rem(unit, e.rows)
         place, cache = cached(row, e.div(first, how.heads // how.kv_heads))
+        end = e.add(place, 1) if how.causal else e.field(ends, row)
         mine, out = e.at(qkv, e.mul(row, width)), e.at(attended, e.mul(row, out_width))
-        Attend(e, how, cache, first, (mine, scores, out), parts["slopes"]).write(place, window)
+        Attend(e, how, cache, first, (mine, scores, out), parts["slopes"]).write(place, window, end)
     wait(e, [phase])
     e.close()
 
@@ -91,10 +91,6 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
     """
     e = Job(module, name)
     x, attended, inner = (e.pointer(each) for each in ("x", "attended", "inner"))
-    normed = e.own("normed", e.mul(e.rows, how.hidden))
-
-    def make() -> None:
-        norm(e, how.post_norm, x, e.part("post_norm"), normed, e.rows)
 
     def join(name: str, out_norm: RowNorm | None, write: Callable[[Finish], None]) -> None:
         """Add the results that ``write`` gives to ``x``, with their norm if they have one."""
@@ -104,11 +100,13 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
             add_normed(e, out_norm, target, e.part(f"{name}_norm"), x)
 
     def gate_up() -> None:
-        wait(e, product(e, how.gate_up, "gate_up", normed, stored(e, inner, how.down.inputs), Once(e, make)))
+        normed, make = read_normed(e, how.post_norm, x, "post_norm")
+        wait(e, product(e, how.gate_up, "gate_up", normed, stored(e, inner, how.down.inputs), make))
 
     def block(finish: Finish) -> None:
         if how.routed is not None:
-            experts(e, how, how.routed, normed, Once(e, make), finish)
+            normed, make = read_normed(e, how.post_norm, x, "post_norm")
+            experts(e, how, how.routed, normed, make, finish)
             return
         if not how.parallel:
             gate_up()
@@ -120,6 +118,23 @@ def back(module: ir.Module, name: str, how: LayerKind) -> None:
     join("o", how.o_norm, lambda finish: wait(e, product(e, how.o, "o", attended, finish)))
     join("down", how.down_norm, block)
     e.close()
+
+
+def read_normed(e: Job, how: RowNorm, x: Value, name: str) -> tuple[Value, Once]:
+    """Return the place of the norm of the rows at ``x``, and the code that a thread runs before it reads there.
+
+    Each thread norms all rows for itself. A norm that replaces the rows is made once, row by row, in a phase before.
+    """
+    factors = e.part(name)
+    if not how.replaces:
+        normed = e.own("normed", e.mul(e.rows, how.size))
+        return normed, Once(e, lambda: norm(e, how, x, factors, normed, e.rows))
+    phase = e.phase(e.rows)
+    with e.units(*phase) as row:
+        at = e.at(x, e.mul(row, how.size))
+        norm_row(e, how, at, factors, at)
+    wait(e, [phase])
+    return x, Once(e, lambda: None)
 
 
 def add_normed(e: Job, how: RowNorm, x: Value, factors: Value, out: Value) -> None:

@@ -103,12 +103,16 @@ class Routed(NamedTuple):
 
 
 class RowNorm(NamedTuple):
-    """A norm of rows of ``size`` numbers; ``bias``: a bias follows the factors."""
+    """A norm of rows of ``size`` numbers; ``bias``: a bias follows the factors.
+
+    ``replaces``: the norm takes the place of the rows.
+    """
 
     kind: NormKind
     size: int
     eps: float
     bias: bool = False
+    replaces: bool = False
 
 
 class LayerKind(NamedTuple):
@@ -118,7 +122,7 @@ class LayerKind(NamedTuple):
     of queries and keys, ``whole_qk_norm`` all heads of queries together and all heads of keys together. ``grows``:
     queries are multiplied by a factor of their position. ``o_norm`` norms the output of attention, ``down_norm`` the
     output of the other block. Without a ``norm`` the layer is given its inputs, beside the residual stream.
-    ``parallel``: the second norm reads the stream as the front found it.
+    ``parallel``: the second norm reads the stream as the front found it. A ``causal`` token sees no key behind it.
     """
 
     hidden: int
@@ -142,6 +146,7 @@ class LayerKind(NamedTuple):
     whole_qk_norm: tuple[RowNorm, RowNorm] | None = None
     grows: bool = False
     parallel: bool = False
+    causal: bool = True
 
     @property
     def visits(self) -> int:
@@ -153,7 +158,8 @@ FRAME = {
     name: at
     for at, name in enumerate(
         "x attended qkv inner normed scores positions tables rows threads counters added adapted slots shrunk logits "
-        "chosen shares order starts visited visit_slots outputs shared_inner shared_outputs shared_shares given".split()
+        "chosen shares order starts visited visit_slots outputs shared_inner shared_outputs shared_shares given "
+        "ends".split()
     )
 }  # fmt: skip
 """Fields of the frame of a step, words of 64 bits."""

@@ -40,6 +40,7 @@ from preheat.backends.cpu.llvm.memory import zeros
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.llvm.team import Team
 from preheat.limits import Limits
+from preheat.ops.norm import ReplacingNorm
 
 _FRAME_WORDS = 64
 _TAKEN = LAYER_FRAME["taken"]
@@ -86,11 +87,12 @@ class Functions:
         for layer in single:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
         self.embed = TableRows(self.code)
-        self.attention = LlvmAttention(self._positions, self._tables)
+        causal = all(kind.causal for kind in self._kinds)
+        self.attention = LlvmAttention(self._positions, self._tables, None if causal else self._row_ends)
 
     def _buffers(self, rows: int, threads: int, shrunk: int) -> None:
         kinds = self._kinds
-        self._positions, self._tables = zeros(rows, np.int64), zeros(rows, np.int64)
+        self._positions, self._tables, self._row_ends = (zeros(rows, np.int64) for _ in range(3))
         sizes = {
             "qkv": rows * max(kind.qkv.results for kind in kinds),
             "inner": rows * max(kind.visits * kind.down.inputs for kind in kinds),
@@ -112,6 +114,7 @@ class Functions:
             self.team.set(name, array.ctypes.data)
         self.team.set("positions", self._positions.ctypes.data)
         self.team.set("tables", self._tables.ctypes.data)
+        self.team.set("ends", self._row_ends.ctypes.data)
 
     def _final(self, norm: PackedNorm, rows: int) -> None:
         """List the jobs from the last layer's attention to the hidden states of at most ``rows`` sampled tokens."""
@@ -321,16 +324,17 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         block_size=limits.block_size,
         turns=attention.rope is not None,
         alibi=attention.alibi is not None,
-        norm=_packed(layer.input_norm).how if products["qkv"].inputs == products["o"].results else None,
+        norm=_how(layer.input_norm) if products["qkv"].inputs == products["o"].results else None,
         qk_norm=_how(attention.qk_norm),
         o_norm=_how(layer.o_norm),
-        post_norm=_packed(layer.post_norm).how,
+        post_norm=_row_norm(layer.post_norm),
         down_norm=_how(layer.down_norm),
         qkv=products["qkv"],
         o=products["o"],
         gate_up=products["gate_up"],
         down=products["down"],
         routed=_routed(layer),
+        causal=attention.causal,
         whole_qk_norm=_whole(layer),
         grows=attention.growth is not None,
         parallel=layer.parallel,
@@ -346,9 +350,14 @@ def _whole(layer: LayerParts) -> tuple[RowNorm, RowNorm] | None:
 
 
 def _packed(norm: Norm) -> PackedNorm:
-    assert isinstance(norm, PackedNorm)
-    return norm
+    packed = norm.norm if isinstance(norm, ReplacingNorm) else norm
+    assert isinstance(packed, PackedNorm)
+    return packed
+
+
+def _row_norm(norm: Norm) -> RowNorm:
+    return _packed(norm).how._replace(replaces=isinstance(norm, ReplacingNorm))
 
 
 def _how(norm: Norm | None) -> RowNorm | None:
-    return None if norm is None else _packed(norm).how
+    return None if norm is None else _row_norm(norm)

@@ -1,0 +1,24 @@
+"""Pairs of texts, as a cross-encoder reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that a model reads together.
+
+    The tokens of the second text, and the special tokens behind them, may have another of ``types`` types. Such a token
+    is written as its id plus the type times the size of the vocabulary. At most ``most_second`` tokens of the second
+    text count.
+    """
+
+    first: str
+    second: str
+    types: int = 1
+    most_second: int | None = None
+
+    def __len__(self) -> int:
+        """Return the characters of both texts."""
+        return len(self.first) + len(self.second)

@@ -1,0 +1,194 @@
+"""BERT, RoBERTa, XLM-RoBERTa, CamemBERT and DistilBERT: encoders that norm the sum of each block and its input."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from preheat.errors import ModelError
+from preheat.model.config import Config
+from preheat.model.families.common import ungated
+from preheat.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    EmbeddingSpec,
+    HeadActivation,
+    HeadSpec,
+    KVSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    Rename,
+)
+from preheat.ops.kinds import Activation
+from preheat.utils.classes import labels_of
+from preheat.utils.encoders import SPARE
+
+_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Tensor names of an encoder; {} is the number of a layer.
+
+    ``prefix`` begins the names in a checkpoint of a model with a head. ``unused`` begin the names of tensors that no
+    embedding needs.
+    """
+
+    prefix: str
+    layer: str = "encoder.layer.{}."
+    q: str = "attention.self.query"
+    k: str = "attention.self.key"
+    v: str = "attention.self.value"
+    o: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+    unused: tuple[str, ...] = ("pooler", "cls", "lm_head")
+
+
+def bert(config: Config) -> ModelSpec:
+    """Token types, and an embedding for each position."""
+    return _encoder(_bert_config(config), Names(prefix="bert"))
+
+
+def roberta(config: Config) -> ModelSpec:
+    """BERT with positions that begin behind the id of padding."""
+    config = _bert_config(config)
+    padding = config.get("pad_token_id")
+    if type(padding) is not int or padding < 0:
+        raise ModelError(f"config.json: pad_token_id must be a token id, as positions begin behind it, got {padding!r}")
+    return _encoder(config, Names(prefix="roberta"), skipped=padding + 1)
+
+
+def distilbert(config: Config) -> ModelSpec:
+    """BERT without token types."""
+    config = config.renamed(
+        hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers", intermediate_size="hidden_dim",
+        hidden_act="activation",
+    ).with_defaults(
+        vocab_size=30522, hidden_size=768, num_attention_heads=12, num_hidden_layers=6, intermediate_size=3072,
+        hidden_act="gelu", max_position_embeddings=512, layer_norm_eps=1e-12,
+    )  # fmt: skip
+    names = Names(
+        prefix="distilbert", layer="transformer.layer.{}.", q="attention.q_lin", k="attention.k_lin",
+        v="attention.v_lin", o="attention.out_lin", attention_norm="sa_layer_norm", up="ffn.lin1", down="ffn.lin2",
+        output_norm="output_layer_norm", unused=("vocab_.*",),
+    )  # fmt: skip
+    return _encoder(config, names, typed=False)
+
+
+_HEADS: dict[str, tuple[str, HeadActivation, str]] = {
+    "Bert": ("pooler.dense", "tanh", "classifier"),
+    "DistilBert": ("pre_classifier", "relu", "classifier"),
+}
+"""The two modules of a head for classes, and the activation between them, by family."""
+
+_HEAD: tuple[str, HeadActivation, str] = ("classifier.dense", "tanh", "classifier.out_proj")
+"""The head of the other families."""
+
+
+def with_classifier(spec: ModelSpec, config: Config) -> ModelSpec:
+    """Return ``spec`` with the head that gives a text a number for each class."""
+    inner, activation, last = _HEADS.get(config.architecture, _HEAD)
+    hidden, labels = spec.hidden_size, len(labels_of(config.fields))
+    head = (HeadSpec(inner, hidden, hidden, activation), HeadSpec(last, labels, hidden))
+    ignored = tuple(each for each in spec.ignored if not re.fullmatch(each, f"{inner}.weight"))
+    return replace(spec, pooled_head=head, ignored=ignored)
+
+
+def _bert_config(config: Config) -> Config:
+    """Return ``config`` with the defaults of BERT and RoBERTa. Raises ModelError for a decoder."""
+    config = config.with_defaults(
+        vocab_size=30522, hidden_size=768, num_attention_heads=12, num_hidden_layers=12, intermediate_size=3072,
+        hidden_act="gelu", max_position_embeddings=512, type_vocab_size=2, layer_norm_eps=1e-12,
+        pad_token_id=0 if config.architecture == "Bert" else 1,
+    )  # fmt: skip
+    config.refuse("is_decoder")
+    config.refuse("add_cross_attention")
+    config.refuse("position_embedding_type", "absolute")
+    return config
+
+
+def _encoder(config: Config, names: Names, *, typed: bool = True, skipped: int = 0) -> ModelSpec:
+    """Return an encoder with an embedding for each position, from position ``skipped`` of the table on.
+
+    Every norm replaces the residual stream. So the norm of the embeddings is the input norm of the first layer. The
+    last norm of a layer is the input norm of the next layer, and the final norm behind the last layer.
+    """
+    hidden, length, count = config.size("hidden_size"), config.size("max_position_embeddings"), config.num_layers()
+    if length <= skipped:
+        raise ModelError(f"config.json: max_position_embeddings is {length}, and the first {skipped} are unused")
+
+    def norm(name: str) -> NormSpec:
+        eps = config.positive("layer_norm_eps", 1e-12)
+        return NormSpec(name, hidden, eps, kind="layer", bias=True, replaces=True)
+
+    prefixes = [names.layer.format(index) for index in range(count)]
+    norms = [norm("embeddings.LayerNorm"), *(norm(prefix + names.output_norm) for prefix in prefixes)]
+    layers = tuple(
+        LayerSpec(
+            attention=_attention(config, names, prefix),
+            mlp=_mlp(config, names, prefix),
+            input_norm=input_norm,
+            post_norm=norm(prefix + names.attention_norm),
+        )
+        for prefix, input_norm in zip(prefixes, norms, strict=False)
+    )
+    types = EmbeddingSpec("embeddings.token_type_embeddings", config.size("type_vocab_size"), hidden) if typed else None
+    return ModelSpec(
+        architecture=config.architecture,
+        embedding=EmbeddingSpec("embeddings.word_embeddings", config.size("vocab_size"), hidden),
+        layers=layers,
+        final_norm=norms[-1],
+        head=None,
+        max_position_embeddings=length - skipped,
+        eos_ids=(),
+        bos_id=None,
+        dtype=config.dtype(),
+        positions=EmbeddingSpec("embeddings.position_embeddings", length, hidden, unused=skipped, spare=SPARE),
+        types=types,
+        renames=_renames(names.prefix),
+        ignored=(r"embeddings\.position_ids", *(rf"{name}\..*" for name in names.unused)),
+    )
+
+
+def _renames(prefix: str) -> tuple[Rename, ...]:
+    """Return the other names of tensors: with the ``prefix``, and norms with the names of old checkpoints."""
+    whole = rf"(?:{prefix}\.)?(.+LayerNorm)"
+    return (
+        Rename(rf"{whole}\.gamma", (r"\1.weight",)),
+        Rename(rf"{whole}\.beta", (r"\1.bias",)),
+        Rename(rf"{prefix}\.(.+)", (r"\1",)),
+    )
+
+
+def _attention(config: Config, names: Names, prefix: str) -> AttentionSpec:
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
+    dim = hidden // heads
+    parts = tuple((prefix + name, hidden) for name in (names.q, names.k, names.v))
+    return AttentionSpec(
+        num_heads=heads,
+        kv=KVSpec(heads, dim),
+        window=None,
+        rope=None,
+        qk_norm=None,
+        qkv=LinearSpec(parts=parts, inputs=hidden, bias=True),
+        o=LinearSpec(parts=((prefix + names.o, hidden),), inputs=hidden, bias=True),
+        scale=dim**-0.5,
+        causal=False,
+    )
+
+
+def _mlp(config: Config, names: Names, prefix: str) -> DenseSpec:
+    name = config.get("hidden_act")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ModelError(f"activation {name!r} is not supported, only {', '.join(_ACTIVATIONS)} are")
+    return ungated(
+        prefix + names.up, prefix + names.down, hidden=config.size("hidden_size"),
+        inner=config.size("intermediate_size"), activation=_ACTIVATIONS[name], bias=True,
+    )  # fmt: skip

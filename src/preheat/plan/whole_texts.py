@@ -1,0 +1,28 @@
+"""The settings of an engine that reads each text in one step, as an encoder needs. No torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from preheat.backends.base import Facts
+from preheat.plan.modes import step_limits
+from preheat.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def for_whole_texts(settings: Settings, facts: Facts, length: int) -> Settings:
+    """Return ``settings`` of an engine with texts of up to ``length`` tokens, each in one step.
+
+    No text is cut into chunks, and none begins from a prefix cache: its first tokens see its last ones. Unless a number
+    of tokens is set, a step has room for the longest text.
+    """
+    length = min(length, settings.max_model_len or length)
+    tokens = settings.max_num_batched_tokens or max(length, step_limits(settings, facts)[1])
+    off = [name for name in ("enable_chunked_prefill", "enable_prefix_caching") if getattr(settings, name)]
+    if off:
+        logger.info("An encoder reads a text in one step: %s off, %d tokens a step", " and ".join(off), tokens)
+    whole: dict[str, Any] = dict.fromkeys(off, False)
+    return replace(settings, max_num_batched_tokens=tokens, **whole)

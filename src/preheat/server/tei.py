@@ -1,0 +1,166 @@
+"""The endpoints of Text Embeddings Inference: /embed, /predict, /rerank with ``texts``, and /info."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import preheat
+from preheat.errors import InvalidRequest
+from preheat.frontend.embedding import asked_of, prompt_of
+from preheat.frontend.pairs import Pair
+from preheat.frontend.request_state import RequestState
+from preheat.server import scoring
+from preheat.server.body import keep_body, read_body, read_request
+from preheat.server.embeddings import PooledWriter, as_input, embedded_states
+from preheat.server.embeddings_schema import Texts
+from preheat.server.params import prepared
+from preheat.server.schema import MAX_PROMPTS
+from preheat.server.scoring import pair_states
+from preheat.server.service import Service
+from preheat.server.tei_schema import Cut, EmbedRequest, Info, Prediction, PredictRequest, Rank, RerankTextsRequest
+from preheat.utils.pooling import Pooling
+
+
+async def embed(request: Request) -> ASGIApp:
+    """Make embeddings of texts; the answer is a list of vectors."""
+    frontend, body = await read_request(request, EmbedRequest)
+    own, given = frontend.embedding_of("Embed API"), body.inputs
+    if body.prompt_name is not None:
+        texts = [given] if isinstance(given, str) else given
+        given = [f"{prompt_of(own, body.prompt_name) or ''}{text}" for text in texts if isinstance(text, str)]
+        if len(given) < len(texts):
+            raise InvalidRequest("prompt_name puts a text before the inputs: give texts", param="prompt_name")
+    states = await embedded_states(request, frontend, _asked(body, body.dimensions), given)
+    return _VectorsWriter(request, body, states)
+
+
+async def predict(request: Request) -> ASGIApp:
+    """Classify texts, or pairs of texts."""
+    frontend, body = await read_request(request, PredictRequest)
+    own = frontend.classes_of("Predict API")
+    batch = isinstance(body.inputs, list) and any(isinstance(each, list) for each in body.inputs)
+    given: list[Any] = body.inputs if batch and isinstance(body.inputs, list) else [body.inputs]
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise InvalidRequest(f"inputs must hold 1 to {MAX_PROMPTS} texts or pairs, got {len(given)}", param="inputs")
+    with as_input():
+        states = await prepared(
+            request, [_read(own, each) for each in given], asked_of(own, body.kept, body.side),
+            add_special_tokens=True, cache_salt="", cap_length=True,
+        )  # fmt: skip
+    return _PredictWriter(request, body, states, batch)
+
+
+async def rerank(request: Request) -> ASGIApp:
+    """Order documents, or TEI's texts, by their scores with a query."""
+    data = await read_body(request)
+    keep_body(request, data)
+    try:
+        asked = msgspec.json.decode(data, type=_Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return await scoring.rerank(request)  # refuses the body with the reason
+    return await (scoring.rerank if asked.texts is UNSET else _rerank_texts)(request)
+
+
+class _Named(Struct):
+    """The field that tells TEI's body from Cohere's."""
+
+    texts: Raw | UnsetType = UNSET
+
+
+async def _rerank_texts(request: Request) -> ASGIApp:
+    """Order texts; the answer is a list."""
+    frontend, body = await read_request(request, RerankTextsRequest)
+    if not frontend.scoring_of("Rerank API").scores_pairs:
+        raise InvalidRequest("The model does not support Rerank API with texts: it reads no pairs; write documents")
+    if not body.texts:
+        raise InvalidRequest("texts must not be empty", param="texts")
+    return _RanksWriter(request, body, await pair_states(request, _asked(body), [body.query], body.texts))
+
+
+async def info(request: Request) -> Response:
+    """Return the model and the limits of the server."""
+    service: Service = request.app.state.service
+    own, settings = service.frontend.pooling_of("Info API"), service.settings
+    limits = service.frontend.limits()
+    kind: dict[str, Any] = {"embedding": {"pooling": own.type.lower()}}
+    if own.classes:
+        names = dict(enumerate(own.classes))
+        labels = {"id2label": {str(id): name for id, name in names.items()},
+                  "label2id": {name: id for id, name in names.items()}}  # fmt: skip
+        kind = {"reranker" if own.scores_pairs else "classifier": labels}
+    found = Info(
+        model_id=service.names[0],
+        model_dtype=settings.dtype,
+        model_type=kind,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_input_length=min(limits.max_model_len, limits.max_prompt_len or limits.max_model_len),
+        max_batch_tokens=settings.max_num_batched_tokens or limits.max_model_len,
+        max_client_batch_size=MAX_PROMPTS,
+        version=preheat.__version__,
+    )
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+def _asked(body: Cut, dimensions: int | None = None) -> Texts:
+    """Return the fields of vLLM's bodies that say the same."""
+    return Texts(model=body.model, dimensions=dimensions, truncate_prompt_tokens=body.kept, truncation_side=body.side)
+
+
+def _read(own: Pooling, given: str | Sequence[str]) -> str | Pair:
+    """Return one input: a text, or a pair. Raises InvalidRequest for another number of texts."""
+    texts = [given] if isinstance(given, str) else given
+    if len(texts) == 1 and isinstance(texts[0], str):
+        return texts[0]
+    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"an input must be a text or two texts, got {len(texts)}", param="inputs")
+    return Pair(texts[0], texts[1], own.types)
+
+
+class _VectorsWriter(PooledWriter):
+    prefix = "embd"
+
+    def __init__(self, request: Request, body: EmbedRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, _asked(body, body.dimensions), states)
+        self._normalize = body.normalize is not False
+
+    def whole(self) -> list[list[float]]:
+        return [vector.tolist() for vector in self.vectors(self._normalize)]
+
+
+class _PredictWriter(PooledWriter):
+    prefix = "classify"
+
+    def __init__(self, request: Request, body: PredictRequest, states: Sequence[RequestState], batch: bool) -> None:
+        super().__init__(request, _asked(body), states)
+        self._activate, self._batch = not body.raw_scores, batch
+
+    def whole(self) -> list[Any]:
+        """Return each input's classes, the greatest number first; without a batch the classes of the one input."""
+        found = []
+        for numbers in self.numbers(self._activate):
+            named = map(Prediction, numbers.tolist(), self._pooling.classes)
+            found.append(sorted(named, key=lambda each: -each.score))
+        return found if self._batch else found[0]
+
+
+class _RanksWriter(PooledWriter):
+    prefix = "rerank"
+
+    def __init__(self, request: Request, body: RerankTextsRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, _asked(body), states)
+        self._texts, self._shows, self._activate = body.texts, body.return_text, not body.raw_scores
+
+    def whole(self) -> list[Rank]:
+        scores = [float(numbers[0]) for numbers in self.numbers(self._activate)]
+        found = [
+            Rank(place, score, text if self._shows else UNSET)
+            for place, (text, score) in enumerate(zip(self._texts, scores, strict=True))
+        ]
+        return sorted(found, key=lambda each: -each.score)

@@ -1,0 +1,85 @@
+"""The bodies of the endpoints of Text Embeddings Inference (TEI)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from preheat.server.schema import ForModel, Name
+from preheat.utils.json_size import MOST_IDS
+
+
+class Cut(ForModel, kw_only=True):
+    """Fields of all bodies: with ``truncate`` a text that is too long is cut on the side ``truncation_direction``."""
+
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+
+    @property
+    def kept(self) -> int | None:
+        """The tokens to keep: -1 is as many as fit, None is all."""
+        return -1 if self.truncate else None
+
+    @property
+    def side(self) -> Literal["left", "right"]:
+        return "left" if (self.truncation_direction or "").lower() == "left" else "right"
+
+
+class EmbedRequest(Cut, kw_only=True):
+    """POST /embed. ``prompt_name`` is the name of a prompt of sentence-transformers."""
+
+    most_values: ClassVar[int] = MOST_IDS
+
+    inputs: str | list[str | int | list[int]]
+    normalize: bool | None = None
+    prompt_name: Name | None = None
+    dimensions: int | None = None
+
+
+class PredictRequest(Cut, kw_only=True):
+    """POST /predict: a text, a pair of texts, or a batch of lists of one or two texts."""
+
+    inputs: str | list[str | list[str]]
+    raw_scores: bool = False
+
+
+class RerankTextsRequest(Cut, kw_only=True):
+    """POST /rerank with TEI's ``texts`` in place of documents."""
+
+    query: str
+    texts: list[str]
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+class Prediction(Struct):
+    """A class and its number."""
+
+    score: float
+    label: str
+
+
+class Rank(Struct):
+    """A text's place in the request, and its score."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class Info(Struct):
+    """The model and the limits of the server."""
+
+    model_id: str
+    model_dtype: str
+    model_type: dict[str, Any]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_client_batch_size: int
+    version: str
+    model_sha: str | None = None
+    max_batch_requests: int | None = None
+    tokenization_workers: int = 1
+    auto_truncate: bool = False

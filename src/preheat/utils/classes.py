@@ -1,0 +1,59 @@
+"""The classes of a classifier, and the activation of its numbers, from a ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from preheat.errors import ModelError
+
+ClassActivation = Literal["sigmoid", "softmax", "none"]
+
+MOST_LABELS = 1_000_000
+
+_BY_PROBLEM: Mapping[str, ClassActivation] = {
+    "regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid",
+}  # fmt: skip
+_BY_CLASS: Mapping[str, ClassActivation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""Classes of torch by which sentence-transformers names the activation of a cross-encoder."""
+
+
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classes, in their order. Raises ModelError.
+
+    Without ``id2label`` there are ``num_labels`` classes, by default two, named LABEL_0, LABEL_1 and so on.
+    """
+    named, count = config.get("id2label"), config.get("num_labels")
+    if isinstance(named, Mapping) and named:
+        names = {str(id): name for id, name in named.items()}
+        found = tuple(names.get(str(id)) for id in range(len(names)))
+        if all(isinstance(name, str | int | float) for name in found):
+            return tuple(map(str, found))
+        raise ModelError(f"config.json: id2label must name the classes 0 to {len(names) - 1}, got {dict(named)!r}")
+    count = 2 if count is None else count
+    if type(count) is not int or not 1 <= count <= MOST_LABELS:
+        raise ModelError(f"config.json: num_labels must be a number from 1 to {MOST_LABELS}, got {count!r}")
+    return tuple(f"LABEL_{id}" for id in range(count))
+
+
+def activation_of(config: Mapping[str, Any]) -> ClassActivation:
+    """Return the activation of the classes' numbers. Raises ModelError for an unknown one.
+
+    The files of sentence-transformers come first, then ``problem_type``. Without both, one class has a sigmoid, and
+    several share a softmax.
+    """
+    own = config.get("sentence_transformers")
+    stated = (own.get("activation_fn") if isinstance(own, Mapping) else None) or config.get(
+        "sbert_ce_default_activation_function"
+    )
+    if stated is not None:
+        return _named("activation_fn", str(stated).rpartition(".")[2], _BY_CLASS)
+    if (problem := config.get("problem_type")) is not None:
+        return _named("problem_type", str(problem), _BY_PROBLEM)
+    return "sigmoid" if len(labels_of(config)) == 1 else "softmax"
+
+
+def _named(field: str, name: str, known: Mapping[str, ClassActivation]) -> ClassActivation:
+    if name not in known:
+        raise ModelError(f"config.json: {field} {name!r} is not supported, only {', '.join(known)} are")
+    return known[name]

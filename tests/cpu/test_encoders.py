@@ -1,0 +1,210 @@
+"""Encoders: against transformers' hidden states, with the same bits beside any other texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from preheat import LLM, ModelError, SettingsError
+from preheat.backends.cpu.llvm.attention import LlvmAttention
+from preheat.errors import ContextTooLong, NotInvariant
+from preheat.execution.input_batch import Packer
+from preheat.settings import Settings
+from preheat.startup import boot_engine, planned
+from preheat.verify.prompts import Size, make_prompts
+from preheat.verify.verification import Verification
+from tests.encoders import OPTIONS, save_encoder, states_of, texts_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
+
+MEAN = {"pooling_type": "MEAN", "normalize": False}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return folder, save_encoder("Bert", folder)
+
+
+@pytest.fixture(scope="module")
+def llm(bert):
+    return LLM(str(bert[0]), pooler_config=MEAN, **OPTIONS)
+
+
+def vectors(llm: LLM, texts: list[list[int]]) -> list[np.ndarray]:
+    outputs = llm.encode([{"prompt_token_ids": ids} for ids in texts], use_tqdm=False)
+    return [output.outputs.data for output in outputs]
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling", "mode"),
+    [("Bert", "CLS", "eager"), ("Bert", "MEAN", "llvm"), ("XLMRoberta", "CLS", "llvm"), ("Roberta", "MEAN", "eager"),
+     ("DistilBert", "LAST", "llvm"), ("NomicBert", "MEAN", "llvm"), ("ModernBert", "CLS", "llvm"),
+     ("ModernBert", "MEAN", "eager")],
+)  # fmt: skip
+def test_equals_transformers(family, pooling, mode, tmp_path):
+    """The states of the first, the last and all tokens equal transformers, for texts up to the longest one."""
+    model = save_encoder(family, tmp_path)
+    config = {"pooling_type": pooling, "normalize": False}
+    llm = LLM(str(tmp_path), pooler_config=config, execution_mode=mode, **OPTIONS)
+    texts = texts_of(1, 2, 37, 298)
+    for ids, found in zip(texts, vectors(llm, texts), strict=True):
+        states = states_of(model, ids)
+        right = {"CLS": states[0], "LAST": states[-1], "MEAN": states.mean(0)}[pooling].numpy()
+        assert cosine(found, right) >= 0.99999
+        assert np.allclose(found, right, rtol=1e-4, atol=1e-5)
+        assert vectors(llm, [ids])[0].tobytes() == found.tobytes()
+
+
+def whole_step(self, step, tables):
+    """Plant ends of the longest row in all rows."""
+    work = plan(self, step, tables)
+    work.ends = np.full_like(work.ends, work.ends.max())
+    return work
+
+
+plan = LlvmAttention.plan
+
+
+def same_bits(llm: LLM) -> bool:
+    """Return whether texts have the same bits alone, together and in another order."""
+    texts = texts_of(1, 300, 2, 64, 17, 257, 130, 5, 5, 80)
+    alone = [vectors(llm, [ids])[0].tobytes() for ids in texts]
+    together = [each.tobytes() for each in vectors(llm, texts)]
+    turned = [each.tobytes() for each in vectors(llm, texts[::-1])][::-1]
+    return alone == together == turned
+
+
+def test_the_same_bits_beside_any_other_texts(bert, llm, monkeypatch):
+    """A text has the same bits alone and beside others, on any number of threads, and the comparison can fail."""
+    texts = texts_of(300, 64, 7)
+    found = [each.tobytes() for each in vectors(llm, texts)]
+    other = LLM(str(bert[0]), pooler_config=MEAN, **OPTIONS | {"num_threads": 1, "max_num_batched_tokens": 301})
+    assert [each.tobytes() for each in vectors(other, texts)] == found
+    assert same_bits(llm)
+    monkeypatch.setattr(LlvmAttention, "plan", whole_step)
+    assert not same_bits(llm)
+
+
+def test_a_text_is_read_in_one_step(bert, llm):
+    """The longest text is read whole; a longer one, or one beyond the tokens of a step, is refused."""
+    steps = llm.loop.scheduler.limits.max_num_batched_tokens
+    assert (steps, llm.frontend.limits().max_model_len) == (1024, 300)
+    assert vectors(llm, texts_of(300))[0].shape == (96,)
+    with pytest.raises(
+        ContextTooLong, match=r"maximum context length is 300 tokens\. However, your text has 301 tokens"
+    ):
+        vectors(llm, texts_of(301))
+    small = LLM(str(bert[0]), pooler_config=MEAN, **OPTIONS | {"max_num_batched_tokens": 100})
+    assert vectors(small, texts_of(100))[0].tobytes() == vectors(llm, texts_of(100))[0].tobytes()
+    with pytest.raises(ContextTooLong, match="room for 100"):
+        vectors(small, texts_of(101))
+    cut = llm.encode([{"prompt_token_ids": texts_of(400)[0]}], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert len(cut[0].prompt_token_ids) == 300
+
+
+def shifted(self, schedule, ends):
+    """Plant states of the step's first tokens in place of the row's."""
+    found = prompt_parts(self, schedule, ends)
+    for part in found:
+        part.before -= int(part.before[0])
+    return found
+
+
+prompt_parts = Packer._prompt_parts
+
+
+def test_nothing_is_cold_and_the_check_at_boot_looks(bert, monkeypatch):
+    """No step is cold after the warm-up; only the check of whole texts sees states of another row."""
+    options = OPTIONS | {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "max_model_len": 90}
+    options |= {"max_num_batched_tokens": 192, "max_num_seqs": 3, "pooler_config": {"pooling_type": "CLS"}}
+    options |= {"determinism_warmup_iterations": 1}
+    llm = LLM(str(bert[0]), **options)
+    vectors(llm, texts_of(1, 90, 2, 64))
+    names = [item.name for item in llm.loop.packer.plan.items if item.kind == "check"]
+    assert "(check, whole texts)" in names
+    assert not {"(check, chunked)", "(check, prefix hit)", "(check, decode)", "(check, pooled)"} & set(names)
+    monkeypatch.setattr(Packer, "_prompt_parts", shifted)
+    with pytest.raises(NotInvariant, match=r"whole texts: .* have other states beside other texts than alone"):
+        LLM(str(bert[0]), **options)
+
+
+VERIFIED = Size(prompts=6, runs=2, outputs=2, longest=250)
+VERIFY = ["later runs", "prefix cache cold", "shuffled arrivals", "batches of 1 to 3", "chunks, few blocks"]
+
+
+def verified(folder) -> dict[str, bool]:
+    """Return whether each path of preheat verify gives the bits of the first run."""
+    settings = replace(Settings.load({**OPTIONS, "model": str(folder), "on_cold": "off"}))
+
+    def made(engine):
+        return make_prompts(VERIFIED, engine.vocab_size, engine.ready.max_model_len)
+
+    run = Verification(boot_engine, settings, made, VERIFIED)
+    return {result.path: result.first is None for result in run.results()}
+
+
+def test_preheat_verify_takes_its_paths(bert, monkeypatch):
+    assert verified(bert[0]) == dict.fromkeys(VERIFY, True)
+    monkeypatch.setattr(LlvmAttention, "plan", whole_step)
+    assert verified(bert[0])["batches of 1 to 3"] is False
+
+
+def test_a_checkpoint_with_a_head_and_old_names(bert, llm, tmp_path):
+    """Names with the prefix of the model, and norms with the names of old checkpoints, are read."""
+    tensors = load_file(bert[0] / "model.safetensors")
+    old = {
+        f"bert.{name}".replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): each
+        for name, each in tensors.items()
+    }
+    save_file(old | {"cls.predictions.bias": tensors["pooler.dense.bias"].clone()}, tmp_path / "model.safetensors")
+    config = (bert[0] / "config.json").read_text().replace('"BertModel"', '"BertForMaskedLM"')
+    (tmp_path / "config.json").write_text(config)
+    other = LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS)
+    texts = texts_of(20)
+    assert vectors(other, texts)[0].tobytes() == vectors(llm, texts)[0].tobytes()
+
+
+def test_the_names_of_nomic_bert(tmp_path):
+    """The Hub has other names of fields and tensors than transformers, which writes the Hub's tensors."""
+    model, texts = save_encoder("NomicBert", tmp_path), texts_of(3, 40)
+    assert any("attn.Wqkv" in name for name in load_file(tmp_path / "model.safetensors"))
+    right = vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts)
+    config = (tmp_path / "config.json").read_text()
+    own = {"n_embd": 96, "n_head": 4, "n_layer": 2, "n_inner": 160, "n_positions": 300, "layer_norm_epsilon": 1e-12}
+    own |= {"vocab_size": 199, "rotary_emb_base": 1000, "activation_function": "swiglu", "rotary_emb_fraction": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NomicBertModel"], **own}))
+    found = [vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts)]
+    (tmp_path / "config.json").write_text(config)
+    save_file({name: each.clone() for name, each in model.named_parameters()}, tmp_path / "model.safetensors")
+    found.append(vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts))
+    assert all(one.tobytes() == other.tobytes() for some in found for one, other in zip(some, right, strict=True))
+
+
+def test_what_an_encoder_does_not_do_is_refused_by_name(bert):
+    for more, why in (
+        ({"enable_lora": True}, "adapters .* an encoder reads only text"),
+        ({"tensor_parallel_size": 2}, "nobody has tried ranks"),
+        ({"kv_offloading_size": 1}, "keeps nothing in the prefix cache"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            LLM(str(bert[0]), **OPTIONS | more | {"execution_mode": "eager"})
+    with pytest.raises(ModelError, match="the first token of a decoder sees no other"):
+        LLM("bundled", runner="pooling", pooler_config={"pooling_type": "CLS"}, **OPTIONS)
+    for changes, why in (
+        ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            planned(Settings.load({"model": str(bert[0]), "hf_overrides": changes, "device": "cpu"}))
+    text = planned(Settings.load({"model": str(bert[0]), "device": "cpu"}))
+    assert "pooler" in text
