@@ -18,7 +18,7 @@ from tests.llava import TEXT, VISION
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
-LLAVA = "LlavaForConditionalGeneration"
+LLAVA, GPT_OSS = "LlavaForConditionalGeneration", "GptOssForCausalLM"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 LLAVA_SMALL = {
     "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
@@ -101,7 +101,9 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     cells.append("yes")
-    return _line([*cells, "no" if LLAVA in names or whole else "yes", _offered(OPTIONS["quantization"])])
+    stacked = GPT_OSS in names
+    shared = not (LLAVA in names or stacked or whole)
+    return _line([*cells, "yes" if shared else "no", "mxfp4" if stacked else _offered(OPTIONS["quantization"])])
 
 
 def _spec(architecture: str, changes: dict[str, Any]) -> ModelSpec:

@@ -33,6 +33,7 @@ FORMATS = (
     ("awq", "gemm, 4 bits", W4A16, ""),
     ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
     ("gptq", "the same with 8 bits", W8A16, ""),
+    ("mxfp4", "stacked experts of gpt-oss: blocks of 32, e8m0 scales", W4A16, ""),
     ("gguf", "Q8_0 of [GGUF files](gguf.md)", W8A16, ""),
     ("gguf", "Q4_0 of GGUF files", W4A16, ""),
 )

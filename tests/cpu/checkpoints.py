@@ -82,6 +82,16 @@ MODELS: dict[str, Model] = {
         "Qwen3Moe",
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 11,
+            "intermediate_size": 64,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "qwen3 moe with dense layers": (
         "Qwen3Moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 56, "mlp_only_layers": [1]},

@@ -96,14 +96,16 @@ def merge_from_last(monkeypatch, splits: int = 3) -> None:
     """
     right = DecodeAttention._merge
 
-    def merge(self: DecodeAttention, part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    def merge(
+        self: DecodeAttention, part: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         unseen = self._unseen
         if unseen is None or len(unseen) < splits:
-            return right(self, part, lse)
+            return right(self, part, lse, sinks)
         self._unseen = unseen.flip(0)
         try:
             turned = part.view(len(unseen), -1, part.shape[-1]).flip(0).reshape(part.shape)
-            return right(self, turned, lse.view(unseen.shape).flip(0).reshape(lse.shape))
+            return right(self, turned, lse.view(unseen.shape).flip(0).reshape(lse.shape), sinks)
         finally:
             self._unseen = unseen
 

@@ -84,7 +84,7 @@ def test_a_toy_operation_is_the_one_that_runs(checkpoint: tuple[Path, Tensor], m
     assert error_at_each_position(logits_of(open_decoder(folder), random_tokens()), right).max() > 1e-5
     monkeypatch.delitem(ACTIVATIONS, "relu2_and_mul")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="relu2_and_mul"):
-        open_decoder(folder)
+        logits_of(open_decoder(folder), random_tokens())
 
 
 def test_a_family_without_its_line_is_refused(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
         **{f"{name}_stride": "i32" for name in ("q", "head", "block", "value", "kv")},
     }  # fmt: skip
     sizes = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64}
-    given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, **sizes}
+    given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, "sinks": None, **sizes}
     found = compiled(_decode, 4, 2, types, **given)
     assert widths(found) == {2}
     assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F, for each number

@@ -59,6 +59,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
+    "clamped_silu_and_mul": lambda x: x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7)),
 }
 POINTS = torch.cat((torch.linspace(-12, 12, 60_000), torch.randn(5_000) * 1e-3, torch.tensor([0.0, -0.0, 1e4, -1e4]),
                     torch.randn(60_000)))[: 7_500 * LANES].contiguous()  # fmt: skip

@@ -115,7 +115,7 @@ def added(collective: Collective, whose: list[int] = WHOSE, plain: bool = False)
     halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
     x, logits = noise(ROWS, HIDDEN, seed=1), noise(ROWS, EXPERTS, seed=2)
     given = ExpertsWeights(halves, down[:, :, kept].contiguous())
-    value = layers.experts_value(*given, ROUTING, layers.splits(4 // collective.world, collective.rank))
+    value = layers.experts_value(*given[:2], ROUTING, layers.splits(4 // collective.world, collective.rank))
     if plain:
         return CpuBackend().experts(value, given, LayerContext(collective))(x, logits)
     rows, room = CpuAdapters().rows(32, 2), layers.with_room(value, 2, 40, torch.float32)

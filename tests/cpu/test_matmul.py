@@ -174,7 +174,7 @@ def compare_experts(scheme, world, whose, rank=21):
         else:
             halves = gate_up.view(count, 2, inner, hidden)[:, :, kept].reshape(count, -1, hidden).contiguous()
         weights = ExpertsWeights(halves, columns(down, kept))
-        mine = layers.experts_value(*weights, routing, layers.splits(own, ranks.rank) if world else SumOrder())
+        mine = layers.experts_value(*weights[:2], routing, layers.splits(own, ranks.rank) if world else SumOrder())
         value = layers.with_room(mine, SLOTS, MAX_RANK, torch.float32)
         layer = CpuBackend().experts(value, weights, LayerContext(ranks, described(whose)))
         assert layer.slots is not None

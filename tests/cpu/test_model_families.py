@@ -56,6 +56,9 @@ def dense_attention(decoder: Decoder) -> Attend:
         if (slopes := decoder.alibi[layer]) is not None:
             bias += slopes[:, None, None] * (position - position[:, None])
         bias = bias.to(q.dtype)
+        if (sinks := decoder.weights.layers[layer].attention.sinks) is not None:
+            k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
+            bias = torch.cat((bias, sinks[:, None, None].expand(-1, len(qkv), 1)), 2)
         out = F.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=bias, enable_gqa=True, scale=spec.scale
         )

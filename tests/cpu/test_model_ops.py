@@ -216,6 +216,22 @@ def test_gelu_is_right(dtype):
         assert relative_error(ACTIVATIONS[kind](x), exact) < 2 * ROUNDING[dtype]
 
 
+def by_gpt_oss(gate, up):
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_silu_and_mul_is_right(dtype):
+    """Some numbers are beyond the bounds; without them another result is seen."""
+    x = 6 * randn(9, 200, dtype=dtype)
+    x[0, :4], x[0, 100:104] = torch.tensor([-200.0, 200.0, 7.0, 7.5]), torch.tensor([1.0, -1.0, -9.0, 9.0])
+    gate, up = x.double().chunk(2, dim=-1)
+    found, exact = ACTIVATIONS["clamped_silu_and_mul"](x), by_gpt_oss(gate, up)
+    assert relative_error(found, exact) < ROUNDING[dtype]
+    assert relative_error(found, gate * torch.sigmoid(1.702 * gate) * (up + 1)) > 0.1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_norms_are_right(dtype):
     x, weight, bias = 3 + randn(9, 256, dtype=dtype), randn(256, seed=1, dtype=dtype), randn(256, seed=2, dtype=dtype)

@@ -24,6 +24,7 @@ SMALL = {
 }  # fmt: skip
 FAMILIES = (
     "llama tied", "qwen3", "qwen3 moe", "qwen2 moe", "phi4 mini", "gpt bigcode", "gemma 3", "mpt with six heads",
+    "gpt-oss",
 )  # fmt: skip
 
 

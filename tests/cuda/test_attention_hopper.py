@@ -13,9 +13,9 @@ SHAPES = [
     (32, 8, 128, torch.bfloat16, 300),
     (16, 8, 128, torch.bfloat16, 50),
     (4, 4, 128, torch.float16, None),
-    (14, 2, 64, torch.bfloat16, 100),
+    (14, 2, 64, torch.bfloat16, 100, False, None, (1.0, 1.0), True),
     (8, 1, 64, torch.float16, None),
-    (32, 8, 128, torch.bfloat16, None, False, torch.float8_e4m3fn, (0.0123, 0.25)),
+    (32, 8, 128, torch.bfloat16, None, False, torch.float8_e4m3fn, (0.0123, 0.25), True),
     (16, 8, 128, torch.bfloat16, 100, False, torch.float8_e5m2, (3.0, 0.1)),
     (14, 2, 64, torch.float16, None, False, torch.float8_e4m3fn, (1.0, 1.0)),
 ]

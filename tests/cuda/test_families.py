@@ -113,7 +113,8 @@ def reference(folder: Path, found: Found, dtype: torch.dtype, **changes: Any) ->
     """Return the log-probabilities of transformers, teacher-forced, with ``changes`` to the configuration."""
     from transformers import AutoModelForCausalLM
 
-    how = "eager" if read_config(folder)["model_type"] == "mpt" else "sdpa"  # the only attention of its class there
+    only_eager = read_config(folder)["model_type"] in ("mpt", "gpt_oss")  # the only attention of their classes there
+    how = "eager" if only_eager else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how, **changes)
     model.eval().to(DEVICE)
     logits = [model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1] for tokens, _ in found]

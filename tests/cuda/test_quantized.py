@@ -33,6 +33,7 @@ from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops import quantization
+from preheat.ops.fp4 import nearest
 from preheat.ops.kinds import Scheme
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
@@ -49,6 +50,7 @@ WHOLE = [
     Scheme(code="int4", scales="group", group=32, zeros=True, indexed=True),
     Scheme(code="int8", scales="channel"),
     Scheme(code="fp8", scales="channel"),
+    Scheme(code="fp4", scales="group", group=32),
 ]
 ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 128, 300, 512, 1000, 2048]
 SIZES = [(1152, 896, False), (2048, 1024, True), (4096, 512, False), (1024, 2048, True)]
@@ -122,7 +124,8 @@ def test_few_rows_on_hopper_have_the_bits_of_the_reference(scheme, more, size, b
 @pytest.mark.parametrize("scheme", WHOLE, ids=named)
 def test_weights_equal_the_reference_in_torch(scheme):
     weight = quantization.empty_weight(scheme, 40, 256, dtype=torch.bfloat16, device=torch.device("cuda"))
-    weight.codes.copy_(noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda())
+    numbers = noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda()
+    weight.codes.copy_(nearest(numbers) if scheme.code == "fp4" else numbers)
     weight.scales.uniform_(0.5, 2)
     for each in (weight.zeros, weight.index):
         if each is not None:

@@ -33,6 +33,11 @@ class Bucket:
     alibi: bool = False
     stored: torch.dtype | None = None  # dtype of the cache, if another one; keys and values then have scales
     scales: tuple[float, float] = (1.0, 1.0)
+    sinks: bool = False
+
+    def lasts(self, device="cpu"):
+        """Return a sink for each head, fp32 [heads], or None without sinks."""
+        return torch.linspace(-2, 4, self.heads, device=device) if self.sinks else None
 
     def slopes(self, device="cpu"):
         """Return the slopes of ALiBi, fp32 [heads], or None without ALiBi."""
@@ -130,7 +135,10 @@ class Pages:
         """The scale of scores, and keywords."""
         key, value = self.shape.scales
         more = {"value_scale": value} if self.shape.stored else {}
-        return self.shape.dim**-0.5 * key, more | {"alibi": self.shape.slopes(self.device)}
+        return self.shape.dim**-0.5 * key, more | {
+            "alibi": self.shape.slopes(self.device),
+            "sinks": self.shape.lasts(self.device),
+        }
 
     def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Return the attention of single tokens: ``work`` is a list of (sequence, position)."""
@@ -201,7 +209,11 @@ class Pages:
         scores = torch.einsum("qhd,khd->hqk", q, k) * shape.dim**-0.5
         if shape.alibi:
             scores += shape.slopes(self.device).double()[:, None, None] * (position[None] - position[:, None])
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if shape.sinks:
+            own = shape.lasts(self.device).double()[:, None, None].expand(-1, n, 1)
+            scores = torch.cat((scores, own), -1)
+        weights = scores.softmax(-1)[..., :n]
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
 
 

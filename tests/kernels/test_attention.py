@@ -20,8 +20,8 @@ SPLIT = 128  # more splits in short sequences
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 SHAPES = [
     Bucket(),
-    Bucket(heads=3, kv_heads=1, dim=96, window=70),
-    Bucket(heads=2, kv_heads=2, dim=64, dtype=torch.float32),
+    Bucket(heads=3, kv_heads=1, dim=96, window=70, sinks=True),
+    Bucket(heads=2, kv_heads=2, dim=64, dtype=torch.float32, sinks=True),
     Bucket(heads=3, kv_heads=3, dim=64, alibi=True),
     Bucket(heads=6, kv_heads=2, dim=32, dtype=torch.float32, window=70, alibi=True),
     Bucket(heads=48, kv_heads=1, dim=16),
@@ -101,6 +101,12 @@ def test_slopes_are_not_ignored():
     with_slopes, without = pages(SHAPES[3]), pages(dataclasses.replace(SHAPES[3], alibi=False))
     assert relative_error(without.prefill([(2, 0, 200)], SPLIT), with_slopes.exact(2)) > 0.1
     assert relative_error(without.decode([(2, 199)], SPLIT), with_slopes.exact(2)[199:]) > 0.1
+
+
+def test_sinks_are_not_ignored():
+    with_sinks, without = pages(SHAPES[2]), pages(dataclasses.replace(SHAPES[2], sinks=False))
+    assert relative_error(without.prefill([(2, 0, 200)], SPLIT), with_sinks.exact(2)) > 0.01
+    assert relative_error(without.decode([(2, 199)], SPLIT), with_sinks.exact(2)[199:]) > 0.01
 
 
 def test_another_split_gives_other_bits():

@@ -25,6 +25,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Cohere2": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2},
     "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "Gemma3": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9},
+    "GptOss": {
+        **LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 32,
+    },
     "Mpt": {
         "d_model": 48, "n_layers": 2, "n_heads": 3, "max_seq_len": 64, "expansion_ratio": 2,
         "attn_config": {"clip_qkv": 0.5, "alibi_bias_max": 4},

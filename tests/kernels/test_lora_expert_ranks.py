@@ -104,7 +104,7 @@ def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None 
             backend.adapters.rows(16, adapter_slots),
             ExpertsWeights(halves, down[:, :, kept].contiguous()),
         )
-        value = layers.experts_value(*weights_of, ROUTING, layers.splits(4 // ranks.world, ranks.rank))
+        value = layers.experts_value(*weights_of[:2], ROUTING, layers.splits(4 // ranks.world, ranks.rank))
         value = layers.with_room(value, adapter_slots, 21 + 16 * (adapter_slots > 2), dtype)
         made: Any = backend.experts(value, weights_of, LayerContext(ranks, adapted))
         for number, adapter_slot in enumerate(order):

@@ -110,7 +110,7 @@ def made(kind: Kind, slots: int = SLOTS, max_rank: int = 21, order=(0, 1, 2), ba
     backend = backend or InterpretedCuda()
     rows = backend.adapters.rows(64, slots)
     given = ExpertsWeights(*weights(kind))
-    value = layers.with_room(layers.experts_value(*given, ROUTING), slots, max_rank, dtype_of(kind))
+    value = layers.with_room(layers.experts_value(*given[:2], ROUTING), slots, max_rank, dtype_of(kind))
     experts = backend.experts(value, given, LayerContext(rows=rows))
     for number, slot in enumerate(order):
         experts.slots.write(slot, experts.slots.pack(adapter(number, kind)))

@@ -28,6 +28,7 @@ from preheat.model.files import (
 )
 from preheat.model.formats import expected_tensors
 from preheat.model.specs import (
+    STACKED,
     DenseSpec,
     ExpertsSpec,
     KVSpec,
@@ -405,6 +406,9 @@ def test_unknown_dtype():
 
 
 def tensors_of(leaf: Leaf) -> list[str]:
+    if isinstance(leaf, ExpertsSpec) and leaf.format == STACKED:
+        names = (leaf.gate, leaf.down)
+        return [f"{name.format(at)}{end}" for name in names for at in range(leaf.num_experts) for end in ("", "_bias")]
     if isinstance(leaf, ExpertsSpec):
         names = (leaf.gate, leaf.up, leaf.down)
         return [f"{name.format(expert)}.weight" for name in names for expert in range(leaf.num_experts)]

@@ -84,8 +84,23 @@ def test_every_layer_but_the_head_has_the_scheme_of_the_config(name: str) -> Non
     assert schemes(spec_of(config, asked=config["quant_method"])) == dict.fromkeys(LAYERS, scheme)
 
 
-def test_every_method_is_said_above() -> None:
-    assert {config["quant_method"] for config, _ in SAID.values()} == METHODS.keys()
+def test_every_method_is_said_above_or_of_stacked_experts() -> None:
+    assert {config["quant_method"] for config, _ in SAID.values()} | {"mxfp4"} == METHODS.keys()
+
+
+GPT_OSS = LLAMA | {
+    "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def test_mxfp4_is_of_stacked_experts_that_are_not_named() -> None:
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    scheme = Scheme(code="fp4", scales="group", group=32)
+    assert schemes(spec_of(config, GPT_OSS)) == {f"layers.{number}.mlp.experts": scheme for number in (0, 1)}
+    config["modules_to_not_convert"].append("model.layers.1.mlp")  # type: ignore[attr-defined]
+    assert schemes(spec_of(config, GPT_OSS)) == {"layers.0.mlp.experts": scheme}
+    with pytest.raises(ModelError, match="stacked experts are plain or of MXFP4; fp8 per channel"):
+        spec_of(ct(), GPT_OSS)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ class QuantizedKernel:
 class Facts:
     """Facts about a backend before anything is imported or allocated.
 
-    ``split``: keys of a KV split. ``min_tokens``: a step is padded to at least so many. ``asynchronous``: the device
+    ``plain_experts``: why experts have no biases and only one activation here; "" where they may. ``split``: keys of a
+    KV split. ``min_tokens``: a step is padded to at least so many. ``asynchronous``: the device
     goes on after a call returns, so that the host can prepare the next step. ``captures``: programs become graphs.
     ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
     it. ``pads_context``: the length of contexts is part of a decode program, and attention is padded to it.
@@ -122,6 +123,7 @@ class Facts:
     max_num_batched_tokens: int = 2048
     quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
     float16: bool = False
+    plain_experts: str = ""
     in_modes: Mapping[Mode, Mapping[str, Any]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     lacks: Lacks = field(default_factory=dict)
@@ -253,11 +255,13 @@ class ExpertsWeights(NamedTuple):
     """The numbers of routed experts.
 
     ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts, hidden, inner]; both may be kept or
-    packed anew.
+    packed anew. The biases are [experts, 2 * inner] and [experts, hidden], if there are any.
     """
 
     gate_up: Tensor | QuantizedWeight
     down: Tensor | QuantizedWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class LayerContext(NamedTuple):
@@ -497,7 +501,8 @@ class AttentionLayer:
     fp32 [heads]: slope * (key's position - query's) is added to a head's scaled scores, in fp32, before their maximum
     is taken. ``growth`` [positions] are factors of rotated queries; a product is rounded to ``dtype``. Where attention
     is not ``causal``, a token sees all tokens of its row of the step, also the tokens behind it, within ``window`` - 1
-    tokens on each side; a step has all tokens of such a row.
+    tokens on each side; a step has all tokens of such a row. ``sinks`` fp32 [heads]: a head's sink is a score without a
+    key. It joins the softmax as the last KV split: its sum of weights is one, its output zero.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -517,6 +522,7 @@ class AttentionLayer:
     kv_scales: tuple[float, float] = (1.0, 1.0)
     growth: Tensor | None = None
     causal: bool = True
+    sinks: Tensor | None = None
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]

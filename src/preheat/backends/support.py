@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from preheat.backends.base import Facts
-from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
+from preheat.ops.values import NOTHING_MORE, Experts, Finish, Matmul, Ok, Refused, Support, Value, WithoutTerms
 
 DIVIDED = (
     "with --fully-sharded-loras, because ranks would exchange data once more in each such layer, before the "
     "activation: leave the option out"
 )
+
+
+SWIGLU = Finish(activation="silu_and_mul")
 
 
 def supports(facts: Facts, value: Value) -> Support:
@@ -22,6 +25,12 @@ def supports(facts: Facts, value: Value) -> Support:
             return Refused(
                 f"layers in {scheme.kind} ({scheme.name}) are not supported on {facts.name}; supported: {known}"
             )
+    if isinstance(value, Experts):
+        if facts.plain_experts and any(part.finish not in (NOTHING_MORE, SWIGLU) for part in parts):
+            return Refused(f"experts with biases or a clamped activation are not supported on {facts.name}: "
+                           f"{facts.plain_experts}")  # fmt: skip
+        if value.down.finish.bias and any(part.terms for part in parts):
+            return WithoutTerms("experts with biases are stored as one tensor, and adapters do not name its parts")
     traits = {trait for part in parts for trait in _traits(part)}
     found: Support = Ok()
     for names, reason in facts.lacks.items():

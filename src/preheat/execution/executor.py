@@ -526,6 +526,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             kv_scales=spec.kv.scales,
             causal=spec.attention.causal,
             growth=growth,
+            sinks=weights.attention.sinks,
         )
         for spec, layer_cache, rope, alibi, growth, weights in layers
     ]

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
-from preheat.backends.base import LayerWeights
+from preheat.backends.base import ExpertsWeights, LayerWeights
 from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
-from preheat.model.specs import ExpertsSpec, HeadSpec, LinearSpec, NormSpec, leaves
+from preheat.model.formats_stacked import Stacked, StackedMxFp4
+from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.base import Linear
     from preheat.model.loader import WeightLoader
-    from preheat.ops.quantization import QuantizedWeight
 
 
 Range = tuple[int, int]
@@ -57,7 +57,7 @@ class LinearFormat(Protocol):
         ``loader.source.fill``, and let ``loader.layer_of`` make the layer.
         """
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor | QuantizedWeight, ...]:
+    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
         """Return the weights of ``spec``, stacked over experts.
 
         Gates above ups are [experts, 2 * inner, hidden], downs [experts, hidden, inner].
@@ -100,7 +100,7 @@ class Plain:
             if rows is not None and spec.order:
                 reorder(rows, spec.order)
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor, Tensor]:
+    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
         """Return the stacked weights, each matrix read straight to its destination."""
         count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
         gate_up, down = loader.empty(count, 2 * inner, hidden), loader.empty(count, hidden, inner)
@@ -112,7 +112,7 @@ class Plain:
             loader.source.fill(f"{spec.gate.format(expert)}.weight", gate_up[expert, :inner], rows)
             loader.source.fill(f"{spec.up.format(expert)}.weight", gate_up[expert, inner:], rows)
             loader.source.fill(f"{spec.down.format(expert)}.weight", down[expert], columns)
-        return gate_up, down
+        return ExpertsWeights(gate_up, down)
 
 
 def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
@@ -156,6 +156,8 @@ FORMATS: Mapping[str, LinearFormat] = {
     "gguf": GgufCodes(),
     "mxfp4-pack-quantized": MxFp4(),
     "nvfp4-pack-quantized": NvFp4(),
+    STACKED: Stacked(),
+    STACKED_MXFP4: StackedMxFp4(),
 }
 """The formats by the name in :attr:`LinearSpec.format`."""
 

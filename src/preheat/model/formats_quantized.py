@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from preheat.backends.base import LayerWeights
+from preheat.backends.base import ExpertsWeights, LayerWeights
 from preheat.errors import ModelError
 from preheat.model.specs import ExpertsSpec, LinearSpec
 from preheat.ops.kinds import Scheme
@@ -104,7 +104,7 @@ class QuantizedFormat(ABC):
                 reorder(rows, spec.order)
         return loader.layer_of(spec, LayerWeights(weight, bias))
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
+    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
         """Return the stacked weights, each matrix read straight to its destination."""
         scheme, count, inner = _scheme(spec), spec.num_experts, spec.whole_inner
         matrices = replace(spec, inner=inner).matrices
@@ -117,7 +117,7 @@ class QuantizedFormat(ABC):
             first, last = spec.kept
             gate_up = gate_up.cut((spec.kept, (inner + first, inner + last)), None)
             down = down.cut(((0, spec.hidden),), spec.kept)
-        return gate_up, down
+        return ExpertsWeights(gate_up, down)
 
 
 def _scheme(spec: LinearSpec | ExpertsSpec) -> Scheme:

@@ -25,13 +25,14 @@ class AttentionWeights:
     """The weights of attention.
 
     ``qk_norm`` is the norm of each query and key head, if there is one. ``whole_qk_norm`` norms all query heads
-    together, and all key heads together.
+    together, and all key heads together. ``sinks`` are fp32 [heads], if there are any.
     """
 
     qkv: Linear
     o: Linear
     qk_norm: Norm | None
     whole_qk_norm: tuple[Norm, Norm] | None = None
+    sinks: Tensor | None = None
 
     def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values of ``x`` [tokens, hidden], side by side."""

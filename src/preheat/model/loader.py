@@ -67,6 +67,7 @@ from preheat.model.specs import (
     MoeSpec,
     NormSpec,
     SharedSpec,
+    VectorSpec,
     VisionLayerSpec,
     VisionSpec,
 )
@@ -439,6 +440,7 @@ class WeightLoader:
             attention=AttentionWeights(
                 self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention),
                 self.whole_qk_norm(spec.attention),
+                None if spec.attention.sinks is None else self.sinks(spec.attention.sinks),
             ),
             post_norm=self.norm(spec.post_norm) if spec.post_norm else input_norm,
             mlp=self.mlp(spec.mlp),
@@ -450,7 +452,7 @@ class WeightLoader:
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):
             return self.dense(spec)
-        weights = ExpertsWeights(*self._formats[spec.experts.format].experts(spec.experts, self))
+        weights = self._formats[spec.experts.format].experts(spec.experts, self)
         shared = self.shared(spec.shared) if spec.shared else None
         experts = self.experts(spec, weights)
         return MoeMlp(self.linear(spec.router), experts, shared)
@@ -503,6 +505,10 @@ class WeightLoader:
             return None
         q, k = spec.whole_qk_norm
         return self.norm(q), self.norm(k)
+
+    def sinks(self, spec: VectorSpec) -> Tensor:
+        """Return the sinks of attention, fp32 [heads]."""
+        return self._place(self.tensor(f"{spec.name}.weight", *spec.shape).float())
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the checkpoint's tensor ``name``."""

@@ -19,6 +19,8 @@ from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
 from preheat.model.gguf.kinds import GROUP, PACKED
 from preheat.model.specs import (
+    STACKED,
+    STACKED_MXFP4,
     TIED_HEAD,
     ExpertsSpec,
     GateSpec,
@@ -247,6 +249,8 @@ def _experts(spec: ExpertsSpec, says: Named) -> ExpertsSpec:
         return spec
     if stored.scheme.indexed:
         raise ModelError("experts with desc_act are not supported; use a checkpoint without it")
+    if spec.format == STACKED and stored.format != STACKED_MXFP4:
+        raise ModelError(f"{modules[0]}: stacked experts are plain or of MXFP4; {stored.scheme.name} is not supported")
     stored = stored.fitted(spec.hidden, spec.inner)
     _check_sizes(modules[0], stored, spec.inner, spec.hidden)
     _check_sizes(modules[2], stored, spec.hidden, spec.inner)
@@ -578,6 +582,18 @@ def _float_scheme(group: _Fields, weights: _Fields) -> Scheme:
     return Scheme(code="fp8", scales=scales, group=size, activations="block" if strategy == "group" else "token")
 
 
+def mxfp4(config: _Fields) -> Quantization:
+    """Read OpenAI's method: the stacked experts of each layer are MXFP4, all other modules are plain."""
+    plain = config.names("modules_to_not_convert")
+    stored = Stored(STACKED_MXFP4, Scheme(code="fp4", scales="group", group=32))
+
+    def says(module: Module) -> Stored | None:
+        expert = any(".experts." in f"{own}." for own in module)
+        return stored if expert and not _named(module, plain) else None
+
+    return Quantization(says)
+
+
 METHODS: Mapping[str, Callable[[_Fields], Quantization]] = {
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
@@ -585,5 +601,6 @@ METHODS: Mapping[str, Callable[[_Fields], Quantization]] = {
     "awq": awq,
     "gptq": gptq,
     "gguf": gguf,
+    "mxfp4": mxfp4,
 }
 """The methods by ``quant_method``."""

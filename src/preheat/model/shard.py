@@ -67,6 +67,8 @@ class _Cut:
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        if spec.sinks is not None:
+            raise _not_yet("attention with sinks")
         if spec.whole_qk_norm is not None:
             raise _not_yet("norms of all query heads together")
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -101,6 +103,8 @@ class _Cut:
         return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
 
     def moe(self, spec: MoeSpec) -> MoeSpec:
+        if spec.experts.bias:
+            raise _not_yet("experts with biases")
         _require_known(spec.experts)
         mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
         self._require_whole_groups(spec.experts, "intermediate numbers of an expert", spec.experts.inner)

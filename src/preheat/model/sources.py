@@ -28,7 +28,7 @@ from preheat.utils.text import some
 AT_ONCE = 1 << 24
 """Numbers of a GGUF tensor that are filled at once: 64 MB in float32, beside the tensor's own place."""
 
-SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
+SCALES = ("_scale", "_scales", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
 """Endings of the names of scales, zero points and group indices."""
 
 
@@ -286,7 +286,7 @@ class DummyTensors:
             _fill_code(name, out, generator)
         elif out.itemsize == 1:
             out.copy_(torch.empty_like(out, dtype=torch.bfloat16).normal_(std=DUMMY_CODES, generator=generator))
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             out.normal_(std=0.1, generator=generator)
         elif out.dim() == 1:
             out.normal_(mean=1.0, std=0.1, generator=generator)

@@ -235,6 +235,7 @@ class AttentionSpec:
     queries, keys and values in this order. Rotated queries are multiplied by their ``growth``. ``scale`` multiplies the
     scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query. A ``causal``
     token sees itself and the ``window`` - 1 tokens before it; any other token sees as many tokens behind it, too.
+    ``sinks`` are scores without a key, one for each head, that join the softmax.
     """
 
     num_heads: int
@@ -249,6 +250,7 @@ class AttentionSpec:
     whole_qk_norm: tuple[NormSpec, NormSpec] | None = None
     growth: QueryGrowth | None = None
     causal: bool = True
+    sinks: VectorSpec | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -280,12 +282,17 @@ class DenseSpec:
         return self.gate_up.outputs + self.down.inputs
 
 
+STACKED, STACKED_MXFP4 = "stacked", "stacked-mxfp4"
+"""Formats of experts whose checkpoint has a stack of all experts, :mod:`preheat.model.formats_stacked`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """The experts of a layer: feed-forward blocks of ``inner`` numbers with SwiGLU.
+    """The experts of a layer: feed-forward blocks of ``inner`` numbers with a gated ``activation``.
 
     In the checkpoint each expert has the modules ``gate``, ``up`` and ``down``; {} in their names is the expert's
-    number. A shard has ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``k_splits`` splits.
+    number. Formats of stacked experts have gate and up in one module. ``bias``: both layers have one. A shard has
+    ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``k_splits`` splits.
     """
 
     gate: str
@@ -294,6 +301,8 @@ class ExpertsSpec:
     num_experts: int
     hidden: int
     inner: int
+    bias: bool = False
+    activation: Activation = "silu_and_mul"
     format: str = "plain"
     scheme: Scheme | None = None
     kept: tuple[int, int] | None = None
@@ -302,7 +311,7 @@ class ExpertsSpec:
 
     @property
     def params(self) -> int:
-        return 3 * self.num_experts * self.hidden * self.inner
+        return self.num_experts * (3 * self.hidden * self.inner + self.bias * (2 * self.inner + self.hidden))
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:

@@ -89,6 +89,7 @@ METHODS: Mapping[str, Neutral] = {
     "gptq": {"is_marlin_format": _OFF, "adapter": _OFF, "pack_dtype": ("int32",)},
     "compressed-tensors": {},
     "gguf": {},
+    "mxfp4": {},
 }
 """Neutral fields of a ``quantization_config``, by its method."""
 

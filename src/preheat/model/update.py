@@ -33,6 +33,7 @@ from preheat.model.specs import (
     MlpSpec,
     ModelSpec,
     NormSpec,
+    VectorSpec,
 )
 from preheat.model.ties import HEAD, same_rows
 from preheat.utils.text import some
@@ -87,6 +88,8 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
         if attention.whole_qk_norm is not None:
             pairs = zip(attention.whole_qk_norm, loaded.attention.whole_qk_norm, strict=True)
             yield from (_norm(*each) for each in pairs)
+        if (sinks := attention.sinks) is not None:
+            yield Part(sinks, loaded.attention.sinks, partial(_sinks, sinks))
         for name in ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"):
             if (norm := getattr(layer, name)) is not None and norm.params:
                 yield _norm(norm, getattr(loaded, name))
@@ -108,6 +111,10 @@ def _head_layer(spec: HeadSpec, loaded: object) -> Part:
 
 def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:
     return loader.qk_norm(spec)
+
+
+def _sinks(spec: VectorSpec, loader: WeightLoader) -> object:
+    return loader.sinks(spec)
 
 
 def _tied(spec: ModelSpec, loader: WeightLoader) -> object:

@@ -90,8 +90,8 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
     order = _order(own.inner, own.k_splits, own.kept, own.stored_inner)
     halves = (own.inner // own.k_splits,) * (2 * own.k_splits) if own.k_splits else ()
     gate_up, down = (_expert(own, size, spec.top_k, dtype) for size in own.matrices)
-    gate_up = replace(gate_up, order=SumOrder(tiles=halves), finish=Finish(activation="silu_and_mul"))
-    down = replace(down, order=order)
+    gate_up = replace(gate_up, order=SumOrder(tiles=halves), finish=Finish(own.bias, own.activation))
+    down = replace(down, order=order, finish=Finish(own.bias))
     if room is not None:
         shared: Shared = "ranks" if room.divided else "whole"
         first = LowRank((own.inner, own.inner), room.slots, room.rank, room.dtype, shared=shared)

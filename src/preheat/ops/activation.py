@@ -13,6 +13,10 @@ quick_gelu, CLIP's, is x / (1 + exp(-1.702 * x)), computed in the same way.
 
 Contract of relu2: the square of max(x, 0), rounded once; NaN stays NaN. Contract of scaled: x times an fp32 factor,
 rounded once.
+
+Contract of clamped_silu_and_mul, gpt-oss's. The gate is kept at 7 or less, up between -7 and 7, and up becomes up + 1.
+quick_gelu(gate) * up follows. All of it is computed in fp32, one operation after the other, and rounded to the dtype
+once.
 """
 
 from __future__ import annotations
@@ -59,6 +63,18 @@ def quick_gelu(x: Tensor) -> Tensor:
     return (wide / (wide * -1.702).exp_().add_(1.0)).to(x.dtype)
 
 
+CLAMP = 7.0
+"""The greatest gate, and the greatest magnitude of an up, of clamped_silu_and_mul."""
+
+
+@opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
+def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return quick_gelu(gate) * (up + 1), both clamped, for ``gate_up`` [tokens, 2 * inner]: [tokens, inner]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP).add_(1.0)
+    return (gate / (gate * -1.702).exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
+
+
 @opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Return gelu_tanh(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first): [tokens, inner]."""
@@ -97,6 +113,7 @@ def clip(x: Tensor, limit: float) -> Tensor:
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
+    "clamped_silu_and_mul": clamped_silu_and_mul,
     "gelu_tanh_and_mul": gelu_tanh_and_mul,
     "gelu_and_mul": gelu_and_mul,
     "gelu": gelu,

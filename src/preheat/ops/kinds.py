@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "gelu", "gelu_tanh", "quick_gelu", "relu2"]
+Activation = Literal[
+    "silu_and_mul", "clamped_silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "gelu", "gelu_tanh", "quick_gelu",
+    "relu2",
+]  # fmt: skip
 """Activation at the end of a linear layer, see :mod:`preheat.ops.activation`.
 
 With "_and_mul" the first half of the outputs is the gate of the second half, and half as many outputs remain.

@@ -225,13 +225,15 @@ def add_terms(y: Tensor, x: Tensor, value: Matmul, rows: Tensor, pairs: dict[int
 
 
 def experts(
-    value: Experts, x: Tensor, logits: Tensor, weights: tuple[Weight, Weight], adapters: Sequence[Adapted] = ()
-) -> Tensor:
+    value: Experts, x: Tensor, logits: Tensor, weights: tuple[Weight, Weight], adapters: Sequence[Adapted] = (),
+    *, biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Return the output of the experts of ``value``, [tokens, hidden].
 
     The rank must have all K splits. ``x`` [tokens, hidden] are the tokens and ``logits`` [tokens, experts] the
     router's. ``weights`` are gates above ups [experts, 2 * inner, hidden], and downs [experts, hidden, inner]. An
-    adapter's parts 3e, 3e + 1 and 3e + 2 are gate, up and down of expert e.
+    adapter's parts 3e, 3e + 1 and 3e + 2 are gate, up and down of expert e. ``biases`` are [experts, 2 * inner] and
+    [experts, hidden]; ranks do not share experts that have them.
     """
     chosen, shares = route(logits, value.routing)
     owner = {token: each for each in adapters for token in each.rows.tolist()}
@@ -242,12 +244,13 @@ def experts(
             pairs = owner[token].pairs if token in owner else {}
             row, mine = x[token, None], [_one(each, number) for each in weights]
             gated = {part: pairs[3 * number + part] for part in (0, 1) if 3 * number + part in pairs}
-            inner = matmul(value.gate_up, row, mine[0], None, [Adapted(torch.tensor([0]), gated)])
+            first, last = (None, None) if biases is None else (each[number] for each in biases)
+            inner = matmul(value.gate_up, row, mine[0], first, [Adapted(torch.tensor([0]), gated)])
             parts, pair = sums(value.down, inner, mine[1]), pairs.get(3 * number + 2)
             if value.down.order.is_split and pair is not None:
                 more[token, slot] = delta(inner, pair, value.down.order.k_splits)[0]
             elif not value.down.order.is_split:
-                y = parts[0].to(x.dtype)
+                y = (parts[0] if last is None else parts[0] + last.float()).to(x.dtype)
                 parts = [(y if pair is None else add_delta(y, delta(inner, pair))).float()]
             for split, part in zip(own, parts, strict=True):
                 split[token, slot] = part[0]

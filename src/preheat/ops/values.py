@@ -189,7 +189,8 @@ class Routing(NamedTuple):
 class Experts:
     """Routed experts: ``gate_up`` and ``down`` have a matrix per expert.
 
-    The activation of ``gate_up`` is SwiGLU. ``routing`` says how a token's experts are chosen and weighted.
+    ``gate_up`` ends with a gated activation. Each expert may have biases. ``routing`` says how a token's experts are
+    chosen and weighted.
     """
 
     gate_up: Matmul

@@ -6,7 +6,7 @@ The forward pass is the engine's paged attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -91,7 +91,10 @@ class WholeSequences:
                 found: Tensor = engine.attend(inputs, out)(index, qkv.clone())
                 return found
 
-            return exact(run, lambda qkv, weight: self._plain(layer, qkv, weight), qkv, weight)
+            def plain(qkv: Tensor, weight: Tensor | None, sinks: Tensor | None) -> Tensor:
+                return self._plain(replace(layer, sinks=sinks), qkv, weight)
+
+            return exact(run, plain, qkv, weight, layer.sinks)
 
         return attend
 
@@ -118,6 +121,8 @@ class WholeSequences:
         for first, last in zip(self.ends - self._lengths, self.ends, strict=True):
             q, k, v = (x[first:last].transpose(0, 1)[None].float() for x in (query, key, value))
             bias = _bias(layer, int(last - first), qkv.device)
+            if layer.sinks is not None:  # a key of zeros whose score is its bias, with a value of zeros
+                k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=layer.scale, enable_gqa=heads > groups)
             parts.append(out[0].transpose(0, 1).flatten(1))
         return F.pad(torch.cat(parts), (0, 0, 0, self.tokens - self.count)).to(qkv.dtype)
@@ -126,7 +131,7 @@ class WholeSequences:
 def _bias(layer: AttentionLayer, length: int, device: torch.device) -> Tensor:
     """Return the bias of scores, fp32 [1 or heads, queries, keys].
 
-    It is -inf where a query does not see a key, else ALiBi's bias or 0.
+    It is -inf where a query does not see a key, else ALiBi's bias or 0. A head's sink is the last key.
     """
     at = torch.arange(length, device=device)
     distance = at - at[:, None]
@@ -134,4 +139,8 @@ def _bias(layer: AttentionLayer, length: int, device: torch.device) -> Tensor:
     if layer.window is not None:
         hidden |= distance <= -layer.window
     bias = torch.zeros(1, device=device) if layer.alibi is None else layer.alibi
-    return (bias[:, None, None] * distance).masked_fill(hidden, -torch.inf)
+    found = (bias[:, None, None] * distance).masked_fill(hidden, -torch.inf)
+    if layer.sinks is None:
+        return found
+    own = layer.sinks.view(-1, 1, 1).expand(-1, length, 1)
+    return torch.cat((found.expand(len(own), -1, -1), own), 2)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from preheat.backends.base import ALONE, Backend, ExpertsWeights, LayerContext, LayerWeights, Linear, Norm
+from preheat.ops.activation import CLAMP
 from preheat.ops.kinds import Activation, NormKind
 from preheat.ops.moe import route, routed
 from preheat.ops.values import Experts, Matmul
@@ -66,8 +67,15 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _clamped(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=CLAMP)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": _gated(F.silu),
+    "clamped_silu_and_mul": _clamped,
     "gelu_tanh_and_mul": _gated(_gelu_tanh),
     "gelu_and_mul": _gated(F.gelu),
     "gelu": F.gelu,
@@ -137,18 +145,21 @@ class DifferentiableOperations:
     def experts(
         self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        gate_up, down = weights
+        gate_up, down, *biases = weights
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        engine = self._backend.experts(value, ExpertsWeights(gate_up.detach(), down.detach()), context)
+        given = ExpertsWeights(gate_up.detach(), down.detach(), *map(_detached, biases))
+        engine, activate = self._backend.experts(value, given, context), value.gate_up.finish.activation
+        assert activate is not None
 
-        def plain(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        def plain(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None) -> Tensor:
             def expert(number: int, rows: Tensor) -> Tensor:
-                return F.linear(ACTIVATIONS["silu_and_mul"](F.linear(rows, gate_up[number])), down[number])
+                first, last = (None if bias is None else bias[number] for bias in biases)
+                return F.linear(ACTIVATIONS[activate](F.linear(rows, gate_up[number], first)), down[number], last)
 
             return routed(x, *route(logits, value.routing), len(down), expert)
 
         def call(x: Tensor, logits: Tensor) -> Tensor:
-            return exact(lambda x, logits, *_: engine(x, logits), plain, x, logits, gate_up, down)
+            return exact(lambda x, logits, *_: engine(x, logits), plain, x, logits, gate_up, down, *biases)
 
         return call
 

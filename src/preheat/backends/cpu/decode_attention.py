@@ -146,11 +146,14 @@ class DecodeAttention:
         rows = self._query_shape[2]
         self._masks = [mask[call.first : call.last, :, :, : call.span].expand(-1, 1, rows, -1) for call in self._calls]
 
-    def __call__(self, qkv: Tensor, layer: int, cache: Tensor, scale: float, alibi: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, qkv: Tensor, layer: int, cache: Tensor, scale: float, alibi: Tensor | None = None, *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend with the queries of ``qkv`` over the ``cache`` of ``layer``.
 
         Returns [tokens, heads * dim]. ``qkv`` is [tokens, heads + 2 * kv heads, dim]. ``alibi``, fp32 [heads], are
-        slopes.
+        slopes; ``sinks``, fp32 [heads], are scores without keys.
         """
         masks = self._masks
         if alibi is not None:
@@ -161,8 +164,8 @@ class DecodeAttention:
             for call, read, mask in zip(self._calls, self._read(layer, cache), masks, strict=True)
         ]
         found = _flat([part for part, _ in done]).view(-1, self.heads.dim).index_select(0, self._results)
-        if self._unseen is not None:
-            found = self._merge(found, _flat([lse for _, lse in done]).index_select(0, self._results))
+        if self._unseen is not None or sinks is not None:
+            found = self._merge(found, _flat([lse for _, lse in done]).index_select(0, self._results), sinks)
         return found.view(self.tokens, -1)
 
     def _bias(self, call: _Call, mask: Tensor, alibi: Tensor) -> Tensor:
@@ -181,16 +184,24 @@ class DecodeAttention:
                 self._views[layer] = views
         return views
 
-    def _merge(self, part: Tensor, lse: Tensor) -> Tensor:
-        """Add up each row's splits in rising order: ``part`` [splits * tokens * heads, dim]."""
-        assert self._unseen is not None
-        lse = lse.view(self._unseen.shape).masked_fill_(self._unseen, -torch.inf)
-        weight = torch.exp(lse - lse.amax(dim=0)).unsqueeze(-1)
+    def _merge(self, part: Tensor, lse: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Add up each row's splits in rising order, then the sinks: ``part`` [splits * tokens * heads, dim]."""
+        if self._unseen is None:
+            lse = lse.view(1, -1)
+        else:
+            lse = lse.view(self._unseen.shape).masked_fill_(self._unseen, -torch.inf)
+        top = lse.amax(dim=0)
+        if sinks is not None:
+            own = sinks.repeat(self.tokens)
+            top = torch.maximum(top, own)
+        weight = torch.exp(lse - top).unsqueeze(-1)
         weighted = part.view(*lse.shape, -1) * weight
         total, norm = weighted[0], weight[0]
         for nth in range(1, len(weight)):
             total += weighted[nth]
             norm += weight[nth]
+        if sinks is not None:
+            norm += torch.exp(own - top).unsqueeze(-1)
         return (total / norm).to(part.dtype)
 
 

@@ -22,8 +22,8 @@ from preheat.backends.cpu.lowrank import Shrunk, SlotTable, expand, shrink
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.quantized import fp8_linear
 from preheat.backends.layer import Products, all_ranks, all_ranks_at_once
-from preheat.ops.activation import silu_and_mul
-from preheat.ops.kinds import ActivationScales
+from preheat.ops.activation import ACTIVATIONS, silu_and_mul
+from preheat.ops.kinds import Activation, ActivationScales
 from preheat.ops.matmul import NOTHING, add_delta, tree_sum
 from preheat.ops.moe import combine, route, routed, routed_splits
 from preheat.ops.opaque import opaque
@@ -42,8 +42,14 @@ class ExpertsLayer:
     ) -> None:
         self._routing, self._count, self._ranks = value.routing, value.down.groups.experts, context.ranks
         self.slots, self._split, self._coded = slots, value.down.order.is_split, value.down.input != "plain"
-        self._gate_up = [products_of(value.gate_up, each, None, context.ranks) for each in matrices(weights.gate_up)]
-        self._down = [products_of(value.down, each, None, context.ranks) for each in matrices(weights.down)]
+        self._activation = value.gate_up.finish.activation or "silu_and_mul"
+        self._gate_up, self._down = (
+            [products_of(of, each, bias, context.ranks) for each, bias in zip(matrices(given), biases, strict=True)]
+            for of, given, biases in (
+                (value.gate_up, weights.gate_up, _biases(weights.gate_up_bias, self._count)),
+                (value.down, weights.down, _biases(weights.down_bias, self._count)),
+            )
+        )
         if not self._coded:
             _prove(value.gate_up)
             _prove(value.down)
@@ -56,7 +62,9 @@ class ExpertsLayer:
             return ()
         layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
         if not self._coded:
-            return *([packed for packed, *_ in layer] for layer in layers), value.down.inputs, *value.routing
+            packed = ([packed for packed, *_ in layer] for layer in layers)
+            biases = ([bias for _, bias, _ in layer if bias is not None] for layer in layers)
+            return *packed, *biases, value.down.inputs, self._activation, *value.routing
         found = list[Any]()
         for layer in layers:
             found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer], layer[0][3]
@@ -98,7 +106,7 @@ class ExpertsLayer:
         gate_up, down = ([], []) if terms is None else terms.of_expert(number)
         (y,) = _padded(self._gate_up[number], x)
         _add(y, shrink(x, gate_up, groups))
-        inner = silu_and_mul(y)
+        inner = ACTIVATIONS[self._activation](y)
         found, more = _padded(self._down[number], inner), shrink(inner, down, groups)
         if self._split:
             shrunk += [each._replace(rows=slots[each.rows]) for each in more]
@@ -113,6 +121,10 @@ class ExpertsLayer:
     def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
+
+
+def _biases(bias: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if bias is None else bias.unbind()
 
 
 def matrices(weight: Tensor | QuantizedWeight) -> Iterator[Tensor | QuantizedWeight]:
@@ -147,23 +159,23 @@ def padded(rows: Tensor) -> Sequence[Tensor]:
 
 
 @opaque(
-    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] down, int inner, int top_k, bool renormalize, "
-    "bool round_weights) -> Tensor",
+    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, Tensor[] down_bias, int inner, "
+    "str activation, int top_k, bool renormalize, bool round_weights) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
-    x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int,
-    top_k: int, renormalize: bool, round_weights: bool,
+    x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], gate_up_bias: list[Tensor],
+    down_bias: list[Tensor], inner: int, activation: Activation, top_k: int, renormalize: bool, round_weights: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the experts; ``gate_up`` and ``down`` are oneDNN's copies of the matrices."""
+    """Compute the experts; ``gate_up`` and ``down`` are oneDNN's copies of the matrices, without biases if none."""
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        parts = [block(part, gate_up[number], down[number]) for part in padded(rows)]
-        return torch.cat(parts)[: len(rows)]
+        return torch.cat([block(number, part) for part in padded(rows)])[: len(rows)]
 
-    def block(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        inner_rows = silu_and_mul(packed_linear(rows, gate_up, None, 2 * inner))
-        return packed_linear(inner_rows, down, None, rows.shape[1])
+    def block(number: int, rows: Tensor) -> Tensor:
+        first, last = (biases[number] if biases else None for biases in (gate_up_bias, down_bias))
+        inner_rows = ACTIVATIONS[activation](packed_linear(rows, gate_up[number], first, 2 * inner))
+        return packed_linear(inner_rows, down[number], last, rows.shape[1])
 
     chosen, weights = route(logits, Routing(top_k, renormalize, round_weights))
     return routed(x, chosen, weights, len(gate_up), expert)

@@ -7,6 +7,9 @@ max), out = (sum w_i * out_i) / (sum w_i), in fp32, rounded once. A query with o
 ALiBi, slope * (key - query) is added to the scores before their softmax: one fp32 product of the head's slope and the
 distance of the positions.
 
+With a sink the merge goes on, also behind one split, with one more split: its log-sum-exp is the head's sink, its
+output zero. So max includes the sink, and exp(sink - max) is added last to the sum of the weights.
+
 Every query row therefore has the same bits in any tile, batch, chunk or cache state. The CPU kernel is torch's flash
 attention. Its products are a library's. For several threads the library cuts a call into parts. It takes other kernels
 for few rows, for the last rows of a block, and for such parts, depending on the processor. So the contract is the
@@ -87,9 +90,12 @@ class PagedAttention:
         unseen = torch.from_numpy(~tiles.seen)[:, :, None, None, :]
         self.unseen = unseen.expand(-1, -1, self.kv_heads, self.group, -1).flatten(3)
 
-    def __call__(self, q: Tensor, cache: Tensor, scale: float, alibi: Tensor | None = None) -> Tensor:
-        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim]; ``alibi`` [heads].
+    def __call__(
+        self, q: Tensor, cache: Tensor, scale: float, alibi: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim].
 
+        ``alibi`` and ``sinks`` are fp32 [heads].
         Returns [queries, heads, dim] for the tokens in ``targets``.
         """
         if self.width == 1:
@@ -101,8 +107,8 @@ class PagedAttention:
             tiled = torch.nn.functional.pad(tiled, (0, 0, 0, self.pad_rows))
         done = [self._pairs(call, tiled, cache, scale, alibi) for call in self.calls]
         merged = done[0][0] if len(done) == 1 else torch.cat([part for part, _ in done])
-        if self.num_splits > 1:
-            merged = self._merge(merged, torch.cat([lse for _, lse in done]))
+        if self.num_splits > 1 or sinks is not None:
+            merged = self._merge(merged, torch.cat([lse for _, lse in done]), sinks)
         elif not self.direct:
             merged = merged.index_select(0, self.pair_of)
         if self.pad_rows:
@@ -134,17 +140,23 @@ class PagedAttention:
             mask = mask.expand(len(tile), 1, query.shape[2], kernel_call.span)
         return attend(query, key, value, mask, scale)
 
-    def _merge(self, part: Tensor, lse: Tensor) -> Tensor:
-        """Add up each tile's splits in rising order; see the module's contract."""
+    def _merge(self, part: Tensor, lse: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Add up each tile's splits in rising order, then the sinks; see the module's contract."""
         part = part.index_select(0, self.pair_of).view(self.num_tiles, self.num_splits, *part.shape[1:])
         lse = lse.index_select(0, self.pair_of).view(self.num_tiles, self.num_splits, *lse.shape[1:])
         lse[..., : self.rows].masked_fill_(self.unseen, -torch.inf)
         top = lse.amax(dim=1, keepdim=True).clamp(min=torch.finfo(lse.dtype).min)  # a query that pads sees nothing
+        if sinks is not None:
+            own = sinks.view(self.kv_heads, self.group).repeat_interleave(self.width, 1)
+            own = torch.nn.functional.pad(own, (0, self.pad_rows))
+            top = torch.maximum(top, own)
         weight = torch.exp(lse - top).unsqueeze(-1)
         total, norm = _added(part, weight)
         if total.sum().isnan():  # zero times a NaN of an unseen split must not be added
             part[..., : self.rows, :].masked_fill_(self.unseen.unsqueeze(-1), 0.0)
             total, norm = _added(part, weight)
+        if sinks is not None:
+            norm = norm + torch.exp(own - top[:, 0]).unsqueeze(-1)
         return (total / norm).to(part.dtype)
 
     def _reader(self, call: KernelCall) -> Reader:

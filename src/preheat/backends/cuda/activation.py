@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import gelu, gelu_tanh, quick_gelu, relu2, silu_mul
+from preheat.backends.cuda.elementwise import clamped_silu_mul, gelu, gelu_tanh, quick_gelu, relu2, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.kinds import Activation
 
@@ -51,11 +51,14 @@ def _activate(x, out, inner, number, KIND: tl.constexpr, COLUMNS: tl.constexpr, 
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < inner
-    if KIND == "gelu_tanh_and_mul" or KIND == "gelu_and_mul":
+    if KIND == "gelu_tanh_and_mul" or KIND == "gelu_and_mul" or KIND == "clamped_silu_and_mul":
         gate = tl.load(x + token * 2 * inner + at, mask=inside, other=0.0)
         up = tl.load(x + token * 2 * inner + inner + at, mask=inside, other=0.0)
-        gated = gelu(gate) if KIND == "gelu_and_mul" else gelu_tanh(gate)
-        result = (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        if KIND == "clamped_silu_and_mul":
+            result = clamped_silu_mul(gate, up)
+        else:
+            gated = gelu(gate) if KIND == "gelu_and_mul" else gelu_tanh(gate)
+            result = (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     else:
         value = tl.load(x + token * inner + at, mask=inside, other=0.0)
         if KIND == "gelu":

@@ -146,13 +146,13 @@ class CudaAttention:
             if len(tiles):
                 prefill_attention(
                     query, layer.cache, table, slots, positions, tiles, counts[0:1], out, scale, window,
-                    split=self._split, alibi=layer.alibi, value_scale=value_scale,
+                    split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
                 )  # fmt: skip
             at = 1 + self._windows.index(window)
             decode_attention(
                 query, layer.cache, table, slots, positions, inputs.lists[at], counts[at : at + 1], out, workspace,
                 scale, window, split=self._split, rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
-                alibi=layer.alibi, value_scale=value_scale,
+                alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
             )  # fmt: skip
             return out
 

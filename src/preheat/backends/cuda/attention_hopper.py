@@ -36,6 +36,7 @@ TILE = gl.constexpr(64)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
+LOG2E = gl.constexpr(1.4426950408889634)
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 """Layout of the rows of a tile, the same for scores, sums and outputs."""
 
@@ -188,6 +189,20 @@ def _merge(tops, totals, accs, top, total, acc):
 
 
 @gluon.jit
+def _add_sinks(tops, totals, accs, sinks, kv_head, MEMBERS: gl.constexpr, GROUP: gl.constexpr):
+    """Return sums and outputs with the ``sinks`` of the heads behind the last split."""
+    sums: gl.constexpr = gl.SliceLayout(1, SUMS)
+    outs: gl.constexpr = gl.SliceLayout(1, accs.type.layout)
+    of_group = gl.arange(0, ROWS, ROW) % MEMBERS
+    lasts = gl.load(sinks + kv_head * GROUP + of_group, mask=of_group < GROUP, other=0.0) * LOG2E
+    new_top = gl.maximum(tops, lasts)
+    x, y = gl.exp2(tops - new_top), gl.exp2(lasts - new_top)
+    more = totals * 0.0 + gl.convert_layout(y, sums)[:, None]
+    totals = gl.fma(totals, gl.convert_layout(x, sums)[:, None], more)
+    return totals, accs * gl.convert_layout(x, outs)[:, None]
+
+
+@gluon.jit
 def _forget(values, real):
     """Zero a tile of values behind its first ``real`` keys; memory there may hold anything."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -233,7 +248,8 @@ def _score(query, keys, full, at):
 
 @gluon.jit
 def _attend_unit(
-    query, start, end, first, at, scale, keys, values, full, empty, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+    query, start, end, first, at, scale, keys, values, full, empty, sinks, kv_head, SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Return the attention of half a query tile, not yet rounded, and the next tile's number.
 
@@ -245,6 +261,7 @@ def _attend_unit(
     STAGES: gl.constexpr = keys.shape[0]
     TOKENS: gl.constexpr = query.shape[0]
     DIM: gl.constexpr = query.shape[2]
+    MEMBERS: gl.constexpr = query.shape[1]
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     columns: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -292,12 +309,14 @@ def _attend_unit(
     acc = warpgroup_mma(p, v, acc)
     mbarrier.arrive(v_empty.index(place))
     tops, totals, accs = _merge(tops, totals, accs, top, total, acc)
+    if sinks is not None:
+        totals, accs = _add_sinks(tops, totals, accs, sinks, kv_head, MEMBERS, GROUP)
     return accs / gl.convert_layout(gl.max(totals, 1), columns)[:, None], at + 1
 
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
+    half: gl.constexpr, out, positions, tiles, num_tiles, scale, value_scale, sinks, queries, keys, values, full, empty,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Attend with one half of the rows of each unit."""
@@ -312,7 +331,7 @@ def _attend(
         mbarrier.wait(full[0].index(place), phase)
         result, at = _attend_unit(
             query, _start(position, WINDOW), position + count, position + half * query.shape[0], at, scale,
-            keys, values, full, empty, SPLIT, WINDOW,
+            keys, values, full, empty, sinks, kv_head, SPLIT, WINDOW, HEADS // KV_HEADS,
         )  # fmt: skip
         if value_scale is not None:
             result *= value_scale
@@ -330,7 +349,7 @@ def _buffers(PLACES: gl.constexpr, source):
 
 @gluon.jit(do_not_specialize=["max_blocks"])
 def _prefill(
-    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, max_blocks,
+    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, sinks, max_blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -342,10 +361,10 @@ def _prefill(
     begin(overlap)
     gl.warp_specialize(
         [
-            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
-                       HEADS, KV_HEADS, SPLIT, WINDOW)),
-            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
-                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, sinks, queries, keys, values, full,
+                       empty, HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, sinks, queries, keys, values, full,
+                       empty, HEADS, KV_HEADS, SPLIT, WINDOW)),
             (_load, (q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, keys, values,
                      full, empty, KV_HEADS, HEADS // KV_HEADS, BLOCK, WINDOW)),
         ],
@@ -356,7 +375,7 @@ def _prefill(
 
 @gluon.jit(do_not_specialize=["max_blocks"])
 def _prefill_narrow(
-    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, max_blocks,
+    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, sinks, max_blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -374,10 +393,10 @@ def _prefill_narrow(
     begin(overlap)
     gl.warp_specialize(
         [
-            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
-                       HEADS, KV_HEADS, SPLIT, WINDOW)),
-            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
-                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, sinks, queries, keys, values, full,
+                       empty, HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, sinks, queries, keys, values, full,
+                       empty, HEADS, KV_HEADS, SPLIT, WINDOW)),
             (_widen, (positions, tiles, num_tiles, held, (raw_full[1], raw_full[2]), (raw_empty[1], raw_empty[2]),
                       (keys, values), (full[1], full[2]), (empty[1], empty[2]), KV_HEADS, WINDOW)),
             (_load, (q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, held[0], held[1],
@@ -425,6 +444,7 @@ def prefill_attention(
     window: int | None,
     split: int,
     value_scale: float | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of runs of tokens, where :func:`fits`.
 
@@ -438,7 +458,7 @@ def prefill_attention(
     kernel = _prefill_narrow if narrow else _prefill
     kernel[(min(len(tiles) * kv_heads, processors(q.device)),)](
         descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
-        table, slots, positions, tiles, num_tiles, out, scale, value_scale, table.stride(0),
+        table, slots, positions, tiles, num_tiles, out, scale, value_scale, sinks, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
         **options(num_warps=4, num_stages=1, maxnreg=128 if narrow else 168),
     )  # fmt: skip

@@ -88,6 +88,14 @@ def merge(tops, totals, accs, top, total, acc):
 
 
 @triton.jit
+def add_sink(tops, totals, accs, sinks):
+    """Return sums and outputs with the ``sinks`` of the rows, fp32 times log2(e), behind the last split."""
+    new_top = tl.maximum(tops, sinks)
+    x, y = tl.exp2(tops - new_top)[:, None], tl.exp2(sinks - new_top)[:, None]
+    return tl.fma(totals, x, tl.zeros_like(totals) + y), accs * x
+
+
+@triton.jit
 def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the maximum, sums and outputs of an empty softmax."""
     return (

@@ -50,6 +50,15 @@ def silu_mul(gate, up):
 
 
 @triton.jit
+def clamped_silu_mul(gate, up):
+    """Return quick_gelu(``gate``) * (``up`` + 1), both clamped to 7, in fp32, rounded to the dtype once."""
+    wide, more = gate.to(tl.float32), up.to(tl.float32)
+    wide = tl.where(wide > 7.0, 7.0, wide)
+    more = tl.where(more > 7.0, 7.0, tl.where(more < -7.0, -7.0, more)) + 1.0
+    return (wide / (tl.exp(wide * -1.702) + 1.0) * more).to(gate.dtype)
+
+
+@triton.jit
 def gelu(x):
     """Return GELU by the error function, in fp32, rounded to the dtype."""
     wide = x.to(tl.float32)

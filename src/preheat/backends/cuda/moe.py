@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from preheat.backends.base import ALONE, ExpertsWeights, LayerContext
-from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.activation import activate, silu_and_mul
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.lora import Factors
@@ -46,6 +46,7 @@ from preheat.backends.cuda.matmul.weights import (
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
+from preheat.ops.kinds import Activation
 from preheat.ops.matmul import tree_sum
 from preheat.ops.quantization import QuantizedRows, plain_rows
 from preheat.ops.values import ONE_SUM, Experts, Routing
@@ -63,16 +64,28 @@ Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
 arrangement, and whether the layer is the first; inputs of the first layer are tokens."""
 
 
+class Biased(NamedTuple):
+    """Biases of both layers, [experts, 2 * inner] and [experts, hidden], and the activation between them."""
+
+    gate_up: Tensor
+    down: Tensor
+    activation: Activation
+
+
 def experts_forward(
     config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor,
-    adding: Adding | None = None,
+    adding: Adding | None = None, biased: Biased | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
 
     ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
-    and before rows are weighted.
+    and before rows are weighted. ``biased`` experts have no terms; their activation is a launch of its own.
     """
     arrangement = arrange(logits, routing, config.block, counts)
+    if biased is not None:
+        y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=biased.gate_up)
+        inner = activate(y, biased.activation)
+        return combine(experts_layer(config.down, inner, down, arrangement, gated=False, bias=biased.down), arrangement)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
         return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
@@ -90,7 +103,7 @@ def activated(gate_up: Tensor, down: Weights) -> Rows:
 
 def experts_layer(
     choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
-    gathered: bool | None = None,
+    gathered: bool | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of one of both layers by the kernel ``choice``.
 
@@ -98,13 +111,13 @@ def experts_layer(
     """
     gathered = gated if gathered is None else gathered
     if isinstance(choice, Tile):
-        return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered)
+        return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias)
     assert isinstance(x, Tensor)
     if isinstance(choice, Expanded):
         assert isinstance(weight, DeviceWeight)
         plain = dequantized_experts(weight)
-        return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered)  # type: ignore[arg-type]
-    assert isinstance(weight, Tensor)
+        return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered, bias=bias)  # type: ignore[arg-type]
+    assert isinstance(weight, Tensor) and bias is None
     rows = spread(x, arrangement) if gathered else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
@@ -132,7 +145,10 @@ class ExpertsLayer:
         self.value, self.configs, self._split = value, configs, order.is_split
         self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
         self.shape = experts_shape_of(value)
-        gate_up, down = weights
+        gate_up, down, *biases = weights
+        self._biased = None
+        if biases[0] is not None and biases[1] is not None:
+            self._biased = Biased(biases[0], biases[1], value.gate_up.finish.activation or "silu_and_mul")
         self._gate_up: list[Weights]
         self._down: list[Weights]
         spare = 0
@@ -152,7 +168,7 @@ class ExpertsLayer:
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(*self._gate_up, *self._down)
+        return tensors_of(*self._gate_up, *self._down, *(() if self._biased is None else self._biased[:2]))
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -199,9 +215,11 @@ class ExpertsLayer:
         ``apart`` as for :meth:`local`.
         """
         weights = self._gate_up[0], self._down[0]
+        if self._biased is not None and isinstance(config.gate_up, Wide):
+            config = _TILES  # the kernel for many rows adds no bias
         with self._counting():
             adding = self._added if apart else None
-            return experts_forward(config, x, logits, *weights, self.value.routing, self._counts, adding)
+            return experts_forward(config, x, logits, *weights, self.value.routing, self._counts, adding, self._biased)
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
         blocks, slots = self._rows.blocks, cast(RoutedFactors, self.slots)

@@ -13,6 +13,9 @@ of the keys, and output / sum is multiplied by the scale of the values before it
 With ALiBi, s = fma(q . k, scale, slope * log2(e) * (key - query)), the bias in fp32, takes the place of s * scale in
 both the maximum and the exponent.
 
+With a sink, a score without a key, one step follows the last split. The maximum becomes the greater of the maximum and
+sink * log2(e), sum and output are scaled to it, and exp2(sink * log2(e) - maximum) is added to the sum with one fma.
+
 A tile without a key seen by the query leaves the query's three numbers as they are, and so does such a split. Hence the
 bits of a query depend on its position and its keys and values alone. They never depend on the kernel, tiles, warps,
 other rows of the batch, the blocks or the sequence's steps. Sums of a row go through the matrix unit because the order
@@ -29,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda import attention_hopper as hopper
-from preheat.backends.cuda.attention_tile import absorb, blocks_of, merge, nothing
+from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, merge, nothing
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.work import MOST_SPLITS, SPLIT, WHOLE_CONTEXT
 
@@ -118,7 +121,7 @@ def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr)
 
 @triton.jit
 def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge ``count`` splits of the rows in ``own``; return their sums and outputs.
+    """Merge ``count`` splits of the rows in ``own``; return their maxima, sums and outputs.
 
     The splits begin at the places ``at`` and lie ``step`` apart.
     """
@@ -133,7 +136,7 @@ def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, W
         one = tl.load(parts + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
         top, total, acc = merge(top, total, acc, one_top, one_total[:, None], one)
         at += step
-    return total, acc
+    return top, total, acc
 
 
 @triton.jit
@@ -155,7 +158,7 @@ def _claim(claims, units, programs):
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _decode(
-    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims, alibi,
+    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims, alibi, sinks,
     scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
@@ -199,6 +202,8 @@ def _decode(
         slopes = None
         if alibi is not None:
             slopes = tl.load(alibi + kv_head * GROUP + of_group, mask=own, other=0.0) * LOG2E
+        if sinks is not None:
+            lasts = tl.load(sinks + kv_head * GROUP + of_group, mask=own, other=0.0) * LOG2E
         begin(overlap)  # late, so that the host's copies are read while earlier kernels end
         head = kv_head * GROUP + of_group
         token_row = tl.full([ROWS], 0, tl.int64) + token
@@ -229,8 +234,12 @@ def _decode(
         if count == 1:
             if VERIFY:
                 all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, total, acc)
+                if sinks is not None:
+                    all_total, all_acc = add_sink(all_top, all_total, all_acc, lasts)
                 done = all_acc / tl.max(all_total, 1)[:, None]
             else:
+                if sinks is not None:
+                    total, acc = add_sink(top, total, acc, lasts)
                 done = acc / tl.max(total, 1)[:, None]
             if value_scale is not None:
                 done = done * value_scale
@@ -243,7 +252,9 @@ def _decode(
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.debug_barrier()
                 place -= tl.cast(split - first, tl.int64) * (QUERIES * HEADS)
-                sums, outs = _merge_parts(parts, tops, totals, place, QUERIES * HEADS, count, own, DIM, WIDTH)
+                peaks, sums, outs = _merge_parts(parts, tops, totals, place, QUERIES * HEADS, count, own, DIM, WIDTH)
+                if sinks is not None:
+                    sums, outs = add_sink(peaks, sums, outs, lasts)
                 done = outs / sums
                 if value_scale is not None:
                     done = done * value_scale
@@ -255,7 +266,7 @@ def _decode(
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _prefill(
-    q, cache, table, slots, positions, tiles, num_tiles, out, alibi,
+    q, cache, table, slots, positions, tiles, num_tiles, out, alibi, sinks,
     scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
@@ -313,6 +324,9 @@ def _prefill(
             full_to, end, end, scale, slopes, block_stride, DIM, BLOCK, SPLIT, TILE, False,
         )  # fmt: skip
         tops, totals, accs = merge(tops, totals, accs, top, total, acc)
+        if sinks is not None:
+            lasts = tl.load(sinks + head, mask=of_group < GROUP, other=0.0) * LOG2E
+            totals, accs = add_sink(tops, totals, accs, lasts)
         result = out + ((token_row * HEADS + head) * DIM)[:, None] + dims[None, :]
         done = accs / tl.max(totals, 1)[:, None]
         if value_scale is not None:
@@ -382,6 +396,7 @@ def decode_attention(
     width: int = 1,
     alibi: Tensor | None = None,
     value_scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of decoding rows: one token each, or up to ``width`` consecutive tokens.
 
@@ -395,8 +410,9 @@ def decode_attention(
     They are read before earlier kernels end, so no kernel may write them.
 
     The grid is persistent and has at least one program for each kv head of ``rows`` rows. A grid for the largest
-    possible work would mostly start programs without any. ``alibi`` fp32 [heads] holds slopes. ``cache`` may have eight
-    bits: ``scale`` then includes the scale of its keys, and ``value_scale`` multiplies the output.
+    possible work would mostly start programs without any. ``alibi`` fp32 [heads] holds slopes, ``sinks`` fp32 [heads]
+    scores without keys. ``cache`` may have eight bits: ``scale`` then includes the scale of its keys, and
+    ``value_scale`` multiplies the output.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -410,7 +426,7 @@ def decode_attention(
     programs = min(units, max(config.programs * processors(q.device), tiles * kv_heads)) if config.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
-        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims, alibi,
+        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims, alibi, sinks,
         scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
@@ -434,6 +450,7 @@ def prefill_attention(
     config: AttentionConfig | None = None,
     alibi: Tensor | None = None,
     value_scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of runs of tokens with their keys already in the cache.
 
@@ -444,7 +461,8 @@ def prefill_attention(
     """
     if config is None and alibi is None and hopper.fits(q, cache):
         hopper.prefill_attention(
-            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split, value_scale
+            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split, value_scale,
+            sinks,
         )  # fmt: skip
         return
     heads, dim = q.shape[1:]
@@ -452,7 +470,7 @@ def prefill_attention(
     config = config or prefill_config(dim, q.dtype)
     group_rows = triton.next_power_of_2(heads // kv_heads)
     _prefill[(len(tiles) * kv_heads,)](
-        q, cache, table, slots, positions, tiles, num_tiles, out, alibi,
+        q, cache, table, slots, positions, tiles, num_tiles, out, alibi, sinks,
         scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,

@@ -28,7 +28,7 @@ class ExpertsLayer:
 
     def __init__(self, value: Experts, weights: ExpertsWeights, context: LayerContext, sizes: Sizes) -> None:
         self._routing, self._order, self._ranks = value.routing, value.down.order, context.ranks
-        gate_up, down = (plain(each) for each in weights)
+        gate_up, down = (plain(each) for each in weights[:2])
         self._gate_up = [products_of(value.gate_up, each, None, sizes) for each in gate_up]
         self._down = [products_of(value.down, each, None, sizes)[0] for each in down]
 

@@ -28,6 +28,7 @@ FACTS = Facts(
     host_sampler=True,
     block_size=128,
     quantized=DEQUANTIZED,
+    plain_experts="nobody has written the biases of experts and the sinks of attention there",
     ignored=NO_PEERS,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={

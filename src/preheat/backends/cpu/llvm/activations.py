@@ -5,6 +5,8 @@ Contract, in float32 with exp as :mod:`preheat.backends.cpu.llvm.emit` has it. s
 twice, its product and sum fused. gelu: x times the share of the normal distribution below x. The share above t *
 sqrt(2) is exp(-t * p(t)) / 2 for t from 0 to 4.5, then zero. p is a polynomial of degree 8, fused from the highest term
 on. It approximates -log(erfc(t)) / t so that erfc has an error of 3e-9. Gated activations multiply by up in the end.
+clamped_silu_and_mul keeps the gate at 7 or less and up between -7 and 7, and multiplies quick_gelu of the gate by up +
+1.
 relu2: the square of the greater of x and 0; NaN stays NaN.
 """
 
@@ -23,6 +25,9 @@ _TAIL = (
     -5.879998570890166e-05, -0.019217131659388542, 0.10279920697212219, 0.6366161108016968, 1.1283793449401855,
 )  # fmt: skip
 _TAIL_END = 4.5
+
+CLAMP = 7.0
+"""The bound of :data:`preheat.ops.activation.CLAMP`; the emitters import no torch."""
 
 
 def _sigmoid_times(e: Function, x: Value, power: Value) -> Value:
@@ -61,8 +66,20 @@ def _relu2(e: Function, x: Value) -> Value:
     return e.b.fmul(positive, positive)
 
 
+def _clamped(e: Function, x: Value) -> Value:
+    return _quick_gelu(e, e.b.select(e.b.fcmp_ordered(">", x, e.v(CLAMP)), e.v(CLAMP), x))
+
+
+def _clamped_up(e: Function, x: Value) -> Value:
+    return e.b.fadd(kept_between(e, x, CLAMP), e.v(1.0))
+
+
+UPS: Mapping[Activation, Emit] = {"clamped_silu_and_mul": _clamped_up}
+"""Changes of the up of a gated activation, where there is one."""
+
 ACTIVATIONS: Mapping[Activation, Emit] = {
     "silu_and_mul": _silu,
+    "clamped_silu_and_mul": _clamped,
     "gelu_tanh_and_mul": _gelu_tanh,
     "gelu_and_mul": _gelu,
     "gelu": _gelu,

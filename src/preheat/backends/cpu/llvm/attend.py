@@ -3,7 +3,8 @@
 Contract. A rotated query may be multiplied by a factor of its position. Attention works split by split of 256 keys at
 absolute positions. A score is a sum over the head's dimensions in order, times the layer's scale. ALiBi's term, slope *
 (key's position - query's), is rounded, then added. Weights are exp(score - the split's maximum). Their sum is in 16
-lanes, then a tree; values are added key by key. Splits are merged in rising order. The result is divided by the sum of
+lanes, then a tree; values are added key by key. Splits are merged in rising order. A sink is merged last, as a split of
+the sum one without values. The result is divided by the sum of
 weights, then multiplied by the scale of stored values, if any.
 """
 
@@ -71,19 +72,20 @@ class Attend:
     """Attention of one token with some queries of one key head, from the query ``first`` on.
 
     ``qkv`` are the token's queries, keys and values, ``scores`` is room for a KV split, ``out`` takes the results.
-    ``slopes`` are ALiBi's, of all heads.
+    ``parts`` have ALiBi's slopes and the sinks of all heads.
     """
 
     def __init__(
         self, e: Function, how: LayerKind, cache: Cache, first: Value, buffers: tuple[Value, Value, Value],
-        slopes: Value,
+        parts: dict[str, Value],
     ) -> None:  # fmt: skip
         self.e, self.how, self.cache = e, how, cache
         qkv, self.scores, out = buffers
         heads = [e.add(first, number) for number in range(queries_at_once(how))]
         self.queries = [e.at(qkv, e.mul(number, how.dim)) for number in heads]
         self.outs = [e.at(out, e.mul(number, how.dim)) for number in heads]
-        self.slopes = [e.splat(e.load(slopes, number)) for number in heads] if how.alibi else []
+        self.slopes = [e.splat(e.load(parts["slopes"], number)) for number in heads] if how.alibi else []
+        self.sinks = [e.load(parts["sinks"], number) for number in heads] if how.sinks else []
 
     def write(self, place: Value, window: Value, end: Value) -> None:
         """Attend from position ``place`` over the keys before ``end``.
@@ -105,11 +107,21 @@ class Attend:
             peaks = self._scores(*span, place)
             for number, peak in enumerate(peaks):
                 self._merge(number, (tops[number], masses[number], peak), *span)
-        for out, mass in zip(self.outs, masses, strict=True):
-            total, scale = e.splat(e.get(mass)), self.cache.scale(VALUE)
+        for number, out in enumerate(self.outs):
+            (total, kept), scale = self._whole(number, tops[number], masses[number]), self.cache.scale(VALUE)
             for column, _, mask in columns:
-                found = e.b.fdiv(e.vector(out, column, mask), total)
+                found = e.vector(out, column, mask)
+                found = e.b.fdiv(found if kept is None else e.b.fmul(found, kept), total)
                 e.put(found if scale is None else e.b.fmul(found, scale), out, column, mask)
+
+    def _whole(self, number: int, top: Value, mass: Value) -> tuple[Value, Value | None]:
+        """Return the whole mass of a query with its sink, and the factor of its output, vectors; None: no factor."""
+        e = self.e
+        if not self.sinks:
+            return e.splat(e.get(mass)), None
+        highest = e.greater(e.get(top), self.sinks[number])
+        before, here = (self._exp(e.b.fsub(each, highest)) for each in (e.get(top), self.sinks[number]))
+        return e.splat(e.fma(e.get(mass), before, here)), e.splat(before)
 
     def _begun(self, value: Value) -> Value:
         """Return a variable that begins anew wherever the code comes by."""

@@ -34,7 +34,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     e = Job(module, name)
     x, qkv, attended = (e.pointer(each) for each in ("x", "qkv", "attended"))
     positions, tables = e.pointer("positions"), e.pointer("tables")
-    names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth"
+    names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth", "sinks"
     parts = {each: e.part(each) for each in names}
     window = e.field(e.layer, LAYER_FRAME["window"])
     width, out_width = how.qkv.results, how.heads * how.dim
@@ -64,7 +64,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
         place, cache = cached(row, e.div(first, how.heads // how.kv_heads))
         end = e.add(place, 1) if how.causal else e.field(ends, row)
         mine, out = e.at(qkv, e.mul(row, width)), e.at(attended, e.mul(row, out_width))
-        Attend(e, how, cache, first, (mine, scores, out), parts["slopes"]).write(place, window, end)
+        Attend(e, how, cache, first, (mine, scores, out), parts).write(place, window, end)
     wait(e, [phase])
     e.close()
 

@@ -118,11 +118,12 @@ class RowNorm(NamedTuple):
 class LayerKind(NamedTuple):
     """A decoder layer. Windows, scales, slopes and rope tables are data.
 
-    ``turns``: queries and keys have rotary positions. ``alibi``: scores have ALiBi's terms. ``qk_norm`` norms each head
-    of queries and keys, ``whole_qk_norm`` all heads of queries together and all heads of keys together. ``grows``:
-    queries are multiplied by a factor of their position. ``o_norm`` norms the output of attention, ``down_norm`` the
-    output of the other block. Without a ``norm`` the layer is given its inputs, beside the residual stream.
-    ``parallel``: the second norm reads the stream as the front found it. A ``causal`` token sees no key behind it.
+    ``turns``: queries and keys have rotary positions. ``alibi``: scores have ALiBi's terms. ``sinks``: heads have one.
+    ``qk_norm`` norms each head of queries and keys, ``whole_qk_norm`` all heads of queries together and all heads of
+    keys together. ``grows``: queries are multiplied by a factor of their position. ``o_norm`` norms the output of
+    attention, ``down_norm`` the output of the other block. Without a ``norm`` the layer is given its inputs, beside the
+    residual stream. ``parallel``: the second norm reads the stream as the front found it. A ``causal`` token sees no
+    key behind it.
     """
 
     hidden: int
@@ -133,6 +134,7 @@ class LayerKind(NamedTuple):
     block_size: int
     turns: bool
     alibi: bool
+    sinks: bool
     norm: RowNorm | None
     qk_norm: RowNorm | None
     o_norm: RowNorm | None
@@ -179,7 +181,7 @@ LAYER_FRAME = {
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
         "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
         "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth "
-        "taken taken_x taken_attended".split()
+        "taken taken_x taken_attended sinks router_bias".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.

@@ -112,7 +112,7 @@ class PanelLayer:
 class PanelExperts:
     """The routed experts of ``value``, for the functions of a block.
 
-    The panels of an expert lie behind the panels of the expert before.
+    The panels of an expert lie behind the panels of the expert before, and so do the biases.
     """
 
     def __init__(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> None:
@@ -126,6 +126,11 @@ class PanelExperts:
             in_large_pages(torch.stack([panels(how, _expert(given, at)) for at in range(value.down.groups.experts)]))
             for how, given in ((self.gate_up, weights.gate_up), (self.down, weights.down))
         ]
+        self.biases = [
+            torch.stack([vector(how, each) for each in given])
+            for how, given in ((self.gate_up, weights.gate_up_bias), (self.down, weights.down_bias))
+            if given is not None
+        ]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Never called: a layer's compiled function runs the experts."""
@@ -133,7 +138,7 @@ class PanelExperts:
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        yield from self.panels
+        yield from (*self.panels, *self.biases)
 
     def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -144,6 +149,8 @@ class PanelExperts:
         for name, each in zip(("gate_up", "down"), self.panels, strict=True):
             yield name, each.data_ptr()
             yield f"{name}_step", each[0].nbytes
+        for name, bias in zip(("gate_up_bias", "down_bias"), self.biases, strict=False):
+            yield name, bias.data_ptr()
         if self.slots is not None:
             yield "gate_up_terms", self.slots.gate_up.frame.ctypes.data
             yield "down_terms", self.slots.down.frame.ctypes.data

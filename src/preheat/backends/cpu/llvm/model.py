@@ -158,6 +158,8 @@ class Functions:
             frame[LAYER_FRAME["cos"]], frame[LAYER_FRAME["sin"]] = tables[id(attention.rope)]
         if attention.alibi is not None:
             frame[LAYER_FRAME["slopes"]] = self._keep(floats(attention.alibi))
+        if attention.sinks is not None:
+            frame[LAYER_FRAME["sinks"]] = attention.sinks.data_ptr()
         key, value = attention.kv_scales
         frame[LAYER_FRAME["scales"]] = self._keep(torch.tensor([attention.scale * key, key, value]))
         frame[LAYER_FRAME["window"]] = attention.window or 0
@@ -324,6 +326,7 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         block_size=limits.block_size,
         turns=attention.rope is not None,
         alibi=attention.alibi is not None,
+        sinks=attention.sinks is not None,
         norm=_how(layer.input_norm) if products["qkv"].inputs == products["o"].results else None,
         qk_norm=_how(attention.qk_norm),
         o_norm=_how(layer.o_norm),

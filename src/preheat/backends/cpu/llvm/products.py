@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from preheat.backends.cpu.llvm import codes
-from preheat.backends.cpu.llvm.activations import ACTIVATIONS, kept_between
+from preheat.backends.cpu.llvm.activations import ACTIVATIONS, UPS, kept_between
 from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Once, Phase, wait
 from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, PANEL, Product, Stored
@@ -141,6 +141,8 @@ def visited_product(
         number = e.field(visits.visited, e.add(e.div(unit, blocks), 1))
         start, end = (e.field(visits.starts, e.add(number, more)) for more in (0, 1))
         mine = operands._replace(weight=e.at(operands.weight, e.mul(number, step), BYTE))
+        if operands.bias is not None:
+            mine = mine._replace(bias=e.at(operands.bias, e.mul(number, how.padded)))
         for rows in (ROWS_AT_ONCE, 1):
             stop = _whole(e, start, end, rows)
             _rows(e, how, mine, e.rem(unit, blocks), (start, stop, rows), vectors, finish)
@@ -185,6 +187,8 @@ def _finish(
         activate = ACTIVATIONS[how.activation]
         if how.gated:  # a panel of gates, then the panel of their ups
             gates, ups = ([line[4 * (at // 2) + part + at % 2] for at in range(len(line) // 2)] for part in (0, 2))
+            changed = UPS.get(how.activation)
+            ups = ups if changed is None else [changed(e, up) for up in ups]
             line = [e.b.fmul(activate(e, gate), up) for gate, up in zip(gates, ups, strict=True)]
         else:
             line = [activate(e, each) for each in line]

@@ -220,6 +220,8 @@ def gemm(
     group, first, start, row, rows, token = MAP(groups, rows, outputs, GROUPS, CUT)
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
     at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
+    if groups is not None and bias is not None:
+        bias += group * (outputs * 2 if gated else outputs)
     total, up = SUM(PRODUCT, x, w, (x_tiles, w_tiles), group, at, size, inputs, outputs, FORM, CUT, gated)
     dtype: tl.constexpr = y.dtype.element_ty
     result = _rounded(total, bias, out, dtype)
@@ -294,13 +296,14 @@ def multiply(
 
 def multiply_experts(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, y: Tensor, *,
-    gated: bool, gathered: bool, splits: int = 1,
+    gated: bool, gathered: bool, splits: int = 1, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
 
-    ``weight`` is [experts, outputs, inputs]. With ``splits`` > 1, ``y`` is [splits, arranged rows, columns] and gets
-    the result of each split. ``x`` is [tokens, inputs] if ``gathered``, else [arranged rows, inputs]. All tensors are
-    contiguous. ``tile.rows`` is the block size of the arrangement, unless its blocks have one row.
+    ``weight`` is [experts, outputs, inputs], ``bias`` [experts, outputs]. With ``splits`` > 1, ``y`` is [splits,
+    arranged rows, columns] and gets the result of each split. ``x`` is [tokens, inputs] if ``gathered``, else [arranged
+    rows, inputs]. All tensors are contiguous. ``tile.rows`` is the block size of the arrangement, unless its blocks
+    have one row.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
     given, w_tiles = _operands(tile, x, weight, size), None
@@ -308,7 +311,7 @@ def multiply_experts(
         w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [tile.outputs, tile.inputs])
     where = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
     gemm[(len(arrangement.experts) * -(-columns // tile.outputs), splits)](
-        given.x, given.w, Routed(*where, arrangement.rows * columns), None, y, None, w_tiles, 0, columns, inputs, size,
+        given.x, given.w, Routed(*where, arrangement.rows * columns), bias, y, None, w_tiles, 0, columns, inputs, size,
         MAP=by_expert, PRODUCT=given.product, SUM=apart, FORM=given.form,
         GROUPS=RoutedForm(experts, arrangement.top_k, gathered, arrangement.block > 1),
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
@@ -318,7 +321,7 @@ def multiply_experts(
 
 def experts_product(
     tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
-    gathered: bool | None = None, dtype: torch.dtype | None = None,
+    gathered: bool | None = None, dtype: torch.dtype | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows [arranged rows, columns] of one layer of all experts.
 
@@ -333,7 +336,7 @@ def experts_product(
     else:
         assert isinstance(x, Tensor)
         y = x.new_empty(size, dtype=dtype)
-    multiply_experts(tile, x, weight, arrangement, y, gated=gated, gathered=gathered)
+    multiply_experts(tile, x, weight, arrangement, y, gated=gated, gathered=gathered, bias=bias)
     return y
 
 
