@@ -39,6 +39,7 @@ from preheat.model.loader import LoadedModel, load_model, obstacle
 from preheat.model.pooled_head import through
 from preheat.model.stated import stated_spec
 from preheat.model.traits import check_traits
+from preheat.model.weights_digest import WeightsDigest
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs
@@ -51,12 +52,13 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.caches import cache_root
+from preheat.utils.contract import Contract
 from preheat.utils.dynamo import compile_seconds
 from preheat.utils.kv_events import kv_events_config
 from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
-from preheat.verify.identity import proof_of
+from preheat.verify.identity import contract_of, proof_of
 from preheat.verify.names import check_names
 from preheat.warmup.cold_monitor import ColdMonitor
 from preheat.warmup.cold_sources import ColdSources
@@ -100,6 +102,7 @@ def boot(
 
 def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     """Boot on an open device. Other ranks are already loading their shards."""
+    hashing = _hashing(given.device.settings)
     opening = _open_grammars(given.device)
     loaded = _load(given)
     fitted = _fit(given, loaded)
@@ -112,10 +115,11 @@ def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     _keep(given, planned)
     given.share.agree(parts.executor, planned.plan)
     _judge(given.device.settings, planned.record)
-    loop = _loop(given, loaded, planned, parts)
+    contract = _contract(given, planned, hashing)
+    loop = _loop(given, loaded, planned, parts, contract)
     before_ready()
     _trim(given.device.backend)  # of the profiling run and of warm-up
-    given.transport.put(_ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed))
+    given.transport.put(_ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed, contract))
     return loop
 
 
@@ -187,6 +191,21 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
     fitted = fitting.fit(steps)
     _log_plan(fitted.plan, steps.level)
     return fitted
+
+
+def _hashing(settings: Settings) -> Callable[[], str]:
+    """Begin to hash the checkpoint's weights; the result waits for their digest, or says which random ones they are."""
+    if settings.load_format == "dummy":
+        return lambda: f"random, seed {settings.seed or 0}"
+    return WeightsDigest(weight_files(find_model(settings))).result
+
+
+def _contract(given: Given, planned: Planned, hashing: Callable[[], str]) -> Contract:
+    """Return the engine's parts of the contract; the digest of the weights is mostly there."""
+    with given.steps("Waiting for the digest of the weights", detail=True):
+        contract = contract_of(given.device.settings, planned.record.proof.parts, hashing())
+    logger.info("Contract %s: weights %s, sampler %s", contract.id, contract.weights, contract.sampler)
+    return contract
 
 
 def _open_grammars(device: Device) -> Future[Grammars | str]:
@@ -361,7 +380,7 @@ def _judge(settings: Settings, record: Record) -> None:
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
 
 
-def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts) -> Loop:
+def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, contract: Contract) -> Loop:
     """Return the loop that serves: its steps are watched, traced and logged, and an operator has commands."""
     device, share, _, transport, trace = given
     settings, backend, mode = device
@@ -370,9 +389,11 @@ def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts) -> Loop:
     sources, drafted = ColdSources(backend, share.cold_sources(executor)), drafter.take_steps if drafter else None
     monitor = ColdMonitor(record, plan, settings.on_cold, sources, drafted)
     check = partial(parts.check, device, record)
+    scheduler.rekey(cache_contents(loaded.model, contract.id))
     operator = Elastic(
-        settings, backend, loaded.model, scheduler=scheduler, executor=executor, check=check, monitor=monitor
-    )
+        settings, backend, loaded.model, scheduler=scheduler, executor=executor, check=check, monitor=monitor,
+        contract=contract,
+    )  # fmt: skip
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)
     _publish_events(settings, loop)
@@ -386,7 +407,7 @@ def _publish_events(settings: Settings, loop: Loop) -> None:
         loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
 
 
-def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float) -> Ready:
+def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float, contract: Contract) -> Ready:
     limits, kv_dtype = scheduler.limits, model.spec.kv_dtype
     logger.info(
         "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB%s), at most %d sequences of %d tokens; ready after "
@@ -400,5 +421,5 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
         logger.error("The engine takes no requests: %s", blocked)
     return Ready(
         limits.max_model_len - limits.spare, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
-        scheduler.max_prompt_len, record.proof.digest, spare=limits.spare,
+        scheduler.max_prompt_len, record.proof.digest, spare=limits.spare, contract=contract,
     )  # fmt: skip

@@ -53,7 +53,18 @@ SERVED_MIXED_TOKENS = 512
 A large GPU computes about so many in the time of a few decode steps.
 """
 
-ASKED = ("prompts", "reduced", "json", "digest", "against", "fuzz", "random_models", "fuzz_seed")
+ASKED = (
+    "prompts",
+    "reduced",
+    "json",
+    "digest",
+    "against",
+    "golden",
+    "write_golden",
+    "fuzz",
+    "random_models",
+    "fuzz_seed",
+)
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -173,6 +184,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     warm.add_argument("--json", action="store_true", help="print the record as JSON")
     warm.add_argument("--html", metavar="FILE", help="also write the record as a self-contained HTML page")
     _add_verify(commands)
+    _add_replay(commands)
     _add_run_batch(commands)
     _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
         "--system-prompt", metavar="TEXT", help="the first message, with instructions for the model"
@@ -234,6 +246,8 @@ def _add_verify(commands: Any) -> None:
         metavar="FILE",
         help="only compare this boot's digest with the digest in this record of another boot",
     )
+    verify.add_argument("--golden", metavar="FILE", help="only compare answers with the file of an earlier boot")
+    verify.add_argument("--write-golden", metavar="FILE", help="write that file")
     verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
     verify.add_argument(
         "--fuzz",
@@ -243,6 +257,17 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
     verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _command(commands, "replay", _replay, ENGINE_OPTIONS, "give answers again from their receipts")
+    replay.usage = "preheat replay --receipt FILE [MODEL] [--flag VALUE ...]"
+    replay.add_argument(
+        "--receipt", required=True, metavar="FILE", help="a receipt, a log of receipts, or an answer that has one"
+    )
+    replay.add_argument("--at", type=int, metavar="N", help="print the logits of token N, computed alone")
+    replay.add_argument("--any-contract", action="store_true", help="compare though the engine has another contract")
+    replay.add_argument("--json", action="store_true", help="print JSON objects, one a line; with --at all logits")
 
 
 def _add_run_batch(commands: Any) -> None:
@@ -499,6 +524,8 @@ def _verify(values: dict[str, Any]) -> int:
 
         if asked.digest:
             return verify_command.digest(boot_engine, settings, asked.digest, _say)
+        if asked.golden or asked.write_golden:
+            return verify_command.golden(boot_engine, settings, asked, given, _say)
         if asked.fuzz is not None:
             verdict = verify_command.fuzz(boot_engine, settings, asked, say)
         else:
@@ -506,6 +533,29 @@ def _verify(values: dict[str, Any]) -> int:
     if asked.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.ok else FAILURE
+
+
+def _replay(values: dict[str, Any]) -> int:
+    path, at = values.pop("receipt"), values.pop("at")
+    whatever, as_json = values.pop("any_contract"), values.pop("json")
+    settings = _load(values)
+    set_up_logging(settings)
+    from preheat.startup import boot_engine
+    from preheat.verify import replay
+    from preheat.verify.drive import Engine
+
+    receipts = replay.read_receipts(path)
+    engine, wrong = Engine(boot_engine, settings), 0
+    for receipt in receipts:
+        if not whatever:
+            replay.check_contract(receipt, engine)
+        found = replay.replay(receipt, engine) if at is None else replay.step_at(receipt, engine, at)
+        if as_json:
+            print(msgspec.json.encode(found).decode())
+        else:
+            _say(str(found) if isinstance(found, replay.Outcome) else "\n".join(found.lines()))
+        wrong += not found.equal
+    return FAILURE if wrong else 0
 
 
 def _bench(words: Sequence[str]) -> int:
@@ -651,6 +701,8 @@ def _print_json(results: Iterable[RequestOutput]) -> None:
                 "token_ids": list(choice.token_ids),
                 "finish_reason": choice.finish_reason,
             }
+            if choice.receipt is not None:
+                record["receipt"] = msgspec.to_builtins(choice.receipt, str_keys=True)
             if choice.logprobs is not None:
                 record["logprobs"] = msgspec.to_builtins(choice.logprobs)
             if result.prompt_logprobs is not None:

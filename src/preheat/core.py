@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from preheat.errors import WireError
+from preheat.utils.contract import Contract
 from preheat.utils.exact_json import dumps, travels
 from preheat.utils.text import plain_number
 from preheat.utils.weight_transfer import Announced, TransferGroup
@@ -260,6 +261,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     structured_outputs: Annotated[
         StructuredOutputsParams | None, _Row('constraint on the text, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
+    receipt: Annotated[bool, _Row("return a receipt, from which the answer can be given again", "scheduler")] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     flat_logprobs: bool = False
@@ -437,6 +439,17 @@ def in_background(priority: int) -> int:
     return BACKGROUND_PRIORITY + _SPAN + max(-_SPAN, min(priority, _SPAN))
 
 
+class Resume(msgspec.Struct, array_like=True, frozen=True):
+    """The output that a request's client has already; the sequence goes on behind it.
+
+    ``tokens`` follow the prompt, and count as output: in noise, penalties, grammars, lengths and stops. ``adapter`` is
+    the digest of the adapter that gave them, empty for the base model; None: any adapter of the request's name.
+    """
+
+    tokens: list[int]
+    adapter: str | None = None
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -459,6 +472,12 @@ class Request(msgspec.Struct, tag="request"):
     lora_name: str = ""  # the adapter; empty: the base model
     data_parallel_rank: int | None = None  # the replica for it; None: the server's router chooses
     thinking: Thinking | None = None  # with params.thinking_token_budget
+    resume: Resume | None = None  # the rest of the fields stay as they were when the sequence began
+
+    @property
+    def delivered(self) -> list[int]:
+        """The output tokens that the client has already."""
+        return [] if self.resume is None else self.resume.tokens
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -540,7 +559,7 @@ class EngineState(msgspec.Struct):
 
     With ``paused`` no step runs. ``sleeping`` is the level of the sleep. ``weight_version`` names the weights;
     ``digest`` covers the logits of the boot check with them. ``blocked_reason``, if any, is the reason why no request
-    is taken.
+    is taken. ``contract`` has the engine's parts, None before the boot.
     """
 
     paused: bool = False
@@ -548,6 +567,7 @@ class EngineState(msgspec.Struct):
     weight_version: str = "default"
     digest: str = ""
     blocked_reason: str = ""
+    contract: Contract | None = None
 
 
 class Outcome(msgspec.Struct, tag="outcome"):
@@ -601,6 +621,8 @@ class Delta(msgspec.Struct, tag="delta"):
     started: dict[int, int] = {}
     stats: Stats | None = None
     pooled: dict[int, bytes] = {}  # of a pooling engine: fp32 [hidden], by id
+    adapters: dict[int, str] = {}  # the digests of the adapters of started sequences, by id; none for the base model
+    digests: dict[int, int] = {}  # by index i, of the logits behind a token of a request that wants a receipt
 
 
 class Stats(msgspec.Struct, tag="stats"):
@@ -663,7 +685,7 @@ class Ready(msgspec.Struct, tag="ready"):
     ``blocked_reason``, if any, is the reason why it takes no requests: a check at boot failed. ``max_prompt_len`` is
     None if only ``max_model_len`` limits the prompt. ``digest`` covers the logits of the check. ``engine`` is the
     replica of the ``record``, as in Report. ``spare``: places behind ``max_model_len`` for a token that is never
-    computed.
+    computed. ``contract`` has the engine's parts.
     """
 
     max_model_len: int
@@ -676,6 +698,7 @@ class Ready(msgspec.Struct, tag="ready"):
     digest: str = ""
     engine: int = 0
     spare: int = 0
+    contract: Contract | None = None
 
     @property
     def places(self) -> int:
@@ -829,6 +852,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[int, list[np.ndarray]] | None = None  # of a pooling engine: by row, fp32 [hidden] of its tokens
+    digests: dict[int, int] = field(default_factory=dict)  # of logits, by index in ``tokens``
 
 
 def marked(tokens: np.ndarray, finite: np.ndarray) -> np.ndarray:

@@ -20,6 +20,9 @@ from typing import Any
 
 import preheat
 from preheat.backends.registry import ENVIRONMENTS
+from preheat.errors import PreheatError
+from preheat.model.files import BUNDLED, find_model, weight_files
+from preheat.model.weights_digest import WeightsDigest
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.caches import cache_root
 from preheat.utils.finding import Finding
@@ -49,6 +52,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
         else _folder("store", root)
     )
     yield _folder("models", Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser())
+    yield _weights(settings)
     yield _port(settings)
     yield from _limits()
 
@@ -80,6 +84,20 @@ def _folder(what: str, folder: Path) -> Finding:
         )
     found = f"{folder}, {free / 2**30:.1f} GiB free"
     return Finding(what, found, "note", "little space is left") if free < MIN_DISK else Finding(what, found)
+
+
+def _weights(settings: Settings) -> Finding:
+    """Return the digest of the model's weights, a part of its contract; nothing is downloaded."""
+    if settings.load_format == "dummy":
+        return Finding("weights", "random: --load-format dummy")
+    if settings.model != BUNDLED and not Path(settings.model).expanduser().is_dir():
+        return Finding("weights", f"{settings.model} is no folder here, so its weights are not hashed")
+    try:
+        return Finding(
+            "weights", f"{settings.model}, digest {WeightsDigest(weight_files(find_model(settings))).result()}"
+        )
+    except (OSError, PreheatError) as error:
+        return Finding("weights", str(error), "fail", "name a folder with a checkpoint, or fetch it again")
 
 
 def _port(settings: Settings) -> Finding:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 
 from preheat.backends.base import Backend, SleepMemory
@@ -28,6 +30,7 @@ from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
 from preheat.model.update import Update, reset_state, tensors_of
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
+from preheat.utils.contract import Contract
 from preheat.verify.boot import BootCheck
 from preheat.warmup.cold_monitor import ColdMonitor
 
@@ -78,6 +81,7 @@ class Elastic:
         executor: Executor,
         check: Callable[[], BootCheck],
         monitor: ColdMonitor,
+        contract: Contract,
     ) -> None:
         self._settings, self._backend, self._model = settings, backend, model
         self._scheduler, self._executor, self._check, self._monitor = scheduler, executor, check, monitor
@@ -86,7 +90,7 @@ class Elastic:
         self._lacking = False  # whether weights are missing since they were dropped
         self._digest: str | None = None  # the expected digest of the next check
         self._transfers = Transfers(settings, backend, model)
-        self.state = EngineState(digest=monitor.record.proof.digest)
+        self.state = EngineState(digest=monitor.record.proof.digest, contract=contract)
 
     def beside(self, command: Command) -> Callable[[], None] | None:
         """See :class:`preheat.engine.control.Operator`."""
@@ -140,6 +144,7 @@ class Elastic:
             source = self._source(command, tensors, copy, bool(on_host))
             update = Update(self._model, source, self._backend, on_host=on_host, whole=self._lacking)
         update.swap()
+        before, self.state.contract = self.state.contract, self._updated()
         self._forget()
         if self._dropped:
             self.state.digest = ""  # computed when the cache is there again
@@ -150,11 +155,17 @@ class Elastic:
             raise
         except Exception as error:
             update.swap()
+            self.state.contract = before
             self._forget()
             self._compute_digest()
             if isinstance(error, CheckFailed):
                 raise InvalidRequest(f"the old weights stay, as the new ones fail the check: {error}") from None
             raise
+
+    def _updated(self) -> Contract:
+        """Return the contract of new weights. Their digest is not computed, so they equal no other weights."""
+        assert self.state.contract is not None, "an engine has a contract from its boot on"
+        return msgspec.structs.replace(self.state.contract, weights=f"update {uuid.uuid4().hex}")
 
     def _source(
         self, command: Command, tensors: Mapping[str, torch.Tensor] | None, copy: Callable[..., None], on_host: bool
@@ -238,7 +249,8 @@ class Elastic:
     def _forget(self) -> None:
         """Invalidate the contents of the cache."""
         self._changes += 1
-        self._scheduler.rekey(cache_contents(self._model, f"change {self._changes}"))
+        assert self.state.contract is not None, "an engine has a contract from its boot on"
+        self._scheduler.rekey(cache_contents(self._model, f"change {self._changes} of {self.state.contract.id}"))
 
     def _compute_digest(self) -> None:
         if self._settings.boot_check == "off":

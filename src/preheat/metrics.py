@@ -121,6 +121,17 @@ class EngineFigures:
     warmup_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class AnswerCacheFigures:
+    """Figures of the answer cache: requests by what became of them, and the bytes that it holds."""
+
+    hits: int = 0
+    misses: int = 0
+    checked: int = 0
+    different: int = 0
+    bytes: int = 0
+
+
 class Metrics(Collector):
     """The counts of a frontend for ``model_name``; times are in seconds.
 
@@ -142,6 +153,7 @@ class Metrics(Collector):
         self.digest: Mapping[str, int] = {}
         self.cache_config: Mapping[str, object] = {}
         self.adapters: Mapping[str, str] = {}
+        self.answer_cache: AnswerCacheFigures | None = None  # None: it is off
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
         self.ignored: Counter[str] = Counter()  # by field
@@ -219,6 +231,12 @@ class Metrics(Collector):
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        if (kept := self.answer_cache) is not None:
+            yield counter("answer_cache_hits", "Requests answered from the answer cache.", kept.hits)
+            yield counter("answer_cache_misses", "Requests whose answers the answer cache lacked.", kept.misses)
+            yield counter("answer_cache_checked", "Kept answers that were computed again.", kept.checked)
+            yield counter("answer_cache_different", "Kept answers that differed when computed again.", kept.different)
+            yield gauge("answer_cache_bytes", "Bytes of kept answers.", kept.bytes)
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
         ignored = "Requests with an ignored field, by the field."
         yield counter("request_fields_ignored", ignored, self.ignored, "field")

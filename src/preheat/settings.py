@@ -444,6 +444,20 @@ class Settings:
         env="VLLM_LOGGING_CONFIG_PATH",
     )
     enable_log_requests: bool = _general(False, "Log each request at its arrival and at its end, without its text.")
+    receipts: bool = _general(False, "Give each answer a receipt, as `receipt: true` does: see docs/receipts.md.")
+    answer_cache_size: float | None = _general(
+        None,
+        "Memory for whole answers, in GiB, given again to equal greedy or seeded requests: see docs/answer-cache.md.",
+        low=1e-6,
+    )
+    answer_cache_check_every: int = _general(
+        100, "One in this many requests with a kept answer is computed again and compared.", low=1
+    )
+    receipts_log: str | None = _general(
+        None,
+        "A file for the receipts of all answers that have one, as JSON lines; 8 files of 64 MiB are kept. It holds "
+        "prompts and answers as token ids.",
+    )
 
     bucketing_policy: str | None = _bucketing(
         None,

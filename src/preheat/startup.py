@@ -17,16 +17,21 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.registry import facts_of, wake
 from preheat.backends.support import supports
+from preheat.combinations import check as check_features
+from preheat.combinations import traits_of
 from preheat.core import Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
+from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend, FrontendOptions
 from preheat.frontend.input_processor import override_params, recommended_params
+from preheat.frontend.receipt_log import ReceiptLog
+from preheat.frontend.receipts import Receipts
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
-from preheat.metrics import Metrics, explain
+from preheat.metrics import AnswerCacheFigures, Metrics, explain
 from preheat.model.config import resolve_dtype
 from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
@@ -104,6 +109,8 @@ def boot_front(
             embed_size=_embed_size(settings, folder),
             adapters=Adapters(send, settings),
             traces=_traces(settings),
+            receipts=_receipts(settings),
+            answers=_answers(settings),
             formats=AnswerFormats(
                 tokenizer,
                 settings.tool_call_parser if settings.enable_auto_tool_choice else None,
@@ -111,6 +118,24 @@ def boot_front(
             ),
         )
         return Frontend(tokenizer, send, options)
+
+
+def _answers(settings: Settings) -> AnswerCache | None:
+    if settings.answer_cache_size is None:
+        return None
+    size = int(settings.answer_cache_size * 2**30)
+    return AnswerCache(size, settings.answer_cache_check_every, AnswerCacheFigures())
+
+
+def _receipts(settings: Settings) -> Receipts:
+    """Return how answers get receipts. Raises SettingsError if the log cannot be written."""
+    lacking = ""
+    try:
+        check_features(traits_of(settings) | {"receipts"}, {settings.device: facts_of(settings.device).lacks})
+    except SettingsError as error:
+        lacking = error.message
+    log = None if settings.receipts_log is None else ReceiptLog(settings.receipts_log)
+    return Receipts(always=settings.receipts, lacking=lacking, log=log)
 
 
 def _traces(settings: Settings) -> RequestTraces | None:

@@ -62,7 +62,9 @@ def test_ready_and_record_after_warm_up(scripted: Server) -> None:
     record = record_of(scripted)
     ready = scripted.get("/ready")
     assert ready.status == 200
-    assert ready.json == {"status": "ready", **record.summary()}
+    said = ready.json
+    assert len(said.pop("contract_id")) == 32 and said.pop("contract")["tokenizer"]
+    assert said == {"status": "ready", **record.summary()}
     assert scripted.metric("warmup_items", outcome="ready") == record.states["ready"]
     assert scripted.metric("warmup_items", outcome="reused") == record.states["reused"]
     assert scripted.metric("warmup_seconds") == pytest.approx(record.seconds)

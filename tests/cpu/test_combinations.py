@@ -147,6 +147,8 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
         "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{made.folder}/events"}
     },
     "split": lambda made: {"bucketing_policy": "split"},
+    "receipts": lambda made: {"receipts": True},
+    "answer_cache": lambda made: {"answer_cache_size": 0.01},
     **{
         mode: lambda made, mode=mode: {"execution_mode": mode}
         for mode in ("eager", "compile", "graphs", "lazy", "llvm")
@@ -214,6 +216,8 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
     outputs = llm.generate([each[1] for each in asked], [each[2] for each in asked], use_tqdm=False,
                            lora_request=[each[3] for each in asked])  # fmt: skip
     found: dict[str, Any] = {}
+    if "receipts" in names:
+        assert all(len(each.receipt.bits) == len(each.token_ids) for output in outputs for each in output.outputs)
     for (kind, *_), output in zip(asked, outputs, strict=True):
         found.setdefault(kind, []).append((output.outputs[0].token_ids, output.outputs[0].logprobs))
     if "beam_search" in names:
@@ -290,6 +294,7 @@ def check(made: Made, names: list[str], **device: Any) -> None:
             COMMANDS.get(command, lambda *_: None)(llm, made, names, right)
             for _ in range(2):
                 assert answers(llm, made, names) == right
+        assert "answer_cache" not in names or llm.frontend.answers.figures.hits > 0
         if {"text_drafts", "draft_model", "eagle3"} & set(names):
             assert llm.loop.scheduler.stats().draft_tokens > 0
     finally:

@@ -374,7 +374,7 @@ PLANTED = {
 
 def test_all_paths_of_verify_agree(folder):
     assert paths(folder) == dict.fromkeys(
-        ("images, together", "images, prefix cache", "images, chunks, few blocks"), True
+        ("images, together", "images, prefix cache", "images, continued", "images, chunks, few blocks"), True
     )
 
 

@@ -193,7 +193,7 @@ def test_adapters_that_change_nothing_are_seen(check, monkeypatch):
         check.run("adapters")
 
 
-PATHS = ("adapters, together", "adapters, prefix cache", "adapters, chunks, few blocks")
+PATHS = ("adapters, together", "adapters, prefix cache", "adapters, continued", "adapters, chunks, few blocks")
 
 
 @pytest.fixture(scope="module")

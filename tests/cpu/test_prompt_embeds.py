@@ -362,6 +362,7 @@ PLANTED = {
     "embeds, together": None,
     "embeds, prefix cache": no_bytes,
     "embeds, as tokens": rounded,
+    "embeds, continued": None,
     "embeds, chunks, few blocks": begun_again,
 }
 

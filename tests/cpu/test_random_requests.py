@@ -62,6 +62,7 @@ DRAWS = {
     "allowed_token_ids": lambda r: r.sample(range(VOCAB), r.randint(20, VOCAB)),
     "bad_words": lambda r: r.sample(["de", " world", "zz", "ï"], r.randint(1, 3)),
     "thinking_token_budget": lambda r: r.randint(-1, 4),
+    "receipt": lambda r: True,
     "structured_outputs": lambda r: StructuredOutputsParams(regex=r.choice(["[ab]{1,9}", "(yes|no)?"])),
 }
 PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")

@@ -30,13 +30,17 @@ OPTIONS = {"max_num_seqs": 24, "max_num_batched_tokens": 2048, "block_size": 32}
 FEATURES = [
     "answers as prompts",
     "served, by the contract",
+    "continued",
+    "moved while served",
     "penalties, long prompts",
     "long answers as prompts",
     "cache salts",
     "min_tokens",
     "logprobs of given tokens",
     "beam search",
+    "penalties, continued",
     "grammars",
+    "grammars, continued",
     "nearly equal prompts",
     "prompts given up",
     "blocks moved at once",
@@ -45,6 +49,7 @@ TIGHT = [
     "chunks, few blocks",
     "penalties, few blocks",
     "prompt logprobs, chunks",
+    "continued, few blocks",
     "grammars, few blocks",
     "penalties, interrupted",
     "grammars, interrupted",
@@ -143,8 +148,9 @@ def test_the_command_says_so_and_exits_with_0(quick, capsys):
     assert lines[0].split() == ["path", "prompts", "runs", "identical", "first", "divergence"]
     assert [line.split("  ")[0] for line in lines[1:5]] == [*PATHS[:3], "batches of 1 to 3"]
     assert [line.split("  ")[0] for line in lines[5 : 5 + len([*FEATURES, *TIGHT])]] == [*FEATURES, *TIGHT]
-    assert lines[-2].startswith("24 positions of the first run, digest ")
-    assert lines[-1] == "check at boot: did not run"
+    assert lines[-3].startswith("24 positions of the first run, digest ")
+    assert lines[-2] == "check at boot: did not run"
+    assert lines[-1].startswith("contract ")
 
 
 @pytest.mark.usefixtures("eager_here")

@@ -142,12 +142,15 @@ PLANTED = {
     "beam search": another_rows_logprobs,
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same
+    "grammars, continued": lambda patch: None,
     "penalties, long prompts": last_tokens_only,
     "long answers as prompts": far_back,
     "cache salts": no_salt,
     "min_tokens": no_bans,
     "penalties, few blocks": resumed_without_output,
     "penalties, interrupted": lambda patch: None,  # sees the same
+    "penalties, continued": lambda patch: None,
+    "continued, few blocks": lambda patch: None,
     "prompt logprobs, chunks": chunks_lose_one,
 }
 

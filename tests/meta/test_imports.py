@@ -41,7 +41,7 @@ RULE = {
     "boot_values": "plan schedule grammar lora execution model backends.base parallel engine warmup verify",
     "boot": "boot_values plan schedule grammar lora execution model ops backends backends.base parallel engine"
     " transport warmup verify elastic",
-    "doctor": "backends warmup",
+    "doctor": "backends model warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",
     "inputs": "frontend",

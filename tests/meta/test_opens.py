@@ -31,6 +31,7 @@ ELSEWHERE = {
     "server.batch_output": "answers are written",
     "server.process": "standard input",
     "utils.trace": "a trace is written",
+    "frontend.receipt_log": "receipts are written",
     "parallel.shared": "memory that ranks share, made by the engine",
     "backends.cpu.collective": "memory that ranks share, made by the engine",
     "model.sources": "safetensors, behind regular_file",

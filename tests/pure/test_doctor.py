@@ -74,6 +74,13 @@ def test_a_port_in_use_and_a_folder_that_cannot_be_written(tmp_path):
     assert of(doctor.findings(Settings(port=0, cache_dir=str(tmp_path / "new"))))["store"].verdict == "ok"
 
 
+def test_the_weights_of_a_folder_are_hashed_and_nothing_is_fetched(tmp_path):
+    found = [of(doctor.findings(Settings(port=0, **each)))["weights"] for each in (
+        {}, {"model": "org/absent"}, {"model": str(tmp_path)}, {"load_format": "dummy"})]  # fmt: skip
+    assert found[0].found.startswith("bundled, digest ") and found[1].found.startswith("org/absent is no folder here")
+    assert [each.verdict for each in found] == ["ok", "ok", "fail", "ok"]
+
+
 def test_more_threads_than_cores_and_an_old_torch_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4000")
     assert of(cpu.findings())["OMP_NUM_THREADS"].verdict == "note"

@@ -14,6 +14,7 @@ from preheat.errors import SettingsError
 from preheat.server.replicas import disagreement, together
 from preheat.server.routing import AHEAD, Router
 from preheat.settings import Settings
+from preheat.utils.contract import Contract
 from tests import records
 
 BLOCK = 4
@@ -168,6 +169,9 @@ def test_engines_that_differ_are_named() -> None:
     assert disagreement([ready(0), ready(1), ready(2, num_blocks=9)]) is None
     error = disagreement([ready(0), ready(1), ready(2, digest="e")])
     assert error is not None and "digest: d on engine 0, e on engine 2" in error.message
+    contracts = [Contract(weights=weights, numerics={"dtype": dtype}) for weights, dtype in ("wa", "wb")]
+    error = disagreement([ready(engine, contract=each) for engine, each in enumerate(contracts)])
+    assert error is not None and "numerics.dtype: a on engine 0, b on engine 1" in error.message
 
 
 def test_progress_of_several() -> None:

@@ -64,6 +64,7 @@ class LaunchedStep:
     batch: InputBatch
     sampler: Sampler
     prompt_logprobs: dict[int, list[Any]]
+    digests: dict[int, int]
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
@@ -71,7 +72,7 @@ class LaunchedStep:
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         if isinstance(self.sampler, Pooler):
             return StepResult(tokens, hidden=_by_row(batch, self.prompt_logprobs, reports))
-        result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
+        result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs, digests=self.digests)
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
         return result
@@ -401,7 +402,13 @@ class Executor:
         if logits is not None and reports:
             self.sampler.report(logits)
         self.sampler.fetch(batch.turn, tokens=logits is not None, reports=reports)
-        return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
+        digests = {} if logits is None or batch.digested is None else self._digests(logits, batch.digested)
+        return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch), digests)
+
+    def _digests(self, logits: Tensor, rows: np.ndarray) -> dict[int, int]:
+        """Return the digests of the raw logits of ``rows``, on a host that has them at hand."""
+        found = self.backend.row_digests(logits[torch.from_numpy(rows)].float())
+        return dict(zip(rows.tolist(), found.tolist(), strict=True))
 
     def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[Any]]:
         """Return each row's entries, one per successor.

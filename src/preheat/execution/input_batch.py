@@ -59,6 +59,7 @@ class InputBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
+    digested: np.ndarray | None = None  # int64 indices of sampled rows; None: no row wants a digest of its logits
     adapters: np.ndarray | None = None  # int32 [rows] adapter slots, negative for none; None: no row has an adapter
 
     @property
@@ -96,6 +97,7 @@ class _Rows:
     sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
+    digested: np.ndarray | None
     adapters: np.ndarray | None
 
 
@@ -168,6 +170,7 @@ class Packer:
             reporting=rows.reporting,
             alternatives=rows.alternatives,
             prompt_parts=self._prompt_parts(schedule, rows.ends),
+            digested=rows.digested,
             adapters=rows.adapters,
         )
 
@@ -183,6 +186,7 @@ class Packer:
             sampled_tokens = (ends - schedule.extend)[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
+        digested = slots.has_receipt[sampled_slots].nonzero()[0]
         return _Rows(
             persistent_batch=schedule.persistent_batch,
             begin=int(schedule.first[0]),
@@ -194,6 +198,7 @@ class Packer:
             sampling=sampling_input(slots, sampled_slots, positions + self.ahead, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
+            digested=digested if len(digested) else None,
             adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
 

@@ -14,6 +14,7 @@ from preheat.frontend.image_parts import IMAGE
 from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, StoredTemplate, stored_templates
 from preheat.frontend.template_process import TemplateExhausted, TemplateFailed, TemplateRefused
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.contract import digest_of
 from preheat.utils.files import read_text, shown, why_unread
 
 Message = Mapping[str, Any]
@@ -99,6 +100,11 @@ class ChatTemplate:
         self._places = {each.source: each.place for each in stored.values()}
         for source in self._sources.values():
             _check_compiled(source, self._places[source])
+
+    @property
+    def digest(self) -> str:
+        """The digest of the templates and of the server's own arguments for them."""
+        return digest_of([self._sources, self._defaults])
 
     def replaced(self, source: str) -> ChatTemplate:
         """Return a copy with the template ``source`` of a request; the first rendering compiles it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +40,18 @@ from preheat.errors import (
     WireError,
 )
 from preheat.frontend.adapters import Adapters
+from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.prompt_embeds import PromptEmbeds
-from preheat.frontend.request_state import RequestState
+from preheat.frontend.receipts import Receipts
+from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
+from preheat.utils.contract import Contract, digest_of
 from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
@@ -73,7 +77,8 @@ class FrontendOptions:
     :class:`InputProcessor`. ``images``: the reader of requests' images, if the model sees images. ``pooling``: how the
     engine makes embeddings; it then generates nothing. ``adapters``: the adapters that requests may name.
     ``embed_size``: the row length of prompts that are embeddings; None: such prompts are refused. ``traces``: the
-    receiver of requests' spans.
+    receiver of requests' spans. ``receipts``: how answers get receipts. ``answers``: the answer
+    cache.
     """
 
     template: ChatTemplate | None = None
@@ -90,6 +95,8 @@ class FrontendOptions:
     embed_size: int | None = None
     adapters: Adapters | None = None
     traces: RequestTraces | None = None
+    receipts: Receipts | None = None
+    answers: AnswerCache | None = None
 
 
 class Frontend:
@@ -117,7 +124,11 @@ class Frontend:
             priorities=options.priorities,
             reasoning=self.formats.reasoning,
         )
-        self.output = OutputProcessor(send, self.metrics, log=options.log_requests, traces=options.traces)
+        self.receipts, self.answers = options.receipts or Receipts(), options.answers
+        self.metrics.answer_cache = None if self.answers is None else self.answers.figures
+        self.output = OutputProcessor(
+            send, self.metrics, log=options.log_requests, traces=options.traces, ended=self._end
+        )
         self.prepare, self.fail_all = self.input.prepare, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None
@@ -144,6 +155,21 @@ class Frontend:
     def halted(self) -> bool:
         """Whether the engine may not answer for a while: it is paused, or carries out a command."""
         return self.state.paused or bool(self._asked)
+
+    @property
+    def contract(self) -> Contract:
+        """The contract of this frontend and its engine. Raises EngineDead or NotReady without an engine."""
+        engine = self.state.contract or self._started().contract or Contract()
+        return msgspec.structs.replace(engine, **self._parts)
+
+    @cached_property
+    def _parts(self) -> dict[str, str]:
+        """The frontend's parts of the contract."""
+        return {
+            "tokenizer": self.tokenizer.digest,
+            "template": self.template.digest,
+            "defaults": digest_of(dict(self.input.recommended)),
+        }
 
     def limits(self) -> Ready:
         """Return the engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
@@ -234,10 +260,14 @@ class Frontend:
                 self.limits()
                 if state.search is not None:
                     yield
-                requests = self._begin(state)
+                requests = self._begin(state, receipts=self.receipts.always)
+                kept = self._kept(state, requests)
                 self._starting -= state.params.n  # now counted as waiting
                 left -= state.params.n
-                for request in requests:
+                for part in kept or ():
+                    yield
+                    self.output.process(part)
+                for request in () if kept else requests:
                     yield
                     self._send(request)
         finally:
@@ -246,6 +276,8 @@ class Frontend:
     def _check_room(self, states: Sequence[RequestState], asked: int) -> None:
         """Raise InvalidRequest or TooManyRequests unless ``states``, ``asked`` sequences, may be sent."""
         self.limits()
+        for state in states:
+            self.receipts.check(state)
         most = self._options.max_queued
         if most is None:
             return
@@ -264,14 +296,36 @@ class Frontend:
                 param="n",
             )
 
-    def _begin(self, state: RequestState) -> list[Request]:
-        """Return the messages for ``state`` to the engine; a beam search sends its own."""
+    def _begin(self, state: RequestState, *, receipts: bool = False) -> list[Request]:
+        """Return the messages for ``state`` to the engine; a beam search sends its own.
+
+        With ``receipts`` the answer gets a receipt, if it can have one.
+        """
         if state.search is None:
+            if receipts and not state.segments:
+                state.ask_for_receipt()
             requests = self.input.fan_out(state)
+            if state.params.receipt:
+                for choice, request in zip(state.choices, requests, strict=True):
+                    self.receipts.begin(choice, request, self.contract)
             self.output.add(state)
             return requests
         state.search.begin(self)
         return []
+
+    def _kept(self, state: RequestState, requests: Sequence[Request]) -> Iterator[Delta] | None:
+        """Return the kept answer of ``state``, None if the engine has to give it."""
+        if self.answers is None or state.search is not None:
+            return None
+        kept = self.answers.begin(state, requests, self.contract)
+        state.answered_from_cache = kept is not None
+        return kept
+
+    def _end(self, choice: Choice) -> None:
+        if self.answers is not None:
+            self.answers.end(choice)
+        if choice.proof is not None:
+            self.receipts.end(choice, self.contract)
 
     def launch(self, state: RequestState) -> None:
         """Send the engine requests of ``state``, whatever is waiting."""
@@ -323,6 +377,8 @@ class Frontend:
         """Process a message of the engine."""
         match message:
             case Delta():
+                if self.answers is not None:
+                    self.answers.see(message)
                 self.output.process(message)
             case Progress():
                 self.progress = message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
@@ -19,6 +19,7 @@ class OutputProcessor:
     """The unfinished choices, by request id.
 
     ``send`` hands a message to the engine. ``log``: requests are logged. ``traces`` get each request at its end.
+    ``ended`` is called with each choice that has ended.
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class OutputProcessor:
         *,
         log: bool = False,
         traces: RequestTraces | None = None,
+        ended: Callable[[Choice], None] = lambda choice: None,
     ) -> None:
         self.choices: dict[int, Choice] = {}
         self.metrics = metrics
-        self._send, self._log, self._traces = send, log, traces
+        self._send, self._log, self._traces, self._ended = send, log, traces, ended
 
     def add(self, state: RequestState) -> None:
         """Register ``state``; its requests are about to be sent."""
@@ -64,7 +66,8 @@ class OutputProcessor:
         choices, ends, logprobs = self.choices, delta.finished, delta.logprobs
         before: list[float] = []  # the time of each choice's previous token
         if delta.started:
-            self._process_started(delta.started, now)
+            self._process_started(delta, now)
+        self._process_digests(delta)
         for id, entries in delta.prompt_logprobs.items():
             if choice := choices.get(id):
                 choice.state.prompt_logprobs.extend(entries)
@@ -108,9 +111,17 @@ class OutputProcessor:
                 self._send(Cancel(choice.id))
                 self._end(choice, reason)
 
-    def _process_started(self, started: Mapping[int, int], now: float) -> None:
-        for id, cached in started.items():
+    def _process_digests(self, delta: Delta) -> None:
+        """Give the digests of logits to the choices that get receipts."""
+        for place, digest in delta.digests.items():
+            if (choice := self.choices.get(delta.ids[place])) and choice.proof is not None:
+                choice.proof.digests.append(digest)
+
+    def _process_started(self, delta: Delta, now: float) -> None:
+        for id, cached in delta.started.items():
             choice = self.choices.get(id)
+            if choice is not None and choice.proof is not None:
+                choice.proof.adapter = delta.adapters.get(id, "")
             if choice is None or choice.times.started:  # a sequence starts again after a preemption
                 continue
             choice.times.started = now
@@ -133,6 +144,7 @@ class OutputProcessor:
         state = choice.state
         del self.choices[choice.id]
         choice.finish(reason, stop_reason)
+        self._ended(choice)
         self.metrics.ended(str(choice.finish_reason), choice.times, len(choice.token_ids))
         state.unfinished -= 1
         if self._log and not state.unfinished:

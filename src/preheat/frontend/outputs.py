@@ -10,6 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
+    from preheat.frontend.receipts import Receipt
 
 
 @dataclass(slots=True)
@@ -30,7 +31,8 @@ class CompletionOutput:
     """One choice. ``finish_reason`` is "stop", "length", "abort", or None while it runs.
 
     A stop token is in ``token_ids``, not in ``text``. ``stop_reason`` is the stop string or the stop token's id; None
-    for the model's own end of sequence. ``routed_experts`` and ``kv_transfer_params`` are always None here.
+    for the model's own end of sequence. ``routed_experts`` and ``kv_transfer_params`` are always None here. A choice
+    that has ended has a ``receipt`` if the request asks for one.
     """
 
     index: int
@@ -43,6 +45,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = field(default=None, compare=False)
     kv_transfer_params: dict[str, Any] | None = None
+    receipt: Receipt | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         """Say whether the choice has ended."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
+import msgspec
+
 from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
@@ -22,6 +24,7 @@ from preheat.utils.reasoning import Phase
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
     from preheat.frontend.beam_search import BeamSearch
+    from preheat.frontend.receipts import Proof, Receipt
 
 
 _Position = TypeVar("_Position", PositionLogprobs, PositionLogprobs | None)
@@ -55,7 +58,7 @@ class Choice:
 
     __slots__ = (
         "_begun", "_detokenizer", "_repetition", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
-        "logprobs", "parts", "sent_end", "state", "stop_reason", "times", "token_ids",
+        "logprobs", "parts", "proof", "receipt", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +72,8 @@ class Choice:
         self.logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.proof: Proof | None = None  # becomes the receipt
+        self.receipt: Receipt | None = None
         self.times = Times()
         self.sent_end = self._begun = False
         self._sent = self._sent_parts = 0
@@ -176,6 +181,7 @@ class RequestState:
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0
     cached_tokens: int = 0
+    answered_from_cache: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
     pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
@@ -183,6 +189,10 @@ class RequestState:
     first_token_at: float = 0.0  # 0: no token yet
     arrived_at: float = field(default_factory=time.monotonic)
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # of the parent span, see preheat.frontend.tracing
+
+    def ask_for_receipt(self) -> None:
+        """Have the answer get a receipt, though its client did not ask for one."""
+        self.params = msgspec.structs.replace(self.params, receipt=True)
 
     def new_detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one of the choices."""
@@ -280,6 +290,7 @@ class RequestState:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             lora_request=self.lora_request,
+            receipt=choice.receipt,
         )
 
 

@@ -23,7 +23,8 @@ from preheat.frontend.detokenize import (
 from preheat.frontend.pairs import Pair
 from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
-from preheat.utils.files import TABLE_BYTES, read_json, regular_file
+from preheat.utils.contract import digest_of
+from preheat.utils.files import TABLE_BYTES, read_file, read_json, regular_file
 
 _OTHERS = {"tekken.json": "mistral-common", "tokenizer.model": "sentencepiece (tiktoken for a tiktoken file)"}
 """Files of other tokenizers, each with the library that converts it."""
@@ -174,6 +175,13 @@ class Tokenizer:
         self._backend.add_special_tokens([t for t in missing if self._backend.token_to_id(t.content) is not None])
 
     @cached_property
+    def digest(self) -> str:
+        """The digest of everything that turns text into tokens and back."""
+        path = self.folder / "tokenizer.json"
+        stored = read_file(path, most=TABLE_BYTES) if path.exists() else self._backend.to_str().encode()
+        return digest_of([digest_of(stored), self.special_tokens, sorted(self.special_ids), self.eos_ids])
+
+    @cached_property
     def chars_per_token(self) -> int | None:
         """The most characters of text behind one token; None without such a bound."""
         return chars_per_token(self._backend)
@@ -273,6 +281,7 @@ class NoTokenizer(Tokenizer):
 
     speaks = False
     chars_per_token = None
+    digest = "none"
 
     def __init__(self, folder: str | Path, model: ModelFiles | None = None) -> None:
         self.folder = Path(folder)

@@ -81,16 +81,19 @@ class Grammar:
         self.backend, self._matcher = backend, matcher
 
     def state(self, request: Request) -> State:
-        """Return the first state of the output of ``request``. Raises InvalidRequest if no token could end the text."""
+        """Return the state behind the tokens that the client of ``request`` has, mostly none.
+
+        Raises InvalidRequest if no token could end the text, or if the grammar refuses one of these tokens.
+        """
         if self._matcher is None:
-            return State(self.backend, None, request)
+            return State(self.backend, None, request).resumed(request)
         if not request.stop_ids:
             raise InvalidRequest(
                 "structured_outputs needs a token that ends the text: the model has no end-of-sequence token; give "
                 "stop_token_ids",
                 param="structured_outputs",
             )
-        return State(self.backend, self._matcher.deep_copy(), request)
+        return State(self.backend, self._matcher.deep_copy(), request).resumed(request)
 
     def explore(self, tokens: int, walks: int) -> int:
         """Build the states on ``walks`` paths through the grammar.
@@ -151,6 +154,13 @@ class State:
         self._start = _parts_of(_mask_of(starts, words))
         ends = _mask_of([id for id in stops if id not in self._signs], words)
         self._unfinished = ends if matcher is not None else np.zeros_like(ends)
+
+    def resumed(self, request: Request) -> State:
+        """Accept the delivered tokens of ``request`` and return the state. Raises InvalidRequest."""
+        for place, token in enumerate(request.delivered):
+            if error := self.accept(token):
+                raise InvalidRequest(f"the request cannot resume: its output token {place} breaks its rules: {error}")
+        return self
 
     def accept(self, token: int) -> str:
         if self.error:

@@ -9,7 +9,7 @@ reported. Rows with numbers that are not finite are dropped too, and their seque
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from preheat.schedule.drafting import Drafting
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import NO_LOGPROBS, Slots
+
+Entry = TypeVar("Entry")
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -36,12 +38,11 @@ class _Tokens(NamedTuple):
     tokens: np.ndarray
     places: np.ndarray | None = None  # None: all of the result
 
-    def logprobs(self, result: StepResult) -> dict[int, TokenLogprobs]:
-        """Return the logprobs of these tokens, by their index in this tuple's arrays."""
-        if not result.logprobs or self.places is None:
-            return result.logprobs
-        places = enumerate(self.places.tolist())
-        return {new: result.logprobs[old] for new, old in places if old in result.logprobs}
+    def of(self, entries: dict[int, Entry]) -> dict[int, Entry]:
+        """Return the entries of these tokens, by their index in this tuple's arrays."""
+        if not entries or self.places is None:
+            return entries
+        return {new: entries[old] for new, old in enumerate(self.places.tolist()) if old in entries}
 
 
 def process_results(
@@ -87,7 +88,8 @@ def process_results(
         ids=ids,
         tokens=kept.tokens.tolist(),
         finished={ids[j]: finish for j, finish in ended.items()} | corrupted,
-        logprobs=kept.logprobs(result),
+        logprobs=kept.of(result.logprobs),
+        digests=kept.of(result.digests),
         prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if begins and result.hidden is None else {},
         started=schedule.started,
     )

@@ -8,6 +8,7 @@ prefix cache: only blocks with all tokens processed are published.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -48,6 +49,12 @@ class RunningSequences:
         sequence = self.sequences[slot]
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
+
+    def adapter_digests(self, request_ids: Iterable[int]) -> dict[int, str]:
+        """Return the digests of the adapters of running requests, by id; a request without an adapter has none."""
+        slots = {id: slot for id in request_ids if (slot := self.slot_of(id)) is not None}
+        digests = {id: self.sequence(slot).adapter_digest for id, slot in slots.items()}
+        return {id: digest for id, digest in digests.items() if digest}
 
     @property
     def last(self) -> Sequence:

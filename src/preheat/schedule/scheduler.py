@@ -28,7 +28,7 @@ from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, 
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
-from preheat.schedule.adapters import Adapter, AdapterSlotTable
+from preheat.schedule.adapters import BASE, Adapter, AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.grammar import GrammarState
@@ -37,6 +37,7 @@ from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch, room_of
 from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.resume import check_resume
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
@@ -139,6 +140,10 @@ class Scheduler:
             raise InvalidRequest("the model sees no images")
         if bool(request.lora_name) != (adapter is not None) or (adapter is not None and not self.adapters.count):
             raise InvalidRequest(f"there is no adapter {request.lora_name!r}", param="model")
+        if request.resume is not None:
+            if any(request.id in step.ids for step in self._in_flight):
+                raise InvalidRequest(f"request {request.id} has a step in flight here: resume it behind that step")
+            check_resume(request, BASE if adapter is None else adapter.digest)
         self.waiting.arrive(Sequence(request, grammar, adapter))
 
     def cancel(self, request_id: int) -> bool:
@@ -246,7 +251,9 @@ class Scheduler:
         """Apply the results of ``schedule``; see :func:`preheat.schedule.results.process_results`."""
         self._must_be_oldest(schedule)
         totals, drafting = self._totals, self.drafting
+        adapters = self.running.adapter_digests(schedule.started) if self.adapters.count else {}
         delta = results.process_results(self.running, self.prefix, schedule, result, totals=totals, drafting=drafting)
+        delta.adapters = adapters
         self._in_flight.popleft()
         if self._head is not None:
             delta.pooled = {id: self._head(pooled) for id, pooled in delta.pooled.items()}

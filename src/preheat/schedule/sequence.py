@@ -42,9 +42,10 @@ class Pooled:
 class Sequence:
     """A request that waits in the queue or runs in a slot.
 
-    ``tokens`` int32 are the tokens known when it was last queued: the prompt and, after a preemption, the output. While
-    it runs, the slots' arrays are ahead. ``block_hashes`` are the hashes of its leading full blocks. ``grammar`` is the
-    state after the processed tokens. ``adapter`` stays the same, even if its name is given to another adapter.
+    ``tokens`` int32 are the tokens known when it was last queued: the prompt, and the output before a preemption or a
+    resume. While it runs, the slots' arrays are ahead. ``block_hashes`` are the hashes of its leading full blocks.
+    ``grammar`` is the state after the processed tokens. ``adapter`` stays the same, even if its name is given to
+    another adapter.
     """
 
     def __init__(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
@@ -56,11 +57,12 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
         self.pooled: Pooled | None = None
-        self.owes_prompt_logprobs = request.params.prompt_logprobs is not None
+        # Prompt logprobs are delivered with the first token.
+        self.owes_prompt_logprobs = request.params.prompt_logprobs is not None and not request.delivered
 
     @cached_property
     def tokens(self) -> np.ndarray:  # made when it is about to run: a queued request keeps its prompt once
-        return np.array(self.request.prompt, np.int32)
+        return np.array([*self.request.prompt, *self.request.delivered], np.int32)
 
     def preempted(self, tokens: np.ndarray) -> None:
         """Keep a copy of all known ``tokens``.

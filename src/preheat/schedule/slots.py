@@ -64,6 +64,7 @@ class SamplingFields:
     logprobs = _param(np.int32, lambda params: params.logprobs)  # NO_LOGPROBS: none are wanted
     prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
     needs_penalty = _param(np.bool_, _has_penalty)
+    has_receipt = _param(np.bool_, lambda params: params.receipt)
     has_logit_bias = _param(np.bool_, lambda params: bool(params.logit_bias))
     has_logprob_ids = _param(np.bool_, lambda params: bool(params.logprob_token_ids))
     has_grammar = _param(np.bool_, lambda params: bool(params.masked))

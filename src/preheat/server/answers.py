@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from preheat.frontend.receipts import Receipt
+from preheat.utils.contract import Contract
 from preheat.warmup.record import Record
 
 encode = msgspec.json.Encoder().encode
@@ -33,13 +35,18 @@ class CompletionTokensDetails(Struct):
 
 
 class Usage(Struct):
-    """The usage of an answer. ``prompt_tokens`` counts each prompt once, whatever the number of choices."""
+    """The usage of an answer.
+
+    ``prompt_tokens`` counts each prompt once, whatever the number of choices. ``cached_answer`` is present, and true,
+    if nothing was computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    cached_answer: bool | UnsetType = UNSET
 
 
 def usage_of_all(usages: Sequence[Usage]) -> Usage:
@@ -87,6 +94,7 @@ class CompletionChunkChoice(Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    receipt: Receipt | UnsetType = UNSET
 
 
 class CompletionChoice(CompletionChunkChoice):
@@ -167,6 +175,7 @@ class ChatChoice(Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: None = None
+    receipt: Receipt | UnsetType = UNSET
 
 
 class ChatCompletion(Whole, kw_only=True):
@@ -206,6 +215,7 @@ class ChatChunkChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Rendered(Struct):
@@ -283,7 +293,7 @@ class ReadyStatus(Struct):
     """The warm-up record in short.
 
     It has the warm-up items by outcome, the digest of the check's logits, cold events and plan misses. ``simulated`` is
-    present, and true, on a fake device.
+    present, and true, on a fake device. ``contract`` has all parts that decide tokens, ``contract_id`` their digest.
     """
 
     items: dict[str, int]
@@ -294,6 +304,8 @@ class ReadyStatus(Struct):
     misses: int
     fingerprint: str
     notes: list[str]
+    contract: Contract
+    contract_id: str
     simulated: bool | UnsetType = UNSET
     status: Literal["ready"] = "ready"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -193,7 +193,7 @@ class _ChatWriter(CompletionsWriter):
         """
         delta = choice.take_delta()
         content = ChatDelta(content=delta.text or UNSET) if self._plain else self._delta(choice, delta)
-        answer = ChatChunkChoice(choice.index, content, *self._details(choice, delta))
+        answer = _with_receipt(ChatChunkChoice(choice.index, content, *self._details(choice, delta)), choice)
         says = self._plain or content != _NOTHING or answer.finish_reason or delta.logprobs or self._return_token_ids
         event = self.event_with(choice, answer) if says else b""
         return self._opening(choice) + event if delta.first else event
@@ -214,7 +214,7 @@ class _ChatWriter(CompletionsWriter):
         message.role = self._role
         if self._echo:
             message.content = self._echo + (message.content or "")
-        return ChatChoice(choice.index, message, *self._details(choice, delta))
+        return _with_receipt(ChatChoice(choice.index, message, *self._details(choice, delta)), choice)
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
         """Return the parsed parts of the new text of ``choice``."""
@@ -277,6 +277,16 @@ class _ChatWriter(CompletionsWriter):
         """
         called = choice.finish_reason == "stop" and choice.id in self._calling
         return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
+
+
+_Answer = TypeVar("_Answer", ChatChoice, ChatChunkChoice)
+
+
+def _with_receipt(answer: _Answer, choice: Choice) -> _Answer:
+    """Add the receipt of ``choice`` to its last part."""
+    if choice.sent_end and choice.receipt is not None:
+        answer.receipt = choice.receipt
+    return answer
 
 
 class _BatchWriter(WholeWriter):

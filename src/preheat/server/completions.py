@@ -198,6 +198,8 @@ class _CompletionWriter(CompletionsWriter):
             answer.logprobs = self._logprobs(index, state, delta, echo)
         if isinstance(answer, CompletionChoice) and self._prompt_logprobs:
             answer.prompt_logprobs = self._prompt(state).alternatives
+        if choice.sent_end and choice.receipt is not None:
+            answer.receipt = choice.receipt
         if self._return_token_ids:
             answer.token_ids = delta.token_ids
             answer.prompt_token_ids = state.shown_ids if delta.first else None

@@ -19,6 +19,7 @@ from preheat.errors import PreheatError, WireError
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
 from preheat.settings import Settings
+from preheat.utils.contract import first_difference
 from preheat.warmup.record import Record
 
 
@@ -131,6 +132,8 @@ def disagreement(ready: list[Ready]) -> PreheatError | None:
     first, *others = ready
     for other in others:
         mine, theirs = _facts(first), _facts(other)
+        if first.contract and other.contract and (part := first_difference(first.contract, other.contract)):
+            mine[part.name], theirs[part.name] = part.one, part.other
         if different := [name for name, value in mine.items() if theirs[name] != value]:
             said = "; ".join(
                 f"{name}: {mine[name]} on engine {first.engine}, {theirs[name]} on engine {other.engine}"

@@ -80,7 +80,8 @@ async def ready(request: Request) -> Response:
         return _json(answers.Asleep(level), 503, RETRY)
     service.check_ready()
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
-    return _json(answers.ReadyStatus(**service.live.summary()))
+    contract = service.frontend.contract
+    return _json(answers.ReadyStatus(**service.live.summary(), contract=contract, contract_id=contract.id))
 
 
 async def warmup(request: Request) -> Response:

@@ -224,6 +224,8 @@ class CompletionsWriter(Writer):
         usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
         if self._format is not None and self._format.reasoning is not None:
             usage.completion_tokens_details = CompletionTokensDetails(sum(map(self.reasoning_tokens, choices)))
+        if choices and all(choice.state.answered_from_cache for choice in choices):
+            usage.cached_answer = True
         return usage
 
     def reasoning_tokens(self, choice: Choice) -> int:

@@ -22,7 +22,7 @@ from preheat.verify.prompts import FULL, REDUCED, Prompt, Size, make_prompts, wi
 from preheat.warmup.record import Record
 
 if TYPE_CHECKING:
-    from preheat.verify.drive import Boot, Engine
+    from preheat.verify.drive import Boot, Engine, Prompts
 
 Say = Callable[[str], None]
 Given = list[str | list[int]] | None
@@ -38,6 +38,8 @@ class Asked:
     json: bool
     digest: str | None
     against: str | None
+    golden: str | None = None
+    write_golden: str | None = None
     fuzz: float | None = None
     random_models: bool = False
     fuzz_seed: int = 0
@@ -45,6 +47,10 @@ class Asked:
     def __post_init__(self) -> None:
         if self.digest and (self.against or self.prompts or self.reduced or self.json):
             raise SettingsError("--digest compares two boots and runs no prompts: give it without the other flags")
+        if self.golden and self.write_golden:
+            raise SettingsError("--golden compares with a file, and --write-golden writes one: give one of them")
+        if (self.golden or self.write_golden) and (self.digest or self.against or self.json or self.fuzz is not None):
+            raise SettingsError("--golden and --write-golden run prompts here: give only --prompts or --reduced beside")
         if self.fuzz is None and (self.random_models or self.fuzz_seed):
             raise SettingsError("--random-models and --fuzz-seed belong to --fuzz SECONDS")
         if self.fuzz is not None and (self.digest or self.against or self.prompts or self.reduced):
@@ -59,15 +65,41 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
     """Verify the engine of ``settings`` and print each path's result as it is done."""
     from preheat.verify.verification import Verification
 
+    verification = Verification(boot, settings, _maker(settings, asked, given), asked.size)
+    verdict = verification.verdict(_printed(verification.results(), say))
+    say(summary(verdict))
+    return verdict
+
+
+def _maker(settings: Settings, asked: Asked, given: Given) -> Prompts:
+    """Return the maker of the prompts that were asked for."""
+
     def prompts(engine: Engine) -> list[Prompt]:
         if given is None:
             return make_prompts(asked.size, engine.vocab_size, engine.ready.max_model_len)
         return with_settings(_encoded(settings, given), asked.size.outputs)
 
-    verification = Verification(boot, settings, prompts, asked.size)
-    verdict = verification.verdict(_printed(verification.results(), say))
-    say(summary(verdict))
-    return verdict
+    return prompts
+
+
+def golden(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say) -> int:
+    """Compare answers with a golden file, or write one. Returns the exit status, 0 if no answer differs."""
+    from preheat.verify.drive import Engine
+    from preheat.verify.golden import check_same_prompts, differences, golden_of, read_golden, write_golden
+
+    stored = read_golden(asked.golden) if asked.golden else None
+    engine = Engine(boot, settings)
+    now = golden_of(engine, _maker(settings, asked, given)(engine))
+    if stored is None or asked.golden is None:
+        write_golden(now, asked.write_golden or "")
+        say(f"{len(now.answers):,} answers are in {asked.write_golden}, with the contract {now.contract.id}")
+        return 0
+    check_same_prompts(stored, now, asked.golden)
+    for difference in differences(stored, now):
+        say(difference)
+    equal = stored.answers == now.answers
+    say(f"{len(now.answers):,} answers are {'equal' if equal else 'not all equal'} bit for bit")
+    return 0 if equal else 1
 
 
 def fuzz(boot: Boot, settings: Settings, asked: Asked, say: Say) -> Verdict:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from preheat.utils.contract import Contract
 from preheat.warmup.record import Proof
 
 PAGE = "{:<28}{:>9}{:>6}{:>12}  {}"
@@ -70,7 +71,8 @@ class PathResult(msgspec.Struct):
 class Verdict(msgspec.Struct):
     """All results of a verification.
 
-    ``digest`` covers the first run. ``blocked_reason`` is the failure of the check at boot.
+    ``digest`` covers the first run. ``blocked_reason`` is the failure of the check at boot. ``contract`` has the
+    engine's parts.
     """
 
     paths: list[PathResult]
@@ -78,6 +80,7 @@ class Verdict(msgspec.Struct):
     digest: str = ""
     proof: Proof | None = None
     blocked_reason: str = ""
+    contract: Contract | None = None
 
     @property
     def ok(self) -> bool:
@@ -118,4 +121,7 @@ def line(result: PathResult) -> str:
 def summary(verdict: Verdict) -> str:
     """Return the lines below the table."""
     check = verdict.blocked_reason or (verdict.proof and verdict.proof.digest) or "did not run"
-    return f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\ncheck at boot: {check}"
+    lines = [f"{verdict.positions:,} positions of the first run, digest {verdict.digest}", f"check at boot: {check}"]
+    if (contract := verdict.contract) is not None:
+        lines.append(f"contract {contract.id} of the engine, with the weights {contract.weights}")
+    return "\n".join(lines)

@@ -10,19 +10,20 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.core import Cancel, Delta, FromEngine, Ready, Stats, ToEngine, TokenLogprobs
+from preheat.core import Cancel, Delta, FromEngine, Ready, Request, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.journal import Journal
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer
 from preheat.model.files import find_model
@@ -63,6 +64,13 @@ def in_groups(sizes: Iterable[int]) -> Pace:
     return lambda running: 0 if running else next(sizes)
 
 
+class Asks(Protocol):
+    """A request to come, such as :class:`preheat.verify.prompts.Prompt`."""
+
+    def request(self, id: int) -> Request:
+        """Return the request with this ``id``."""
+
+
 class Answer(NamedTuple):
     """The answer to a request.
 
@@ -91,19 +99,14 @@ class Engine:
         self.encodes = self.loop.executor.decoder.spec.encodes
         self.pools = self.loop.executor.decoder.spec.head is None
         self.answers: list[Answer] = []
-        self._ids, self._seen = OWN_IDS, dict[int, Seen]()
+        self._ids, self._seen, self._journal = OWN_IDS, dict[int, Seen](), Journal()
 
     @cached_property
     def frontend(self) -> Frontend:
-        """A frontend of this engine that handles token ids.
-
-        Messages are encoded as between two processes.
-        """
+        """A frontend of this engine that handles token ids."""
         folder = find_model(self._settings, with_weights=False)
         tokenizer = NoTokenizer(folder, ModelFiles(folder, self._settings.hf_overrides))
-        frontend = Frontend(
-            tokenizer, lambda message: self._transport.send(_TO_ENGINE.decode(msgspec.msgpack.encode(message)))
-        )
+        frontend = Frontend(tokenizer, self._send)
         frontend.ready = msgspec.structs.replace(self.ready, blocked_reason="")  # a failed check is looked into, too
         return frontend
 
@@ -127,7 +130,7 @@ class Engine:
         if self.loop.scheduler.images is not None:
             self.loop.scheduler.images.forget()
 
-    def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
+    def run(self, prompts: Sequence[Asks], pace: Pace = at_once) -> list[Seen]:
         """Run ``prompts`` and return the output of each.
 
         Raises PreheatError if the engine fails a request.
@@ -178,21 +181,47 @@ class Engine:
         self._watcher.take(0)
         return []
 
-    def serve(self, prompts: Sequence[Prompt]) -> list[RequestState]:
-        """Answer ``prompts`` all at once through the frontend, as for clients."""
+    def serve(self, prompts: Sequence[Prompt], moves: Callable[[], bool] = lambda: False) -> list[RequestState]:
+        """Answer ``prompts`` all at once through the frontend, as for clients.
+
+        Before each step, ``moves`` says whether the engine loses all requests: they go on behind their clients' tokens.
+        """
         states = [
             self.frontend.prepare(prompt.tokens, prompt.params, cache_salt=prompt.salt, lora_name=prompt.lora_name)
             for prompt in prompts
         ]
         self.frontend.start(states)
         while self.frontend.busy:
-            for delta in self._advance():
-                self.frontend.handle(_FROM_ENGINE.decode(msgspec.msgpack.encode(delta)))
+            if moves():
+                self._move()
+            self._deliver(self._advance())
         self.loop.scheduler.check()
         if failed := next((state.error for state in states if state.error is not None), None):
             raise PreheatError(f"the engine failed a request: {failed.message}")
         self._seen = self._watcher.take(0)
         return states
+
+    def _deliver(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            self._journal.seen(delta)
+            self.frontend.handle(_FROM_ENGINE.decode(msgspec.msgpack.encode(delta)))
+
+    def _send(self, message: ToEngine) -> None:
+        """Send a message of the frontend, encoded as between two processes."""
+        match message:
+            case Request():
+                self._journal.sent(message)
+            case Cancel():
+                self._journal.forget(message.id)
+        self._transport.send(_TO_ENGINE.decode(msgspec.msgpack.encode(message)))
+
+    def _move(self) -> None:
+        """Cancel all requests behind the steps in flight, and send them as the journal resumes them."""
+        self.loop.drain_steps()
+        self._deliver(message for message in self._transport.receive() if isinstance(message, Delta))
+        for request in self._journal.resumed():
+            self._send(Cancel(request.id))
+            self._send(request)
 
     def seen_of(self, choice: Choice) -> Seen:
         """Return the output of a choice that was served last."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from preheat.errors import SettingsError
+from preheat.settings import Settings
+from preheat.utils.contract import Contract, differing
 from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
 from preheat.utils.text import brief
 from preheat.warmup.record import Proof
@@ -28,6 +30,35 @@ def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
     """
     short = {name: fingerprint({name: part}) if name == "plan" else part for name, part in parts.items()}
     return Proof(level=level, parts=json.loads(json.dumps(short)))  # tuples become lists, as in a file
+
+
+SAMPLER = "Philox4x32-10, Gumbel-max"
+"""The noise and the draw of every backend's sampler: :mod:`preheat.ops.sampler`."""
+
+_WITHOUT_BITS = ("plan", "model", "grammars", "ranks", "stages")
+"""Parts of a boot that decide no bit, or that have a part of their own in the contract."""
+
+
+def contract_of(settings: Settings, parts: Mapping[str, Any], weights: str) -> Contract:
+    """Return the engine's parts of the contract, from the ``parts`` of its boot's proof.
+
+    Device and threads are left out in the mode with one result on all processors.
+    """
+    numerics = {name: part for name, part in parts.items() if name not in _WITHOUT_BITS}
+    numerics["versions"] = {name: version for name, version in parts["versions"].items() if name != "python"}
+    if parts["mode"] == "llvm":
+        del numerics["device"], numerics["threads"]
+    if "lora" in parts:
+        numerics["lora"] = {"dtype": parts["lora"]["dtype"]}
+    if not settings.batch_invariant:
+        numerics["batch_invariant"] = False
+    ties = ", ties of top_k kept" if settings.handle_topk_duplicates else ""
+    return Contract(
+        weights=weights,
+        numerics={"config": parts["model"]["config"], **numerics},
+        sampler=SAMPLER + ties,
+        grammars=parts.get("grammars", ""),
+    )
 
 
 def read_proof(path: str) -> Proof:
@@ -78,19 +109,7 @@ class _File(msgspec.Struct):
 
 def differences(stored: Proof, now: Proof) -> list[str]:
     """Return the differences, one line each: parts by name, then the bits."""
-    lines = [f"{name}: {was} -> {is_}" for name, was, is_ in _changed("", stored.parts, now.parts)]
+    lines = [str(each) for each in differing("", stored.parts, now.parts)]
     if stored.digest != now.digest:
         lines.append(f"bits: {stored.digest} -> {now.digest}")
     return lines
-
-
-def _changed(name: str, was: Any, is_: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values that differ, by their dotted names."""
-    if isinstance(was, dict) and isinstance(is_, dict):
-        for key in [*was, *(key for key in is_ if key not in was)]:
-            yield from _changed(f"{name}.{key}" if name else key, was.get(key), is_.get(key))
-    elif isinstance(was, list) and isinstance(is_, list) and len(was) == len(is_):
-        for place, (one, other) in enumerate(zip(was, is_, strict=True)):
-            yield from _changed(f"{name}[{place}]", one, other)
-    elif was != is_:
-        yield name, was, is_

@@ -25,6 +25,7 @@ from preheat.plan.items import NothingToRun
 from preheat.verify.beam_path import beam_search
 from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
+from preheat.verify.continued_paths import continued, moved_while_served
 from preheat.verify.crowded_paths import grammars_interrupted, penalties_interrupted
 from preheat.verify.drive import Answer, Engine, Prompts, in_groups, trickling
 from preheat.verify.prompt_sets import (
@@ -180,6 +181,16 @@ def answered(trial: Trial) -> PathResult:
     return answers_as_prompts(trial.name, trial.engine, trial.prompts.prompts, trial.prompts.first)
 
 
+def resumed(trial: Trial) -> PathResult:
+    """Continue each answer behind some of its tokens."""
+    return continued(trial.name, trial.engine, trial.prompts, max(trial.size.runs - 1, 1))
+
+
+def lost_while_served(trial: Trial) -> PathResult:
+    """Serve clients of an engine that loses all requests again and again."""
+    return moved_while_served(trial.name, trial.engine, trial.size.outputs)
+
+
 def undrafted(trial: Trial) -> PathResult:
     """Run where nothing drafts; the note counts the first run's drafts."""
     stats = trial.prompts.stats
@@ -309,6 +320,8 @@ PATHS: tuple[Path, ...] = (
     Path("batches of 1 to {most}", "asked", "texts", in_batches, _any),
     Path("answers as prompts", "asked", "texts", answered),
     Path("served, by the contract", "asked", "", lambda trial: served(trial.engine, trial.size.outputs)),
+    Path("continued", "asked", "texts", resumed),
+    Path("moved while served", "asked", "", lost_while_served),
     Path("windows", "asked", "", windows),
     Path("penalties, long prompts", "asked", "long texts", one_by_one),
     Path("long answers as prompts", "asked", "long texts", answered),
@@ -316,12 +329,16 @@ PATHS: tuple[Path, ...] = (
     Path("min_tokens", "asked", "short texts", min_tokens),
     Path("logprobs of given tokens", "asked", "", asked_logprobs),
     Path("beam search", "asked", "", lambda trial: beam_search(trial.engine, min(CHUNKED, trial.longest))),
+    Path("penalties, continued", "asked", "short texts", resumed),
     Path("grammars", "asked", "grammars", grammars),
+    Path("grammars, continued", "asked", "grammars", resumed),
     Path("{kind}, together", "asked", "images", together),
     Path("{kind}, prefix cache", "asked", "images", cold_and_cached),
     Path("{kind}, as tokens", "asked", "images", as_tokens),
+    Path("{kind}, continued", "asked", "images", resumed),
     Path("{kind}, together", "asked", "adapters", together),
     Path("{kind}, prefix cache", "asked", "adapters", backwards),
+    Path("{kind}, continued", "asked", "adapters", resumed),
     Path("nearly equal prompts", "asked", "", lambda trial: nearly_equal(trial.engine, names_of(trial.engine))),
     Path("prompts given up", "asked", "", lambda trial: given_up(trial.engine)),
     Path("blocks moved at once", "asked", "", lambda trial: moved(trial.engine)),
@@ -329,6 +346,7 @@ PATHS: tuple[Path, ...] = (
     Path("offloaded blocks", "tight", "texts", offloaded, lambda engine: engine.offloads),
     Path("penalties, few blocks", "tight", "short texts", few_blocks),
     Path("prompt logprobs, chunks", "tight", "short texts", prompt_logprobs),
+    Path("continued, few blocks", "tight", "short texts", resumed),
     Path("grammars, few blocks", "tight", "grammars", few_blocks),
     Path("penalties, interrupted", "tight", "", lambda trial: penalties_interrupted(trial.engine, trial.size.outputs)),
     Path("grammars, interrupted", "tight", "", lambda trial: grammars_interrupted(trial.engine, trial.size.outputs)),

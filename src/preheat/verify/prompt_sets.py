@@ -90,10 +90,12 @@ def alone(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
 
 def alone_and_cold(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
     """Run each of ``prompts`` alone, without the others' blocks."""
-    found = []
+    found, answers = list[Seen](), list[Answer]()
     for prompt in prompts:
         engine.forget_prefixes()
         found += engine.run([prompt])
+        answers += engine.answers
+    engine.answers = answers
     return found
 
 

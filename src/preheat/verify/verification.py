@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from preheat.settings import Settings
+from preheat.utils.contract import Contract
 from preheat.utils.encoders import SPARE
 from preheat.utils.speculation import WITHOUT
 from preheat.verify.boot import SIMULATED
@@ -44,6 +45,7 @@ class Verification:
     size: Size
     proof: Proof = field(default_factory=Proof, init=False)
     blocked_reason: str = field(default="", init=False)
+    contract: Contract | None = field(default=None, init=False)
     simulated: bool = field(default=False, init=False)
     encodes: bool = field(default=False, init=False)
 
@@ -75,8 +77,9 @@ class Verification:
             bits.update(repr(seen.bits).encode())
         positions = sum(len(seen.bits) for seen in self.first)
         return Verdict(
-            results, positions, SIMULATED * self.simulated + bits.hexdigest(), self.proof, self.blocked_reason
-        )
+            results, positions, SIMULATED * self.simulated + bits.hexdigest(), self.proof, self.blocked_reason,
+            self.contract,
+        )  # fmt: skip
 
     def _as_asked(self) -> Iterator[PathResult]:
         """Yield the paths of an engine with the given settings."""
@@ -84,6 +87,7 @@ class Verification:
         self.encodes = engine.encodes
         record = Record.from_json(engine.ready.record)
         self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
+        self.contract = engine.ready.contract
         yield from self.paths.on(engine, "asked")
 
 

@@ -1,0 +1,82 @@
+"""The log of receipts: JSON lines in files of bounded size, written in a thread of its own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+from pathlib import Path
+
+from preheat.errors import SettingsError
+from preheat.utils.files import why_unread
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 64 * 2**20
+"""Bytes of a file; then the next one begins."""
+
+KEPT = 8
+"""Files that are kept, the current one included: ``path``, ``path.1`` and so on, the latest first."""
+
+MOST_WAITING = 4096
+"""Receipts that wait for the disk. Later ones are dropped, and counted in a warning, so that no answer waits."""
+
+
+class ReceiptLog:
+    """Receipts in ``path``, from now on. Raises SettingsError if the file cannot be written."""
+
+    def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
+        self._path, self._most = Path(path).expanduser(), most_bytes
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        try:
+            self._append(b"")
+        except OSError as error:
+            raise SettingsError(
+                f"receipts_log {path} cannot be written: {why_unread(error)}", param="receipts_log"
+            ) from None
+        self._thread = threading.Thread(target=self._run, name="receipts", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def write(self, receipt: bytes) -> None:
+        """Append a receipt, one line of JSON. Never waits."""
+        try:
+            self._waiting.put_nowait(receipt + b"\n")
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped.bit_count() == 1:  # at 1, 2, 4 and so on
+                logger.warning("%s is too slow: %d receipts were dropped so far", self._path, self._dropped)
+
+    def close(self) -> None:
+        """Wait until all receipts are written."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            try:
+                self._append(line)
+            except OSError as error:  # a full disk: later lines may be written again
+                logger.warning("A receipt could not be written to %s: %s", self._path, why_unread(error))
+
+    def _append(self, line: bytes) -> None:
+        """Append ``line`` with one write, so that lines of several processes stay whole."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            os.write(descriptor, line)
+            full = os.fstat(descriptor).st_size >= self._most
+        finally:
+            os.close(descriptor)
+        if full:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{number}") for number in range(1, KEPT))]
+        for newer, older in zip(names[-2::-1], names[:0:-1], strict=True):
+            if newer.exists():
+                os.replace(newer, older)

@@ -1,0 +1,181 @@
+"""``preheat replay``: answers given again from their receipts, compared logit by logit.
+
+The request of a receipt runs once more, up to its number of tokens. Tokens and digests of logits must be the receipt's.
+One step alone runs behind the tokens before it, as the law of :mod:`preheat.schedule.resume` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from preheat.core import Request, Resume
+from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.frontend.receipts import Receipt, chain_of
+from preheat.utils.contract import Contract, Difference, first_difference
+from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
+from preheat.verify.drive import Engine
+
+Say = Callable[[str], None]
+
+TOP = 20
+"""Logits of a step that are printed, the greatest first."""
+
+MOST_BYTES = TABLE_BYTES
+FRONTEND_PARTS = ("tokenizer", "template", "defaults")
+"""Parts of a contract that made the request. A receipt has the request as tokens, so they decide nothing any more."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A receipt's request up to ``end`` tokens, behind the first ``begin`` ones."""
+
+    receipt: Receipt
+    begin: int
+    end: int
+
+    def request(self, id: int) -> Request:
+        receipt = self.receipt
+        resume = Resume(receipt.tokens[: self.begin], receipt.adapter)
+        return msgspec.structs.replace(receipt.request, id=id, max_tokens=self.end, resume=resume)
+
+
+class Outcome(msgspec.Struct):
+    """The comparison of an answer with its receipt.
+
+    ``position`` is the first that differs, None if the answers are equal; ``what`` says what differs there.
+    """
+
+    positions: int
+    position: int | None = None
+    what: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.position is None
+
+    def __str__(self) -> str:
+        if self.position is None:
+            return f"equal: {self.positions:,} tokens, and the logits behind each"
+        return f"not equal: {self.what} at position {self.position} of {self.positions:,}"
+
+
+def read_receipts(path: str) -> list[Receipt]:
+    """Return the receipts in a file: a receipt, a log of them, or answers of the server.
+
+    Raises SettingsError if the file holds none, or one that contradicts itself.
+    """
+    try:
+        text = read_given(path, most=MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{shown(path)} cannot be read: {why_unread(error)}") from None
+    try:
+        found = list(_receipts_in(_parsed(text)))
+        for receipt in found:
+            _check(receipt)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{shown(path)} holds no receipts: {error}") from None
+    if not found:
+        raise SettingsError(f"{shown(path)} holds no receipts: send requests with receipt: true")
+    return found
+
+
+def _parsed(text: str) -> list[Any]:
+    """Return the JSON values in ``text``: one value, or one in each line."""
+    try:
+        return [msgspec.json.decode(text)]
+    except msgspec.DecodeError:
+        return [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
+
+
+def _receipts_in(values: Sequence[Any]) -> Iterator[Receipt]:
+    """Yield the receipts in JSON values: receipts themselves, or answers with choices."""
+    for value in values:
+        if not isinstance(value, dict):
+            raise ValueError(f"an object is expected, not {type(value).__name__}")
+        if "digests" in value:
+            yield msgspec.convert(value, Receipt, str_keys=True)
+        elif isinstance(found := value.get("receipt"), dict):
+            yield from _receipts_in([found])
+        else:
+            yield from _receipts_in([each for each in value.get("choices") or () if isinstance(each, dict)])
+
+
+def _check(receipt: Receipt) -> None:
+    """Raise ValueError unless the receipt's chain is the chain of its own tokens and digests."""
+    if not receipt.tokens:
+        raise ValueError("a receipt has no tokens")
+    if min(receipt.tokens) < 0 or max(receipt.tokens) >= 2**31:
+        raise ValueError("a receipt has a token that is none")
+    if chain_of(receipt.tokens, receipt.bits) != receipt.chain:
+        raise ValueError("its chain does not belong to its tokens and digests: it was changed")
+
+
+def difference(receipt: Receipt, engine: Contract) -> Difference | None:
+    """Return the first part of the contract in which ``engine`` differs from the receipt, of parts that matter."""
+    skipped = dict.fromkeys(FRONTEND_PARTS, "")
+    if not receipt.request.params.masked:
+        skipped["grammars"] = ""
+    return first_difference(*(msgspec.structs.replace(each, **skipped) for each in (receipt.contract, engine)))
+
+
+def check_contract(receipt: Receipt, engine: Engine) -> None:
+    """Raise PreheatError if the engine has another contract, or if no engine has the receipt's."""
+    if receipt.mixed:
+        raise PreheatError("the weights changed while the answer was given, so no engine can give it again")
+    contract = engine.ready.contract
+    assert contract is not None, "an engine that is ready has a contract"
+    if (found := difference(receipt, contract)) is not None:
+        raise PreheatError(
+            f"the receipt has another contract than this engine, first in {found}; start the engine of the receipt, or "
+            "compare all the same with --any-contract"
+        )
+
+
+def replay(receipt: Receipt, engine: Engine) -> Outcome:
+    """Give the answer again and compare it with its receipt. Raises PreheatError if the engine refuses the request."""
+    (seen,) = engine.run([Replayed(receipt, 0, len(receipt.tokens))])
+    tokens, total = engine.answers[0].tokens, len(receipt.tokens)
+    for position, (bits, expected) in enumerate(zip(receipt.bits, seen.bits, strict=False)):
+        if bits != expected:
+            return Outcome(total, position, "the logits differ")
+        if receipt.tokens[position] != tokens[position]:
+            return Outcome(total, position, f"the token is {tokens[position]}, not {receipt.tokens[position]},")
+    if len(tokens) < total:
+        return Outcome(total, len(tokens), "the answer ends")
+    return Outcome(total)
+
+
+class Step(msgspec.Struct):
+    """One step of an answer: its token, the digest of its logits and the receipt's, and the logits, fp32 [vocab]."""
+
+    position: int
+    token: int
+    digest: int
+    expected: int
+    logits: list[float]
+
+    @property
+    def equal(self) -> bool:
+        return self.digest == self.expected
+
+    def lines(self) -> Iterator[str]:
+        """Yield the step as text: the greatest logits, the lowest id first in a tie."""
+        same = "as in the receipt" if self.digest == self.expected else f"{self.expected} in the receipt"
+        yield f"position {self.position}: token {self.token}, digest of the logits {self.digest}, {same}"
+        order = sorted(range(len(self.logits)), key=lambda id: (-self.logits[id], id))
+        yield from (f"{id:>9} {self.logits[id]!r}" for id in order[:TOP])
+
+
+def step_at(receipt: Receipt, engine: Engine, position: int) -> Step:
+    """Compute one step of an answer, behind the receipt's own tokens. Raises InvalidRequest for a wrong position."""
+    if not 0 <= position < len(receipt.tokens):
+        raise InvalidRequest(f"--at must be from 0 to {len(receipt.tokens) - 1}, not {position}")
+    with engine.keeping_logits() as kept:
+        (seen,) = engine.run([Replayed(receipt, position, position + 1)])
+    token, (bits,) = engine.answers[0].tokens[0], seen.bits
+    assert isinstance(bits, int), "an engine that generates has digests of logits"
+    return Step(position, token, bits, receipt.bits[position], kept[0][0].tolist())
