@@ -101,14 +101,17 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
-    """Run waves of requests that arrive between steps, cancel some, and return the counts of their ends."""
+def run(llm: LLM, requests: int, seed: int, every: tuple[str, ...] = tuple(DRAWS)) -> Counter[str]:
+    """Run waves of requests that arrive between steps, cancel some, and return the counts of their ends.
+
+    A wave sets some of the fields ``every``.
+    """
     chance, frontend, loop = random.Random(seed), llm.frontend, llm.loop
     ended: Counter[str] = Counter()
     states, sent, patient = [], 0, True
     while sent < requests or frontend.busy:
         if sent < requests and (not frontend.busy or (not patient and chance.random() < 0.3)):
-            names, patient = chance.choice([PLAIN, PLAIN + CHOOSING, tuple(DRAWS)]), chance.random() < 0.3
+            names, patient = chance.choice([PLAIN, PLAIN + CHOOSING, every]), chance.random() < 0.3
             for _ in range(min(chance.choice([1, 1, 2, 3, 5, 8]), requests - sent)):
                 length = min(int(chance.expovariate(1 / 20)) + 1, 140)
                 prompt = [chance.randrange(VOCAB) for _ in range(length)]

@@ -152,12 +152,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in IN_FLOAT32])
 def test_bfloat16_is_transformers(name, checkpoint):
-    """The error is as small as rounding, and the best token agrees wherever rounding cannot change it."""
+    """The error is as small as rounding, and the best token agrees wherever rounding cannot change it.
+
+    Rounding in bfloat16 is as large as the distance of transformers in bfloat16 from transformers in float32.
+    """
     folder = checkpoint(name)
     found = run(folder, "bfloat16")
-    right = reference(folder, found, torch.bfloat16)
-    ours, theirs = torch.cat([logprobs for _, logprobs in found]), torch.cat(right)
-    assert error(ours, theirs) <= 1e-2
+    ours = torch.cat([logprobs for _, logprobs in found])
+    theirs, exact = (torch.cat(reference(folder, found, dtype)) for dtype in (torch.bfloat16, torch.float32))
+    assert error(ours, exact) <= max(5e-3, 1.1 * error(theirs, exact))
     top = theirs.topk(2, -1).values
     certain = top[:, 0] - top[:, 1] > 4 * (ours - theirs).abs().max(-1).values
     assert certain.sum() > 200  # the comparison covers enough tokens

@@ -62,7 +62,7 @@ def layout_of_the_batch(monkeypatch) -> None:
         size = x.shape[1]
         layout = norm.layout(size) | {"num_warps": 1 if len(x) <= 16 else 8}
         norm._norm[(len(x),)](
-            x, residual, self.weight, self._bias, out, None, None, None, 1.0 / size, self.eps,
+            x, residual, self.weight, self.bias, out, None, None, None, 1.0 / size, self.eps,
             x.stride(0), KIND=self.kind, SCALES=None, SIZE=size, **layout,
         )  # fmt: skip
 

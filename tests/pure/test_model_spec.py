@@ -328,6 +328,9 @@ def test_phi_in_its_own_words():
     assert (found.kind, found.factor, found.original_length, found.turned(16)) == ("longrope", 4.0, 128, 12)
     assert spec.layers[0].attention.qkv.order[:5] == ((0, 6), (12, 14), (6, 12), (14, 16), (16, 22))
     assert spec.max_position_embeddings == 512
+    again = rope | {"partial_rotary_factor": 0.75}  # transformers 5.17 writes the factor twice
+    twice = config_of("Phi3ForCausalLM", **fields | {"rope_scaling": again}, partial_rotary_factor=0.75)
+    assert read_spec(twice) == spec
 
 
 FIELDS = (

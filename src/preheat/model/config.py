@@ -231,7 +231,8 @@ class Config:
             raise ModelError("rope parameters that differ between layers are not supported")
         if kind not in _ROPE_KINDS:
             raise ModelError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
-        part = params.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+        own = fields.get("partial_rotary_factor")  # beside the rope parameters: some writers repeat it there
+        part = params.get("partial_rotary_factor") or own or 1.0
         if part != 1.0 and not partial:
             raise ModelError(f"partial_rotary_factor other than 1 is not supported by {self.architecture}")
         known = {*_ROPE_KNOWN, *read, *(_YARN_NUMBERS if kind == "yarn" else ())}
