@@ -139,6 +139,8 @@ class ScriptedEngine:
         delta.tokens.append(token)
         if request.params.logprobs is not None:
             delta.logprobs[len(delta.ids) - 1] = logprobs_of(token, request.params.logprobs)
+        if request.params.receipt:
+            delta.digests[len(delta.ids) - 1] = token
         if token in request.stop_ids and len(sequence.output) > request.params.min_tokens:
             delta.finished[id] = Finish("stop", stop_id=token)
         elif len(sequence.output) >= request.max_tokens:

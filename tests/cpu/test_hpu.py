@@ -24,6 +24,7 @@ from preheat.backends.hpu.attention import GATHERED, IN_PLACE, TILE_ROWS
 from preheat.errors import NotFinite, PreheatError, SettingsError
 from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.server.answers import ReadyStatus
+from preheat.utils.contract import Contract
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.fake_hpu import OPTIONS, VOCAB, boot, inserted, model, small_model  # noqa: F401 - a fixture
@@ -122,10 +123,11 @@ def test_all_reports_say_that_the_card_is_simulated(warm):
     assert record.simulated
     assert record.platform == "hpu (simulated)"
     assert record.proof.digest.startswith("simulated-")
-    ready = json.loads(msgspec.json.encode(ReadyStatus(**record.summary())))
+    no_contract = {"contract": Contract(), "contract_id": ""}
+    ready = json.loads(msgspec.json.encode(ReadyStatus(**record.summary(), **no_contract)))
     assert ready["simulated"] is True
     assert "simulated" in record.fingerprint or "simulated" in str(record.proof.parts)
-    assert "simulated" not in json.loads(msgspec.json.encode(ReadyStatus(**Record().summary())))
+    assert "simulated" not in json.loads(msgspec.json.encode(ReadyStatus(**Record().summary(), **no_contract)))
 
 
 def test_every_path_has_the_same_bits(warm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -58,20 +58,23 @@ class _Seen(PreheatError):
 
 @pytest.fixture(scope="module")
 def source_for(tmp_path_factory):
-    """Return a function from a target to the functions of a whole model, in LLVM's language."""
+    """Return a function from a target to the functions of a whole model, in LLVM's language, source by source."""
     folder = tmp_path_factory.mktemp("model")
     checkpoint(folder)
 
-    def make(target: targets.Target) -> str:
-        def stop(source: str, folder: Path | None) -> None:
-            raise _Seen(source)
+    def make(target: targets.Target) -> list[str]:
+        written: list[str] = []
+
+        def stop(sources: Sequence[str], folder: Path | None, *rest: object) -> None:
+            written.extend(sources)
+            raise _Seen("")
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(targets, "here", lambda: target)
-            patch.setattr(model, "compile_code", stop)
-            with pytest.raises(_Seen) as seen:
+            patch.setattr(model, "compile_side_by_side", stop)
+            with pytest.raises(_Seen):
                 LLM(str(folder), **LLVM | {"dtype": "bfloat16"})
-        return str(seen.value)
+        return [source for source in written if '"front0"' in source or '"back0"' in source]
 
     return make
 
@@ -100,9 +103,11 @@ def faults(source: str, target: targets.Target) -> set[str]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_functions_of_a_model_compile_for(name, source_for):
-    source = source_for(TARGETS[name])
-    assert {"front0", "back0", "alone0", "norm", "start", "work"} <= set(re.findall(r'define .*@"(\w+)"', source))
-    assert faults(source, TARGETS[name]) == set()
+    sources = source_for(TARGETS[name])
+    names = {found for source in sources for found in re.findall(r'define .*@"(\w+)"', source)}
+    assert {"front0", "back0", "alone0", "norm", "start", "work"} <= names
+    for source in sources:  # where threads start, denormals are switched on for all
+        assert faults(source, TARGETS[name]) == (set() if '@"work"' in source else {"denormals"})
 
 
 @pytest.mark.parametrize(

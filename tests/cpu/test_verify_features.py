@@ -116,7 +116,9 @@ def another_rows_logprobs(patch):
     right = CpuSampler.read
 
     def read(self, turn, rows, reporting, alternatives):
-        return right(self, turn, rows, np.roll(reporting, 1) if len(reporting) > 4 else reporting, alternatives)
+        if len(reporting) > 4:
+            self._raw = np.roll(self._raw, 1, 0)
+        return right(self, turn, rows, reporting, alternatives)
 
     patch.setattr(CpuSampler, "read", read)
 

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "backends.cpu.collective": "memory that ranks share, made by the engine",
     "model.sources": "safetensors, behind regular_file",
     "model.formats_fp4": "a tensor of the checkpoint, by its loader",
+    "model.formats_stacked": "a tensor of the checkpoint, by its loader",
     "frontend.tokenizer": "tokenizers, behind regular_file",
     "frontend.hf_tokenizer": "transformers, offline, what the caller's model has",
     "frontend.image_decoder": "bytes that were read",

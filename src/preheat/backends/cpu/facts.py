@@ -62,8 +62,9 @@ FACTS = Facts(
     max_num_batched_tokens=1024,
     quantized=_QUANTIZED,
     in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True}},
-    ignored=NO_BRIDGE | NO_PEERS,
-    rejected={
+    ignored=NO_BRIDGE,
+    rejected=NO_PEERS
+    | {
         "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "batch_invariant": "torch's own kernels are used, at sizes proven to keep their bits; no kernel is faster "
         "without batch invariance",

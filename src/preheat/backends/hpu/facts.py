@@ -29,7 +29,6 @@ FACTS = Facts(
     block_size=128,
     quantized=DEQUANTIZED,
     plain_experts="nobody has written the biases of experts and the sinks of attention there",
-    ignored=NO_PEERS,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
         ("encoder",): "its attention kernels read no key behind a token",
@@ -46,7 +45,8 @@ FACTS = Facts(
         ("eagle3",): "its programs have never run with an EAGLE-3 head",
         **{("tensor_parallel", kind): "ranks have no kernels for quantized layers there" for kind in DEQUANTIZED},
     },
-    rejected={
+    rejected=NO_PEERS
+    | {
         "async_scheduling": "a step ends when its tokens are on the host, so no step can be prepared ahead",
         "defrag_with_graphs": "prompts and decoding have separate steps, and their cache is not compacted",
     },
