@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_adapters_are_measured_beside_an_engine_without(tmp_path):
     assert main(line) == 0
     figures = json.loads((tmp_path / "lora.json").read_text())["figures"]
     assert list(figures["itl_ms"]) == ["without", "base rows", "one", "mixed"]
-    assert all(value > 0 for kind in figures["itl_ms"].values() for value in kind.values())
+    assert all(isfinite(value) for kind in figures["itl_ms"].values() for value in kind.values())
     assert figures["loading"]["place_host_ms"] > 0 and figures["places_mib"] > 0
     http, long = figures["http"], figures["long"]
     assert http["streams"] == 2 and http["loads"] == 2
@@ -113,7 +114,7 @@ def test_adapters_are_measured_beside_an_engine_without(tmp_path):
     assert http["while_loading"]["tokens"] > 0
     assert http["load_ms_max"] > 0 and http["first_token_ms_p50_after_load"] > 0
     assert (long["rows"], long["context"]) == (2, 100) and set(long) == {"rows", "context", "none", "mixed"}
-    assert all(long[kind][what] > 0 for kind in ("none", "mixed") for what in ("prompt_ms", "itl_ms"))
+    assert all(isfinite(long[kind][what]) for kind in ("none", "mixed") for what in ("prompt_ms", "itl_ms"))
 
 
 def test_exchanges_of_ranks_are_measured_each_way(tmp_path):
