@@ -167,6 +167,8 @@ def options_of(made: Made, names: list[str]) -> dict[str, Any]:
         found["hf_overrides"] = {"quantization_config": quantized_by(stored)}
     if "encoder" in names:
         found["max_num_batched_tokens"] = 128  # a step holds a whole text
+    if "compile" in names:
+        found |= {"max_num_seqs": 2, "max_num_batched_tokens": 128 if "encoder" in names else 32}  # few to compile
     return found | (WARM if "sleep" in names else {})
 
 

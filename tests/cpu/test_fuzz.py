@@ -25,7 +25,7 @@ from preheat.verify.random_engines import random_features
 from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
 from tests.cpu.planted import split_by_batch
 
-ROUNDS, FIRST_SEED = 6, 100
+ROUNDS, FIRST_SEED = 6, 1
 """The same rounds on every machine. The search for new ones is the command itself."""
 
 
@@ -41,9 +41,9 @@ def test_random_requests_in_random_models_have_the_bits_that_they_have_alone():
 def test_a_planted_kernel_is_found_and_its_seed_finds_it_again(monkeypatch, capsys):
     split_by_batch(monkeypatch)
     flags = ["verify", "--device", "cpu", "--log-level", "warning"]
-    assert main([*flags, "--fuzz", "0", "--random-models", "--fuzz-seed", "4"]) == 1
+    assert main([*flags, "--fuzz", "0", "--random-models", "--fuzz-seed", "1"]) == 1
     out = capsys.readouterr().out
-    (again,) = re.findall(r"seed 4 again: preheat (.*), and the other flags", out)
+    (again,) = re.findall(r"seed 1 again: preheat (.*), and the other flags", out)
     assert main([*again.split(), *flags[1:]]) == 1
     assert capsys.readouterr().out == out
 
