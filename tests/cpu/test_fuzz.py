@@ -25,7 +25,7 @@ from preheat.verify.random_engines import random_features
 from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
 from tests.cpu.planted import split_by_batch
 
-ROUNDS, FIRST_SEED = 6, 1
+ROUNDS, FIRST_SEED = 4, 1
 """The same rounds on every machine. The search for new ones is the command itself."""
 
 

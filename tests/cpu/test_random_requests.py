@@ -22,7 +22,7 @@ from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import thinking
 
-REQUESTS, VOCAB = {"eager": 1_000, "compile": 400}, 338
+REQUESTS, VOCAB = {"eager": 700, "compile": 250}, 338
 SMALL = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 96,
