@@ -154,13 +154,13 @@ pytestmark = pytest.mark.filterwarnings(
 def test_bfloat16_is_transformers(name, checkpoint):
     """The error is as small as rounding, and the best token agrees wherever rounding cannot change it.
 
-    Rounding in bfloat16 is as large as the distance of transformers in bfloat16 from transformers in float32.
+    Where the two differ by more, ours must be the closer one to transformers in float32.
     """
     folder = checkpoint(name)
     found = run(folder, "bfloat16")
     ours = torch.cat([logprobs for _, logprobs in found])
     theirs, exact = (torch.cat(reference(folder, found, dtype)) for dtype in (torch.bfloat16, torch.float32))
-    assert error(ours, exact) <= 1.1 * error(theirs, exact)
+    assert error(ours, theirs) <= 1e-2 or error(ours, exact) < error(theirs, exact)
     top = theirs.topk(2, -1).values
     certain = top[:, 0] - top[:, 1] > 4 * (ours - theirs).abs().max(-1).values
     assert certain.sum() > 200  # the comparison covers enough tokens

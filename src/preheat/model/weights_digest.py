@@ -39,11 +39,16 @@ class _Piece(NamedTuple):
 
 
 class WeightsDigest:
-    """The digest of ``files``, being computed from now on; :meth:`result` waits for it."""
+    """The digest of ``files``, being computed from now on; :meth:`result` waits for it.
+
+    Threads take one tensor after another, so a checkpoint of one file is hashed by all of them, too.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        pool = ThreadPoolExecutor(max(min(THREADS, (os.cpu_count() or 1) // 2), 1), "weights-digest", _yield_to_others)
-        self._lines: list[Future[list[str]]] = [pool.submit(_lines_of, path) for path in files]
+        self._pieces, self._lock = (piece for path in files for piece in _pieces(path)), threading.Lock()
+        count = max(min(THREADS, (os.cpu_count() or 1) // 2), 1)
+        pool = ThreadPoolExecutor(count, "weights-digest", _yield_to_others)
+        self._lines: list[Future[list[str]]] = [pool.submit(self._work) for _ in range(count)]
         pool.shutdown(wait=False)  # the threads end with their work
 
     def result(self) -> str:
@@ -51,15 +56,19 @@ class WeightsDigest:
         lines = sorted(line for future in self._lines for line in future.result())
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
+    def _work(self) -> list[str]:
+        """Return the lines of the tensors that this thread has taken."""
+        return [f"{piece.said} {_digest(piece)}\n" for piece in iter(self._next, None)]
+
+    def _next(self) -> _Piece | None:
+        with self._lock:
+            return next(self._pieces, None)
+
 
 def _yield_to_others() -> None:
     """Give this thread the lowest priority, so that the boot goes first; only Linux has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def _lines_of(path: Path) -> list[str]:
-    return [f"{piece.said} {_digest(piece)}\n" for piece in _pieces(path)]
 
 
 def _pieces(path: Path) -> Iterator[_Piece]:
