@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.families.common import ungated
+from preheat.model.families.common import encoder, ungated
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
@@ -138,16 +138,12 @@ def _encoder(config: Config, names: Names, *, typed: bool = True, skipped: int =
         for prefix, input_norm in zip(prefixes, norms, strict=False)
     )
     types = EmbeddingSpec("embeddings.token_type_embeddings", config.size("type_vocab_size"), hidden) if typed else None
-    return ModelSpec(
-        architecture=config.architecture,
-        embedding=EmbeddingSpec("embeddings.word_embeddings", config.size("vocab_size"), hidden),
-        layers=layers,
-        final_norm=norms[-1],
-        head=None,
-        max_position_embeddings=length - skipped,
-        eos_ids=(),
-        bos_id=None,
-        dtype=config.dtype(),
+    return encoder(
+        config,
+        "embeddings.word_embeddings",
+        layers,
+        norms[-1],
+        max_positions=length - skipped,
         positions=EmbeddingSpec("embeddings.position_embeddings", length, hidden, unused=skipped, spare=SPARE),
         types=types,
         renames=_renames(names.prefix),

@@ -293,3 +293,29 @@ def model(
         renames=renames,
         ignored=ignored,
     )
+
+
+def encoder(
+    config: Config, table: str, layers: tuple[LayerSpec, ...], final_norm: NormSpec, *,
+    max_positions: int, positions: EmbeddingSpec | None = None, types: EmbeddingSpec | None = None,
+    renames: tuple[Rename, ...] = (), ignored: tuple[str, ...] = (),
+) -> ModelSpec:  # fmt: skip
+    """Return a whole encoder around its ``layers``: no output head, and no token that ends a text.
+
+    ``table`` is the name of the table of embeddings.
+    """
+    return ModelSpec(
+        architecture=config.architecture,
+        embedding=EmbeddingSpec(table, config.size("vocab_size"), config.size("hidden_size")),
+        layers=layers,
+        final_norm=final_norm,
+        head=None,
+        max_position_embeddings=max_positions,
+        eos_ids=(),
+        bos_id=None,
+        dtype=config.dtype(),
+        positions=positions,
+        types=types,
+        renames=renames,
+        ignored=ignored,
+    )

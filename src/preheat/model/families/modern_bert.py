@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from preheat.model.config import Config
-from preheat.model.families.common import Names, attention, dense
-from preheat.model.specs import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, Rename, RopeSpec
+from preheat.model.families.common import Names, attention, dense, encoder
+from preheat.model.specs import LayerSpec, ModelSpec, NormSpec, Rename, RopeSpec
 
 _NAMES = Names(layer="layers.{}.", qkv="attn.Wqkv", o="attn.Wo", gate_up="mlp.Wi", down="mlp.Wo")
 
@@ -39,16 +39,13 @@ def modern_bert(config: Config) -> ModelSpec:
             post_norm=norm(f"{prefix}mlp_norm"),
         )
 
-    return ModelSpec(
-        architecture=config.architecture,
-        embedding=EmbeddingSpec("embeddings.tok_embeddings", config.size("vocab_size"), hidden),
-        layers=tuple(layer(index, kind) for index, kind in enumerate(_kinds(config))),
-        final_norm=norm("final_norm"),
-        head=None,
-        max_position_embeddings=config.size("max_position_embeddings"),
-        eos_ids=(),
-        bos_id=None,
-        dtype=config.dtype(),
+    layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
+    return encoder(
+        config,
+        "embeddings.tok_embeddings",
+        layers,
+        norm("final_norm"),
+        max_positions=config.size("max_position_embeddings"),
         renames=(Rename(r"model\.(.+)", (r"\1",)),),
         ignored=(r"head\..*", r"decoder\..*"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from preheat.model.config import Config
-from preheat.model.families.common import Names, attention, dense
+from preheat.model.families.common import Names, attention, dense, encoder
 from preheat.model.specs import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, Rename
 
 _NAMES = Names(layer="layers.{}.")
@@ -45,16 +45,12 @@ def nomic_bert(config: Config) -> ModelSpec:
         )
         for prefix, input_norm in zip(prefixes, norms, strict=False)
     )
-    return ModelSpec(
-        architecture=config.architecture,
-        embedding=EmbeddingSpec("embeddings.word_embeddings", config.size("vocab_size"), hidden),
-        layers=layers,
-        final_norm=norms[-1],
-        head=None,
-        max_position_embeddings=config.max_positions(rope),
-        eos_ids=(),
-        bos_id=None,
-        dtype=config.dtype(),
+    return encoder(
+        config,
+        "embeddings.word_embeddings",
+        layers,
+        norms[-1],
+        max_positions=config.max_positions(rope),
         types=EmbeddingSpec("embeddings.token_type_embeddings", config.size("type_vocab_size"), hidden),
         renames=_renames(),
         ignored=(r"embeddings\.position_ids", r"pooler\..*", r"cls\..*"),
