@@ -17,6 +17,7 @@ from preheat.errors import SettingsError
 from preheat.ops.values import Matmul, Refused, SumOrder, WeightFormat
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, differing, prompts, run
+from tests.waiting import until
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
@@ -122,7 +123,7 @@ def test_threads_end_with_their_team():
     assert len(mine) >= 2
     del alone
     gc.collect()
-    assert not any(thread.is_alive() for thread in mine)
+    assert until(lambda: not any(thread.is_alive() for thread in mine))
 
 
 # --- what is planted is seen ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install l
 from preheat.backends.cpu.llvm import team
 from preheat.backends.cpu.llvm.kinds import Product
 from tests.cpu.test_llvm import Alone, loaded
+from tests.waiting import until
 
 HOW = Product(64, 128, "float32")
 THREADS = 3
-SECONDS = 20.0
 
 
 def counted(monkeypatch) -> tuple[Alone, list[int]]:
@@ -33,17 +32,9 @@ def counted(monkeypatch) -> tuple[Alone, list[int]]:
     return Alone(code, HOW, torch.randn(128, 64), threads=THREADS), begun
 
 
-def soon(holds: Callable[[], bool]) -> bool:
-    """Return whether a condition holds within some seconds."""
-    end = time.monotonic() + SECONDS
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
-
-
 def asleep(alone: Alone) -> bool:
     """Return whether all other threads fall asleep."""
-    return soon(lambda: alone.team._shared.asleep == THREADS - 1)
+    return until(lambda: len(alone.team._shared.asleep) == THREADS - 1)
 
 
 def wake_ups(alone: Alone, begun: list[int]) -> int:
@@ -62,17 +53,40 @@ def test_idle_threads_sleep_and_work_again(monkeypatch):
         assert wake_ups(alone, begun) == 0
         before = len(begun)
         assert torch.equal(alone(x), first)
-        assert soon(lambda: len(begun) == before + THREADS - 1), "each thread looks for work once a job"  # noqa: B023
+        assert until(lambda: len(begun) == before + THREADS - 1), "each thread looks for work once a job"  # noqa: B023
 
 
-class Impatient(threading.Event):
-    """An event whose waiters look again and again."""
+class Impatient:
+    """A lock whose waiters look again and again."""
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(0.01)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.locked, self.release = self._lock.locked, self._lock.release
+
+    def acquire(self) -> bool:
+        return self._lock.acquire(timeout=0.01)
 
 
 def test_threads_that_wake_up_without_work_are_seen(monkeypatch):
-    monkeypatch.setattr(team.threading, "Event", Impatient)
+    monkeypatch.setattr(team, "Lock", Impatient)
     alone, begun = counted(monkeypatch)
     assert wake_ups(alone, begun) > 0
+
+
+def test_a_thread_that_falls_asleep_late_takes_no_wake_up_of_another():
+    """The second thread falls asleep after a wake-up, while the first one is between its last look and its sleep."""
+    shared = team._Shared(loaded(HOW), THREADS)
+    frame = shared.frame
+
+    class Late:
+        def __getitem__(self, word: int) -> int:
+            shared.frame, seen = frame, int(frame[word])
+            frame[word] += 1
+            shared.wake()
+            shared.sleep(2, seen)
+            return seen
+
+    shared.frame = Late()
+    first = threading.Thread(target=shared.sleep, args=(1, 0), daemon=True)
+    first.start()
+    assert until(lambda: not first.is_alive())

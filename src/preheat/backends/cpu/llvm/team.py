@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from threading import Lock
 
 import numpy as np
 from torch import Tensor
 
-from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, FUNCTION, JOB, LAYER, LINE
+from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, FUNCTION, JOB, LINE
 from preheat.backends.cpu.llvm.machine import Code
 from preheat.backends.cpu.llvm.memory import zeros
 
@@ -22,30 +23,38 @@ _END_SECONDS = 1.0
 
 
 class _Shared:
-    """The frame of a step and the sleep of its threads. Threads know this object alone, so that a team can go."""
+    """The frame of a step and the sleep of its threads. Threads know this object alone, so that a team can go.
 
-    def __init__(self, code: Code) -> None:
+    A sleeping thread waits for a lock of its own: no other thread takes its wake-up, and an early wake-up is kept.
+    """
+
+    def __init__(self, code: Code, threads: int) -> None:
         self.code, self.frame = code, zeros(_WORDS, np.int64)
         self.counters = zeros(COUNTERS * LINE, np.int64)
         self.frame[FRAME["counters"]] = self.counters.ctypes.data
         self.address = self.frame.ctypes.data
-        self.wake, self.asleep, self._counting = threading.Event(), 0, threading.Lock()
+        self.asleep, self._locks = set[int](), [Lock() for _ in range(threads)]
+        for lock in self._locks:
+            lock.acquire()
 
     def work(self, number: int) -> None:
         """Take part in jobs, as thread ``number``, until the team ends."""
         seen = 0
         while (seen := self.code.work(self.address, number, SPINS, seen)) != _ENDED:
-            self._sleep(seen)
+            self.sleep(number, seen)
 
-    def _sleep(self, seen: int) -> None:
-        """Sleep until a job follows the job ``seen``."""
-        self.wake.clear()
-        with self._counting:
-            self.asleep += 1
+    def sleep(self, number: int, seen: int) -> None:
+        """Sleep, as thread ``number``, until a job follows the job ``seen``."""
+        self.asleep.add(number)
         if self.frame[JOB] == seen:
-            self.wake.wait()
-        with self._counting:
-            self.asleep -= 1
+            self._locks[number].acquire()
+        self.asleep.discard(number)
+
+    def wake(self) -> None:
+        """Wake the threads that sleep or are about to sleep. Two threads never call this at once."""
+        for number in tuple(self.asleep):
+            if self._locks[number].locked():
+                self._locks[number].release()
 
 
 class Team:
@@ -56,7 +65,7 @@ class Team:
     """
 
     def __init__(self, code: Code, threads: int) -> None:
-        self.code, self.threads, self._shared = code, threads, _Shared(code)
+        self.code, self.threads, self._shared = code, threads, _Shared(code, threads)
         self._frame = self._shared.frame
         self._frame[FRAME["threads"]] = threads
         others = [
@@ -88,13 +97,14 @@ class Team:
     def _begin(self, rows: int) -> None:
         self._frame[_ROWS] = rows
         if self._shared.asleep:
-            self._shared.wake.set()
+            self._shared.wake()
 
 
 def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
-    """End the threads: a job without a function."""
-    shared.frame[FUNCTION] = shared.frame[LAYER] = 0
+    """End the threads: a job without a function. Wait a second for each; a thread without a processor ends later."""
+    shared.frame[FUNCTION] = 0  # a late thread may still read the last job's layer
     shared.frame[JOB] += 1
-    shared.wake.set()
+    shared.wake()
     for thread in threads:
-        thread.join(_END_SECONDS)
+        if thread is not threading.current_thread():  # a garbage collection may run in each thread
+            thread.join(_END_SECONDS)
