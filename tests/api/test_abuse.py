@@ -55,15 +55,19 @@ def resident(server: Server) -> int:
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_health_answers_whatever_comes(name: str) -> None:
+    """A slow answer counts if it comes three times: a busy machine may hold the server or the probe for a second."""
     rows = {what: row for what, row in ROWS.items() if row.server == name}
     with abused(name, max_body_bytes=BODY_BYTES) as server:
-        before = resident(server)
-        with HealthProbe(server.port) as probe:
-            wrong = _wrong(server, rows)
+        before, slow = resident(server), []
+        while len(slow) < 3:
+            with HealthProbe(server.port) as probe:
+                assert not _wrong(server, rows)
+            if probe.times[-1] < BOUND_MS:
+                break
+            slow.append(probe.figures())
         grown = resident(server) - before
     print(f"{name}: {probe.figures()}, {grown} MiB more")
-    assert not wrong
-    assert probe.times[-1] < BOUND_MS and grown < MOST_MIB, (probe.figures(), grown)
+    assert len(slow) < 3 and grown < MOST_MIB, (slow, grown)
 
 
 def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.api.conftest import Answer, Server, serving
 from tests.api.test_http import CHAT, COMPLETIONS, MESSAGES, events
+from tests.waiting import until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROMPT = {"prompt": "abc", "max_tokens": 3, "add_special_tokens": False}
@@ -145,7 +146,7 @@ def test_unloading_waits_for_running_requests(adapted: Server) -> None:
     gone: list[Answer] = []
     unloading = threading.Thread(target=lambda: gone.append(unload(adapted, "long")))
     with urllib.request.urlopen(request, timeout=30):  # this request runs for as long as the test likes
-        assert 'running_lora_adapters="long"' in adapted.get("/metrics").body.decode()
+        assert until(lambda: 'running_lora_adapters="long"' in adapted.get("/metrics").body.decode())
         unloading.start()
         while "long" in cards(adapted):
             time.sleep(0.01)

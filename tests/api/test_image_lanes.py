@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import threading
-import time
 import types
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ from preheat.frontend.media import MediaReader
 from preheat.server import image_lanes
 from preheat.server.fair_share import FairShare, client_of
 from preheat.server.image_lanes import ImageLanes
+from tests.waiting import until_in_loop
 
 CONFIG = PixelConfig(
     shortest_edge=28, height=None, width=None, resample=3, crop=(28, 28), rescale=None, mean=None, std=None
@@ -52,7 +52,7 @@ def test_no_more_than_the_total_is_taken_and_everybody_gets_a_turn(asked):
                     await asyncio.sleep(0)
                 taken -= part
 
-        await asyncio.wait_for(asyncio.gather(*(work(*each) for each in asked)), 5)
+        await asyncio.wait_for(asyncio.gather(*(work(*each) for each in asked)), 60)
         assert len(begun) == len(asked) and share._left == 4 and not share._waiting
 
     asyncio.run(scenario())
@@ -75,7 +75,7 @@ def test_a_leaving_client_gives_back_its_share(asked, leaving):
                 tasks[place].cancel()
         await asyncio.sleep(0)
         release.set()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert share._left == 4 and not share._waiting
 
     asyncio.run(scenario())
@@ -158,8 +158,8 @@ def test_an_error_of_an_image_reaches_its_client(images):
     asyncio.run(scenario())
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, images, urls: dict[str, float]) -> Callable[[], int]:
-    """Make reading take as many seconds as ``urls`` say.
+def slow(monkeypatch: pytest.MonkeyPatch, images, turns: threading.Semaphore) -> Callable[[], int]:
+    """Make each reading of http://slow/ wait for one of ``turns``.
 
     Return the count of reads at once.
     """
@@ -169,7 +169,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, images, urls: dict[str, float]) -> Cal
         nonlocal reading
         with lock:
             reading += 1
-        time.sleep(urls.get(url, 0))
+        if url == "http://slow/":
+            turns.acquire(timeout=60)
         with lock:
             reading -= 1
         return MediaReader(max_bytes=1 << 25, timeout=5).read(SMALL)
@@ -179,19 +180,22 @@ def slow(monkeypatch: pytest.MonkeyPatch, images, urls: dict[str, float]) -> Cal
 
 
 def test_fetched_images_of_one_client_hold_up_neither_sent_nor_fetched_ones_of_another(images, monkeypatch):
-    count = slow(monkeypatch, images, {"http://slow/": 0.5})
+    turns = threading.Semaphore(0)
+    count = slow(monkeypatch, images, turns)
     monkeypatch.setattr(image_lanes, "READ_AT_ONCE", 2)
 
     async def scenario() -> None:
         lanes = ImageLanes(images)
         slow_ones = [asyncio.create_task(lanes.load(Client("a").request(), ["http://slow/"])) for _ in range(9)]
+        assert await until_in_loop(lambda: count() == 2)
+        await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL]), 60)
+        quick = asyncio.create_task(lanes.load(Client("b").request(), ["http://quick/"]))
         await asyncio.sleep(0.1)
-        assert count() == 2
-        began = time.monotonic()
-        await lanes.load(Client("b").request(), [SMALL])
-        assert time.monotonic() - began < 0.4
-        await lanes.load(Client("b").request(), ["http://quick/"])
-        assert sum(task.done() for task in slow_ones) <= 3  # not all nine before it
+        assert count() == 2 and not quick.done()
+        turns.release(3)
+        await asyncio.wait_for(quick, 60)  # not all nine before it
+        assert sum(task.done() for task in slow_ones) <= 3
+        turns.release(6)
         await asyncio.gather(*slow_ones)
 
     asyncio.run(scenario())
@@ -212,10 +216,10 @@ def test_the_work_of_a_client_that_leaves_ends(images):
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks)
         client.left.set()
-        left = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        left = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert [type(each) for each in left] == [ClientDisconnect] * 5
-        assert all(process.poll() is not None for process in stopped)
-        assert await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL]), 5)
+        assert await until_in_loop(lambda: all(process.poll() is not None for process in stopped))
+        assert await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL]), 60)
 
     asyncio.run(scenario())
 
@@ -230,9 +234,9 @@ def test_a_request_that_is_cancelled_ends_its_work(images):
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         for helper in list(images.processes.small._idle.queue):
             helper._process.send_signal(18)
-        assert await asyncio.wait_for(lanes.load(client.request(), [SMALL]), 5)
+        assert await asyncio.wait_for(lanes.load(client.request(), [SMALL]), 60)
 
     asyncio.run(scenario())

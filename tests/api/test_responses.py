@@ -16,6 +16,7 @@ from preheat.frontend.tokenizer import Tokenizer
 from preheat.server.responses_store import ResponseStore, Stored
 from tests.api.conftest import Server, serving
 from tests.api.scripted import FAIL
+from tests.waiting import until
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -170,24 +171,24 @@ def test_the_store_is_bounded() -> None:
 
 
 @pytest.fixture(scope="module")
-def slow(tools_folder: Path) -> Iterator[OpenAI]:
+def slow_server(tools_folder: Path) -> Iterator[Server]:
     """Run a server that gives a token every 30 ms, and whose prompts are the message itself."""
     options: dict[str, Any] = {"enable_responses_store": True, "served_model_name": ["m"]}
     options |= {"engine": "tests.api.scripted:run_paced_engine", "chat_template": "{{ messages[-1].content }}"}
-    with (
-        serving(str(tools_folder), **options) as running,
-        OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
+    with serving(str(tools_folder), **options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def slow(slow_server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=slow_server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 def ended(client: OpenAI, id: str) -> Any:
     """Return the response of this id, when it has ended."""
-    until = time.monotonic() + 30
-    while (found := client.responses.retrieve(id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
+    assert until(lambda: client.responses.retrieve(id).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(id)
 
 
 def test_an_answer_in_the_background(slow: OpenAI) -> None:
@@ -195,10 +196,11 @@ def test_an_answer_in_the_background(slow: OpenAI) -> None:
 
     It equals a response that the client waits for.
     """
-    asked: dict[str, Any] = {"model": "m", "input": "abcdefgh", "max_output_tokens": 20}
+    asked: dict[str, Any] = {"model": "m", "input": "abcdefgh", "max_output_tokens": 60}
     whole = slow.responses.create(**asked)
     queued = slow.responses.create(**asked, background=True)
     assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+    assert until(lambda: slow.responses.retrieve(queued.id).status != "queued")
     running = slow.responses.retrieve(queued.id)
     assert (running.status, running.background, running.output) == ("in_progress", True, [])
     with pytest.raises(BadRequestError, match="has not ended"):
@@ -210,12 +212,13 @@ def test_an_answer_in_the_background(slow: OpenAI) -> None:
     assert again.previous_response_id == queued.id
 
 
-def test_an_answer_in_the_background_is_cancelled(slow: OpenAI) -> None:
+def test_an_answer_in_the_background_is_cancelled(slow: OpenAI, slow_server: Server) -> None:
     long = {"model": "m", "input": "abc", "max_output_tokens": 2000}
+    made = slow_server.metric("generation_tokens_total")
     queued = slow.responses.create(**long, background=True)
-    time.sleep(0.2)
+    assert until(lambda: slow_server.metric("generation_tokens_total") > made)
     stopped = slow.responses.cancel(queued.id)
-    assert stopped.status == "cancelled" and 0 < stopped.usage.output_tokens < 500
+    assert stopped.status == "cancelled" and 0 < stopped.usage.output_tokens < 2000
     assert slow.responses.cancel(queued.id) == stopped == slow.responses.retrieve(queued.id)
     other = slow.responses.create(**long, background=True)
     slow.responses.delete(other.id)

@@ -96,8 +96,8 @@ def test_all_commands_report_a_wrong_setting_alike(command: str) -> None:
     assert line.startswith("preheat: error: num_gpu_blocks_override 1000000000 takes ")
 
 
-def interrupted(words: list[str], until: str, wait: float = 0.0) -> tuple[int, float, str]:
-    """Return the status, the seconds from Ctrl-C to the end, and the text on standard error after it."""
+def interrupted(words: list[str], until: str, wait: float = 0.0) -> tuple[int, str]:
+    """Return the status of a command that gets Ctrl-C, and the text on standard error after it."""
     command = [sys.executable, "-c", COMMAND, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENV, text=True) as process:
         assert process.stdout is not None
@@ -106,23 +106,27 @@ def interrupted(words: list[str], until: str, wait: float = 0.0) -> tuple[int, f
                 break
         time.sleep(wait)
         assert process.poll() is None
-        started = time.monotonic()
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=30)[0]
-        return process.returncode, time.monotonic() - started, rest
+        rest = process.communicate(timeout=60)[0]
+        return process.returncode, rest
+
+
+def assert_cut_short(said: str) -> None:
+    """Assert that the boot, of several seconds, did not go on to its end. A time would depend on the machine."""
+    assert "ready after" not in said and "Warmup finished" not in said
 
 
 @pytest.mark.parametrize("words", [["serve", "--port", "0"], ["generate", "--prompt", "x"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("wait", [0.0, 0.3, 0.8])
 def test_ctrl_c_in_the_first_second(words: list[str], wait: float) -> None:
-    status, seconds, said = interrupted(words, "up", wait)
+    status, said = interrupted(words, "up", wait)
     assert status == 130 and "Traceback" not in said and "Exception" not in said
-    assert seconds < 1.5  # a second, on a machine that has other work
+    assert_cut_short(said)
 
 
 @pytest.mark.parametrize("words", [["serve", "--port", "0"], ["generate", "--prompt", "x"]], ids=lambda words: words[0])
 def test_ctrl_c_during_warm_up(words: list[str]) -> None:
     options = ["--max-num-seqs", "256", "--cache-dir", "off"]
-    status, seconds, said = interrupted([*words, *options], "Generated", 0.5)
+    status, said = interrupted([*words, *options], "Generated", 0.5)
     assert status == 130 and "Traceback" not in said and "Exception" not in said
-    assert seconds < 1.5
+    assert_cut_short(said)

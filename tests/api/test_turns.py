@@ -24,6 +24,7 @@ from preheat.server.turns import (
     in_slices,
     in_turn,
 )
+from tests.waiting import until_in_loop
 
 
 def request(turns: Turns, gone: bool = False) -> Request:
@@ -44,7 +45,7 @@ class Work:
 
     def __call__(self) -> str:
         self.running += 1
-        self.release.wait(10)
+        self.release.wait(60)
         return "done"
 
 
@@ -53,7 +54,8 @@ def test_few_texts_run_at_once_and_long_texts_apart() -> None:
         turns, long, medium = Turns(), Work(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), LONG_CHARS, long)) for _ in range(5)]
         tasks += [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, medium)) for _ in range(5)]
-        await asyncio.sleep(0.3)
+        assert await until_in_loop(lambda: (long.running, medium.running) == (LONG_AT_ONCE, MEDIUM_AT_ONCE))
+        await asyncio.sleep(0.1)  # time for too many
         assert (long.running, medium.running) == (LONG_AT_ONCE, MEDIUM_AT_ONCE)
         medium.release.set()
         assert await asyncio.gather(*tasks[5:]) == ["done"] * 5 and long.running == LONG_AT_ONCE
@@ -67,7 +69,7 @@ def test_short_texts_do_not_wait() -> None:
     async def scenario() -> None:
         turns, busy = Turns(), Work()
         tasks = [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, busy)) for _ in range(5)]
-        await asyncio.sleep(0.1)
+        assert await until_in_loop(lambda: busy.running)
         thread = await in_turn(request(turns), INLINE_CHARS - 1, threading.get_ident)
         assert thread == threading.get_ident()
         busy.release.set()

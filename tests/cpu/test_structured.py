@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -212,14 +212,13 @@ def test_a_lost_state_ends_the_request(llm, monkeypatch):
 
 
 def test_a_slow_grammar_delays_nobody_and_is_refused_in_time(llm, grammars, monkeypatch):
-    right = grammars.backend.compile
+    right, patient = grammars.backend.compile, threading.Event()
 
     def slow(params):
-        time.sleep(0.3)
+        patient.wait(60)
         return right(params)
 
     monkeypatch.setattr(grammars.backend, "compile", slow)
-    monkeypatch.setattr(grammars, "_seconds", 0.1)
     frontend = llm.frontend
     waiting = frontend.prepare("x", held(regex="slow [ab]"))
     cancelled = frontend.prepare("x", held(regex="slower [ab]"))
@@ -229,8 +228,10 @@ def test_a_slow_grammar_delays_nobody_and_is_refused_in_time(llm, grammars, monk
         llm.advance()
     assert not waiting.finished and grammars.pending
     frontend.abort(cancelled)
+    monkeypatch.setattr(grammars, "_seconds", 0.1)
     while frontend.busy:
         llm.advance()
+    patient.set()
     assert isinstance(waiting.error, InvalidRequest) and "took more than 0.1 s" in waiting.error.message
     assert not grammars.pending and llm.loop.idle
 

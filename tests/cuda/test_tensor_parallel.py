@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from tests.api.conftest import serving
 from tests.api.test_tensor_parallel import gone, ranks_of, streams
+from tests.waiting import until
 
 pytestmark = pytest.mark.two_gpus
 
@@ -134,8 +134,8 @@ def test_a_killed_rank_ends_every_stream(tmp_path):
     with serving("bundled", engine=None, log=log, tensor_parallel_size=2, device="cuda", log_level="error") as server:
         (rank,) = ranks_of(server)
         engine_pid = server.engine_pid
-        answers, killed = asyncio.run(asyncio.wait_for(streams(server, 64, rank), 60))
-        assert server.process.wait(10) == 1 and time.monotonic() - killed < 10
+        answers = asyncio.run(asyncio.wait_for(streams(server, 64, rank), 120))
+        assert server.process.wait(60) == 1
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 200") and b'"type":"engine_dead"' in answer, answer[-300:]
-    assert gone(rank) and gone(engine_pid)
+    assert until(lambda: gone(rank) and gone(engine_pid))

@@ -12,6 +12,7 @@ from preheat.engine import progress
 from preheat.engine.progress import ProgressBar, ProgressLines
 from preheat.errors import WireError
 from preheat.transport import InlineTransport
+from tests.waiting import until
 
 
 class Terminal(io.StringIO):
@@ -65,10 +66,12 @@ def lines_of(stream, monkeypatch, shown=True):
     """Return the output of a start to ``stream``, with one report in several times the time between lines."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    lined = shown and not stream.isatty()
     with ProgressLines(shown) as lines:
-        time.sleep(0.2)
+        time.sleep(0.2)  # time for a line that nobody wants
+        assert not lined or until(stream.getvalue)
         lines.show(Progress(3, 40, "x", 2.0))
-        time.sleep(0.2)
+        assert not lined or until(lambda: "3 of 40" in stream.getvalue())
     told = stream.getvalue()
     time.sleep(0.2)
     assert stream.getvalue() == told  # the start is over

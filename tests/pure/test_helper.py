@@ -16,6 +16,7 @@ import pytest
 
 from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind
 from tests.meta.source import ROOT
+from tests.waiting import until
 
 
 def make_work(config: bytes):
@@ -92,8 +93,8 @@ def test_one_that_dies_is_replaced(helper):
     with pytest.raises(HelperEnded) as ended:
         helper.run(b"exit 3")
     assert ended.value.reason == "died" and helper.run(b"you") == b"hello you"
-    os.kill(who(helper), signal.SIGKILL)  # between two jobs
-    time.sleep(0.1)
+    os.kill(process := who(helper), signal.SIGKILL)  # between two jobs
+    assert until(lambda: gone(process))
     assert helper.run(b"you") == b"hello you"
 
 
@@ -110,9 +111,8 @@ def test_a_job_is_given_up_from_another_thread(helper):
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(0.3)
-    helper.give_up()
-    thread.join(5)
+    assert until(lambda: helper.give_up() or reasons)  # nothing is given up before the job has begun
+    thread.join()
     assert reasons == ["given up"] and helper.run(b"you") == b"hello you"
 
 
@@ -147,10 +147,7 @@ time.sleep(60)
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    end = time.monotonic() + 20
-    while not gone(child):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert until(lambda: gone(child))
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 2])

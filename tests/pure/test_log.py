@@ -152,7 +152,7 @@ def test_writers_never_wait_and_dropped_lines_are_counted(pipe):
     it = pipe(10_000)
     writer = threading.Thread(target=it.fill, daemon=True)
     writer.start()
-    writer.join(10)
+    writer.join(60)
     assert not writer.is_alive()
     assert 9_000 < it.stream._held <= 10_000
     for _ in range(41):
@@ -214,30 +214,25 @@ print("done", flush=True)
 """
 
 
-def noisy(end: str, **files) -> tuple[float, int, str]:
-    """Run a process that logs 2 MB.
-
-    Return seconds from its last line to its end, status and standard output.
-    """
+def noisy(end: str, **files) -> tuple[int, str]:
+    """Run a process that logs 2 MB. Return its status and its standard output."""
     with subprocess.Popen(
         [sys.executable, "-c", NOISY.replace("{end}", end)], stdout=subprocess.PIPE, text=True, **files
     ) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
-        began = time.monotonic()
-        status = process.wait(20)
-        return time.monotonic() - began, status, said
+        return process.wait(60), said
 
 
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("leave(7)", 7), ("raise SystemExit(3)", 3)])
 def test_a_process_ends_though_nobody_reads_its_log(end, status):
     reading, writing = os.pipe()
     try:
-        seconds, found, said = noisy(end, stderr=writing)
+        found, said = noisy(end, stderr=writing)
     finally:
         os.close(reading)
         os.close(writing)
-    assert (found, said) == (status, "done\n") and seconds < 5
+    assert (found, said) == (status, "done\n")
 
 
 def test_the_last_lines_are_written_before_the_end():
@@ -313,8 +308,6 @@ for _ in range(100_000):
 def test_an_interrupt_ends_a_command_with_unread_output():
     with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        time.sleep(0.3)
-        began = time.monotonic()
+        time.sleep(0.3)  # the pipe is full, or will be
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
-        assert time.monotonic() - began < 5
+        assert process.wait(60) == 130
