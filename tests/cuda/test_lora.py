@@ -20,6 +20,8 @@ from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.base import LayerContext, LayerWeights
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.card import PORTABLE, Card
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
@@ -187,14 +189,14 @@ def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple
 
 
 def made_of(
-    weight: Any, parts: tuple[int, ...], rank: int, *, tokens: int, activation: Any = None, hopper: bool = False
+    weight: Any, parts: tuple[int, ...], rank: int, *, tokens: int, activation: Any = None, card: Card = PORTABLE
 ) -> tuple[Any, CudaAdapterRows]:
     """A layer with room for adapters, and its rows."""
     device = torch.device("cuda")
     rows, term = CudaAdapterRows(tokens, SLOTS, device), LowRank(parts, SLOTS, rank, layers.name_of(weight.dtype))
     value = layers.value_of(weight, terms=(term,), finish=Finish(activation=activation))
     context = LayerContext(rows=rows)
-    return Layer(value, LayerWeights(weight), KernelConfigs(hopper=hopper), device, context), rows
+    return Layer(value, LayerWeights(weight), KernelConfigs(card=card), device, context), rows
 
 
 def put(made: Any, slot: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
@@ -248,7 +250,7 @@ def test_shrinking_beside_a_layer_has_the_bits_of_one_launch_after_another(activ
         coded = empty_weight(scheme, *weight.shape, dtype=dtype, device=device)
         quantize_channels(weight, coded)
         weight = coded
-    made, rows = made_of(weight, outputs, 48, tokens=256, activation=activation, hopper=is_hopper())
+    made, rows = made_of(weight, outputs, 48, tokens=256, activation=activation, card=card_at())
     for slot in range(SLOTS):
         rank = 5 + 6 * slot
         a = noise(rank, INPUTS, seed=slot).to(dtype) / 40

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.matmul.config import ExpertsShape
 from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.moe import experts_forward
@@ -120,7 +120,7 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
     bench = Bench(shape, 1500)
     for tokens in (1, 2, 7, 32, 100, 300, 1500):
         given = (
-            experts_rule(shape, tokens, hopper=is_hopper()),
+            experts_rule(shape, tokens, card=card_at()),
             bench.x[:tokens],
             bench.logits[0][:tokens],
             bench.gate_up,

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     LinearShape,
@@ -72,8 +72,7 @@ def shape_of(scheme, outputs=1152, inputs=896, gated=False):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, *WHOLE], ids=named)
 def test_chosen_kernels_have_the_bits_of_the_reference(scheme, size):
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    shape, configs = shape_of(scheme, *size), KernelConfigs(hopper=hopper)
+    shape, configs = shape_of(scheme, *size), KernelConfigs(card=card_at())
     chosen = [(rows, configs(shape, rows)) for rows in ROWS]
     compile_kernels([(shape, choice) for _, choice in chosen] + [(shape, reference(shape))])
     assert differing(shape, chosen) == set()
@@ -82,7 +81,7 @@ def test_chosen_kernels_have_the_bits_of_the_reference(scheme, size):
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
 def test_all_that_the_tuner_tries_has_them_too(scheme):
     shape = shape_of(scheme)
-    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows, hopper=is_hopper())]
+    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows, card=card_at())]
     compile_kernels([(shape, choice) for _, choice in tried])
     assert differing(shape, tried) == set()
 

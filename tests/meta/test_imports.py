@@ -72,6 +72,7 @@ WITHOUT_TORCH = (
     "server.", "frontend.", "grammar.", "schedule.", "plan.", "transport.",
     "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts",
     "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.early",
+    "backends.cuda.card", "backends.cuda.environment", "backends.cuda.lacking",
     "engine.progress", "engine.loop", "engine.admission", "lora.service",
     "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
     "warmup.dummy_requests",

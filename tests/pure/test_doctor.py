@@ -45,7 +45,11 @@ def test_a_good_gpu_is_ok(smi):
 @pytest.mark.parametrize(
     ("old", "new", "what", "verdict"),
     [
-        (" 9.0,", " 8.6,", "GPU 0", "fail"),
+        (" 9.0,", " 7.5,", "GPU 0", "fail"),
+        (" 9.0,", " 11.0,", "GPU 0", "fail"),
+        (" 9.0,", " 8.6,", "GPU 0 kernels", "note"),
+        (" 9.0,", " 12.1,", "GPU 0 kernels", "note"),
+        (" 142000,", " 121000,", "GPU 0 memory", "note"),
         ("580.159.04", "535.104.05", "GPU 0", "note"),
         ("700.00, 700.00", "500.00, 700.00", "GPU 0 power", "note"),
         ("Enabled, Disabled", "Disabled, Disabled", "GPU 0 ECC", "note"),
@@ -57,6 +61,19 @@ def test_faults_of_a_gpu_are_named_with_advice(smi, old, new, what, verdict):
     finding = smi(H200.replace(old, new))[what]
     assert finding.verdict == verdict
     assert finding.advice
+
+
+def test_a_card_says_whether_kernels_ran_and_what_it_lacks(smi, tmp_path, monkeypatch):
+    assert smi(H200)["GPU 0 kernels"].found == "kernels ran on this kind of card"
+    ampere = smi(H200.replace(" 9.0,", " 8.6,"))["GPU 0 kernels"].found
+    assert "never ran" in ampere and "no W8A8" in ampere
+    assert "e4m3" not in smi(H200.replace(" 9.0,", " 8.9,"))["GPU 0 kernels"].found
+    assert "treated as 12.0" in smi(H200.replace(" 9.0,", " 12.1,"))["GPU 0 kernels"].found
+    assert "no matrix unit" in smi(H200.replace(" 9.0,", " 7.5,"))["GPU 0"].advice
+    assert "WSL2" not in smi(H200)
+    monkeypatch.setattr(cuda, "KERNEL", tmp_path / "osrelease")
+    cuda.KERNEL.write_text("5.15.167.4-microsoft-standard-WSL2\n")
+    assert smi(H200)["WSL2"].verdict == "note"
 
 
 def test_a_failing_driver_is_reported(smi):

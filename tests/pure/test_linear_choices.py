@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
+from preheat.backends.cuda.card import CARDS
 from preheat.backends.cuda.matmul.config import (
     FP8_REFERENCE,
     PROCESSORS,
@@ -53,6 +54,7 @@ SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
 WIDEST = Wide(256, 128, 4)
 HOPPER = (9, 0)
+H200 = CARDS[HOPPER]
 
 
 def table(*entries, device="This GPU", shape=SHAPE, **more):
@@ -96,7 +98,7 @@ def test_layers_with_adapters_do_without_cublas_for_few_rows():
 
 
 def test_the_kernel_for_many_rows_is_for_hopper_and_has_tiles_for_most_of_it():
-    found, wide = KernelConfigs(hopper=True), LinearShape(6144, 4096)
+    found, wide = KernelConfigs(card=H200), LinearShape(6144, 4096)
     assert KernelConfigs().wide(wide, 2048) is None
     assert found.wide(LinearShape(512, 4096), 1024) is None  # 32 tiles
     assert found.wide(wide, 512) is None
@@ -111,7 +113,7 @@ def test_the_kernel_for_many_rows_is_for_hopper_and_has_tiles_for_most_of_it():
 def test_all_that_may_serve_a_layer_is_proven():
     both = table((64, Library()), (8192, Library()), shape=LinearShape(6144, 4096))
     both.entries += table((64, WIDE), shape=LinearShape(6144, 4096), own=True).entries
-    found = KernelConfigs([both], hopper=True)
+    found = KernelConfigs([both], card=H200)
     few, many = (partial(found.used, LinearShape(6144, 4096), rows) for rows in (64, 2048))
     assert few(adapted=False) == many(adapted=False) == [Library()]
     assert few(adapted=True) == [Library(), WIDE]
@@ -197,21 +199,21 @@ def test_codes_are_read_in_whole_steps(rows):
 
 
 def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
-    assert isinstance(rule(FP8, 8192, hopper=True), Wide)
+    assert isinstance(rule(FP8, 8192, card=H200), Wide)
     blocks = FP8._replace(scheme=Scheme(code="fp8", scales="block", group=128, activations="block"))
-    for shape, rows, hopper in ((FP8, 8192, False), (INT4, 8192, True), (blocks, 8192, True),
-                                (FP8._replace(inputs=FP8.inputs + 8), 8192, True)):  # fmt: skip
-        assert rule(shape, rows, hopper=hopper) == rule(shape, rows)
+    for shape, rows, card in ((FP8, 8192, CARDS[10, 0]), (INT4, 8192, H200), (blocks, 8192, H200),
+                              (FP8._replace(inputs=FP8.inputs + 8), 8192, H200)):  # fmt: skip
+        assert rule(shape, rows, card=card) == rule(shape, rows)
         assert not isinstance(rule(shape, rows), Wide)
 
 
 def test_few_rows_of_codes_have_a_bulk_kernel():
     shuffled = INT4._replace(shuffled=True)
     for shape, rows in product((FP8, shuffled, shuffled._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
-        choice = rule(shape, rows, hopper=True)
+        choice = rule(shape, rows, card=H200)
         assert isinstance(choice, Tile) and choice.bulk and min(rows, 64) <= choice.rows <= max(8, 2 * rows)
         assert small_m_bytes(shape, choice) <= SHARED_BYTES
-    assert rule(INT4, 8, hopper=True) == codes_rule(INT4, 8)
+    assert rule(INT4, 8, card=H200) == codes_rule(INT4, 8)
 
 
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
@@ -229,7 +231,7 @@ def test_a_row_has_enough_of_the_weights_on_its_way(size):
 @pytest.mark.parametrize("rows", [1, 64, 4096])
 def test_the_tuner_tries_kernels_of_the_same_instruction(rows):
     for shape in (INT4, FP8, FP8._replace(gated=True)):
-        tried = list(candidates(shape, rows, hopper=True))
+        tried = list(candidates(shape, rows, card=H200))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
         assert tiles and all(tile.inputs % 128 == 0 == shape.inputs % tile.inputs for tile in tiles)
         assert shape is INT4 or all(tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
@@ -275,7 +277,7 @@ def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
     assert kernel_configs("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
     assert f"fastest on {known.device}" in caplog.text
     later = kernel_configs("A later GPU", (12, 0), tmp_path)
-    assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
+    assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows, card=CARDS[12, 0])
 
 
 def test_local_tables_come_before_shipped_tables(tmp_path, caplog):
@@ -312,10 +314,10 @@ def test_experts_are_looked_up_in_tables_too():
     text = encode(merged([before, table((16, NARROW))], after))
     read_back = msgspec.json.decode(text, type=Table)
     assert read_back.experts == after.experts and len(read_back.entries) == 1
-    configs = KernelConfigs([before, read_back], hopper=True).experts
+    configs = KernelConfigs([before, read_back], card=H200).experts
     assert configs(shape, 1) == configs(shape, 64) == ExpertsConfig(16, NARROW, NARROW)
     assert configs(shape, 65) == ExpertsConfig(128, *wide.wides)
-    assert configs(shape, 513) == experts_rule(shape, 513, hopper=True)
+    assert configs(shape, 513) == experts_rule(shape, 513, card=H200)
     assert ExpertsEntry.of(shape, 512, configs(shape, 512), 1.5) == wide
     assert KernelConfigs([read_back, before]).experts(shape, 65) == experts_rule(shape, 65)
 
@@ -326,7 +328,7 @@ def test_experts_are_looked_up_in_tables_too():
 )  # fmt: skip
 def test_the_copy_engine_is_given_rows_of_whole_16_bytes(dtype, num_experts, hidden, inner, tokens):
     """Any guessed kernel that copies rows of plain weights in bulk has rows of whole 16 bytes."""
-    guess = experts_rule(ExpertsShape(num_experts, hidden, inner, 1, dtype), tokens, hopper=True)
+    guess = experts_rule(ExpertsShape(num_experts, hidden, inner, 1, dtype), tokens, card=H200)
     chosen = [(guess.gate_up, hidden), (guess.down, inner)]
     chosen.append((rule(LinearShape(inner, hidden, False, dtype), tokens), hidden))
     chosen.append((rule(LinearShape(inner, 4 * hidden, dtype=dtype, splits=4), tokens), hidden))

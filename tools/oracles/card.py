@@ -1,4 +1,4 @@
-"""A simulated Hopper GPU.
+"""A simulated GPU, by default of the Hopper generation.
 
 Its kernels are bound, compiled if asked for, and never run. No GPU is needed. Inside :func:`watched` the CUDA backend's
 layers are called with tensors of torch's device "meta". Each launch and each new tensor is noted in order.
@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from preheat.backends.cuda.card import CARDS, Capability
+
 META = torch.device("meta")
-TARGET = GPUTarget("cuda", 90, 32)
-CAPABILITY, PROCESSORS, NAME = (9, 0), 132, "NVIDIA H200"
+CAPABILITY, NAME = (9, 0), "NVIDIA H200"
 VIEWS = ("view", "unsqueeze", "squeeze", "slice", "select", "transpose", "permute", "split", "unbind", "expand", "t",
          "detach", "as_strided", "alias", "chunk")  # fmt: skip
 """Operations that take no memory and compute nothing."""
@@ -66,10 +67,10 @@ class Launch(NamedTuple):
         """Everything that the compiled program depends on: the launch without its grid."""
         return f"{self.text} {sorted(map(str, self.attrs.items()))}".replace(str(self.grid), "", 1)
 
-    def compiled(self) -> Any:
-        """Compile and return the program for Hopper."""
+    def compiled(self, capability: Capability = CAPABILITY) -> Any:
+        """Compile and return the program for ``capability``."""
         source = self.kernel.ASTSource(self.kernel, self.signature, self.constants, self.attrs)
-        return triton.compile(source, target=TARGET, options=self.options.__dict__)
+        return triton.compile(source, target=target(capability), options=self.options.__dict__)
 
 
 class Seen:
@@ -124,28 +125,40 @@ class _Tensors(TorchDispatchMode):
         return found
 
 
-@contextmanager
-def card() -> Iterator[None]:
-    """Simulate a Hopper GPU on the device "meta" for the whole process."""
-    import preheat.backends.cuda.backend  # noqa: F401 - loads the modules that are patched
-    from preheat.backends.cuda import hopper, launch
+def target(capability: Capability) -> GPUTarget:
+    """Return Triton's name of ``capability``."""
+    return GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
 
+
+@contextmanager
+def card(capability: Capability = CAPABILITY) -> Iterator[None]:
+    """Simulate a GPU of ``capability`` on the device "meta" for the whole process."""
+    import preheat.backends.cuda.backend  # noqa: F401 - loads the modules that are patched
+    from preheat.backends.cuda import device, hopper, launch
+
+    simulated = CARDS[capability]
     active = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: TARGET
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target(capability),
+        get_device_capability=lambda device: capability,
+        set_current_device=lambda device: None,
     )
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS, name=NAME)
+    properties = SimpleNamespace(multi_processor_count=simulated.processors, name=NAME)
     with ExitStack() as stack:
         before = driver._active
         driver.set_active(active)
         stack.callback(driver.set_active, before)
         for owner, name, value in (
-            (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "get_device_properties", lambda device=None: properties),
             (torch, "equal", lambda one, other: True),  # scales are numbers of sixteen bits
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        _everywhere(stack, hopper.is_hopper, lambda device=None: True)
-        _everywhere(stack, launch.processors, lambda device: PROCESSORS)
+        _everywhere(stack, hopper.is_hopper, lambda device=None: simulated.is_hopper)
+        _everywhere(stack, launch.processors, lambda device: simulated.processors)
+        _everywhere(stack, launch.overlap, lambda: simulated.early_launch)
+        _everywhere(stack, device.card_at, lambda device=None: simulated)
         yield
 
 

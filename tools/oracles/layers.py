@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Embedding, ExpertsWeights, LayerContext, LayerWeights
+from preheat.backends.cuda import card as hardware
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.card import HOPPER
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import CudaAdapters
@@ -74,11 +76,11 @@ class Card(CudaBackend):
 
     fingerprint = "no card"
 
-    def __init__(self) -> None:
+    def __init__(self, simulated: hardware.Card = HOPPER) -> None:
         self.device = META
         self.adapters = CudaAdapters(META)
-        tables = tables_for(NAME, CAPABILITY, None)
-        self._configs, self.sharing = KernelConfigs(tables, hopper=True), CudaSharing(META)
+        tables = tables_for(NAME, simulated.capability, None)
+        self._configs, self.sharing = KernelConfigs(tables, card=simulated), CudaSharing(META)
 
 
 class Other(RankSums):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from preheat.backends.cuda.card import HOPPER
 from preheat.backends.cuda.matmul.config import (
     ExpertsShape,
     LinearShape,
@@ -74,10 +75,10 @@ def found(only: str) -> dict[str, str]:
     for shape in dict.fromkeys(shapes()):
         name = _named("layer", shape.outputs, shape.inputs, shape)
         for invariant in (True, False):
-            configs = KernelConfigs(tables, invariant=invariant, hopper=True)
+            configs = KernelConfigs(tables, invariant=invariant, card=HOPPER)
             kind = name if invariant else f"{name}, not invariant"
             cells[kind] = lambda c=configs, s=shape: ranges(lambda rows: c(s, rows))
-        configs = KernelConfigs(tables, hopper=True)
+        configs = KernelConfigs(tables, card=HOPPER)
         cells[f"{name}, adapted"] = lambda c=configs, s=shape: ranges(
             lambda rows: [c.own(s, rows), *filter(None, [c.wide(s, rows)])])  # fmt: skip
         cells[f"{name}, elsewhere"] = lambda s=shape: ranges(lambda rows: KernelConfigs()(s, rows))
@@ -92,7 +93,7 @@ def found(only: str) -> dict[str, str]:
             for sizes in EXPERTS:
                 shape = ExpertsShape(*sizes, dtype, scheme)
                 name = _named("experts", *sizes, shape)
-                configs = KernelConfigs(tables, hopper=True)
+                configs = KernelConfigs(tables, card=HOPPER)
                 cells[name] = lambda c=configs, s=shape: ranges(lambda tokens: c.experts(s, tokens))
                 cells[f"{name}, reference"] = lambda s=shape: _short(experts_reference(s))
     with card():

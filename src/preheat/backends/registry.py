@@ -55,8 +55,8 @@ def wake(device: str) -> None:
 def pick_backend(device: str, rank: int = 0) -> Backend:
     """Return the backend for ``--device``, on GPU number ``rank``.
 
-    ``auto`` takes a Gaudi or an NVIDIA GPU where it can be used, and logs why not elsewhere. Raises SettingsError, with
-    the reason, if a device is asked for by name and cannot be used.
+    ``auto`` takes a Gaudi or an NVIDIA GPU where it can be used, and warns of a GPU that cannot be used. Raises
+    SettingsError, with the reason, if a device is asked for by name and cannot be used.
     """
     if device == HPU.name or (device == AUTO and detected()):
         from preheat.backends.hpu.backend import HpuBackend
@@ -65,13 +65,14 @@ def pick_backend(device: str, rank: int = 0) -> Backend:
     if device != CPU.name:
         from preheat.backends.cuda.device import has_gpu, obstacle
 
-        if (reason := obstacle()) is None:
+        if (reason := obstacle(rank)) is None:
             from preheat.backends.cuda.backend import CudaBackend
 
             return CudaBackend(rank)
         if device == CUDA.name:
             raise SettingsError(reason, param="device")
-        logger.log(logging.INFO if has_gpu() else logging.DEBUG, "Running on the CPU: %s", reason)
+        level = logging.WARNING if has_gpu() else logging.DEBUG
+        logger.log(level, "The GPU is not used, and the model runs on the CPU: %s", reason)
     from preheat.backends.cpu.backend import CpuBackend
 
     return CpuBackend()

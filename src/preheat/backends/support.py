@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from preheat.backends.base import Facts
-from preheat.ops.values import NOTHING_MORE, Experts, Finish, Matmul, Ok, Refused, Support, Value, WithoutTerms
+from preheat.ops.values import NOTHING_MORE, Cache, Experts, Finish, Matmul, Ok, Refused, Support, Value, WithoutTerms
 
 DIVIDED = (
     "with --fully-sharded-loras, because ranks would exchange data once more in each such layer, before the "
@@ -44,7 +44,9 @@ def supports(facts: Facts, value: Value) -> Support:
 
 
 def matmuls(value: Value) -> tuple[Matmul, ...]:
-    """Return the layers of ``value``: itself, or the layers of its experts."""
+    """Return the layers of ``value``: itself, or the layers of its experts; a cache has none."""
+    if isinstance(value, Cache):
+        return ()
     return (value,) if isinstance(value, Matmul) else (value.gate_up, value.down)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from preheat.errors import ModelError
 from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, leaves
 from preheat.ops.values import (
+    Cache,
     Dtype,
     Experts,
     Finish,
@@ -142,11 +143,19 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
             yield path, embedding_of(spec.embedding, dtype, room)
 
 
+def caches_of(spec: ModelSpec, dtype: Dtype) -> Iterator[tuple[str, Cache]]:
+    """Yield the KV caches of all layers by path."""
+    for number, layer in enumerate(spec.layers):
+        kv = layer.attention.kv
+        stored = dtype if kv.dtype == "auto" else kv.dtype
+        yield f"layers.{number}.attention", Cache(head_dim=kv.head_dim, dtype=stored, model=dtype)
+
+
 def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], Support]) -> None:
-    """Raise ModelError for a layer that the device cannot run.
+    """Raise ModelError for a layer or a cache that the device cannot run.
 
     It names the layer, the device and the reason.
     """
-    for path, value in values_of(spec, dtype):
+    for path, value in (*values_of(spec, dtype), *caches_of(spec, dtype)):
         if isinstance(found := supports(value), Refused):
             raise ModelError(f"{path}: {found.reason}")

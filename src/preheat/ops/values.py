@@ -198,7 +198,16 @@ class Experts:
     routing: Routing
 
 
-Value = Matmul | Experts
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The KV cache of a layer: heads of ``head_dim`` numbers of ``dtype``, of a model of dtype ``model``."""
+
+    head_dim: int
+    dtype: str
+    model: Dtype
+
+
+Value = Matmul | Experts | Cache
 
 
 class Ok(NamedTuple):

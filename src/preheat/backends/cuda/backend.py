@@ -1,4 +1,4 @@
-"""The CUDA backend: one NVIDIA GPU of the Hopper generation or later.
+"""The CUDA backend: one NVIDIA GPU of a kind in the table of cards (:mod:`preheat.backends.cuda.card`).
 
 A rank takes the visible GPU with its own number. To import this module is to import Triton, and takes a second:
 :mod:`preheat.backends.cuda.device` tells first whether the backend can run.
@@ -6,6 +6,7 @@ A rank takes the visible GPU with its own number. To import this module is to im
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -36,12 +37,14 @@ from preheat.backends.base import (
 )
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
+from preheat.backends.cuda.card import experience, text
 from preheat.backends.cuda.cold import COLD_SOURCES
-from preheat.backends.cuda.device import driver_version, fix_arithmetic, obstacle
+from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
+from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
@@ -61,8 +64,10 @@ from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.kinds import NormKind
-from preheat.ops.values import Experts, Matmul, Ok, Support, Value, WithoutTerms
+from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
 from preheat.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class CudaBackend:
@@ -74,7 +79,7 @@ class CudaBackend:
     facts = FACTS
 
     def __init__(self, rank: int = 0) -> None:
-        if reason := obstacle():
+        if reason := obstacle(rank):
             raise SettingsError(reason, param="device")
         if rank >= (seen := torch.cuda.device_count()):
             raise SettingsError(
@@ -138,6 +143,8 @@ class CudaBackend:
 
         Quantized experts that ranks share are supported without terms only: there are no kernels for their terms.
         """
+        if reason := lacking(card_at(self.device), value):
+            return Refused(reason)
         found = supports(self.facts, value)
         down = value.down if isinstance(value, Experts) else None
         if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
@@ -165,7 +172,12 @@ class CudaBackend:
             torch.backends.cuda.preferred_blas_library("cublaslt")
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         tables = tables_for(name, capability, cache)
-        self._configs = KernelConfigs(tables, invariant=settings.batch_invariant, hopper=capability[0] == 9)
+        self._configs = KernelConfigs(tables, invariant=settings.batch_invariant, card=card_at(self.device))
+        free, total = torch.cuda.mem_get_info(self.device)
+        logger.info(
+            "%s, compute capability %s: %s; %.1f of %.1f GiB are free, and the engine takes its share of these alone",
+            name, text(capability), experience(capability), free / 2**30, total / 2**30,
+        )  # fmt: skip
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -8,27 +8,41 @@ from pathlib import Path
 
 import torch
 
-NEEDED = (9, 0)
-"""Compute capability of Hopper: the kernels use its matrix unit and its launches that depend on each other."""
+from preheat.backends.cuda.card import PORTABLE, Card, card_of, text, unknown
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def obstacle() -> str | None:
-    """Return why CUDA cannot be used here and how to change that; None where it can."""
+def obstacle(rank: int = 0) -> str | None:
+    """Return why GPU number ``rank`` cannot be used here and how to change that; None where it can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA; install its wheel for CUDA, or use --device cpu"
     if not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
-    found = torch.cuda.get_device_capability(0)
-    if found < NEEDED:
+    number = min(rank, torch.cuda.device_count() - 1)
+    found = torch.cuda.get_device_capability(number)
+    if reason := unknown(found):
         return (
-            f"{torch.cuda.get_device_name(0)} has compute capability {found[0]}.{found[1]}, and the kernels need "
-            f"{NEEDED[0]}.{NEEDED[1]} (Hopper) or later; name another GPU in CUDA_VISIBLE_DEVICES, or use --device cpu"
+            f"{torch.cuda.get_device_name(number)} has compute capability {text(found)}, and {reason}; name another "
+            "GPU in CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     if find_spec("triton") is None:
         return "Triton is not installed; install the version that torch asks for, or use --device cpu"
     return None
+
+
+def card_at(device: torch.device | None = None) -> Card:
+    """Return the card of ``device``, by default of the current GPU, with its own memory and processors.
+
+    Triton's interpreter has no GPU: kernels get the card for choices without one.
+    """
+    if device is not None and device.type != "cuda":
+        return PORTABLE
+    found = card_of(torch.cuda.get_device_capability(device))
+    assert found is not None, "obstacle refuses other cards"
+    gpu = torch.cuda.get_device_properties(device)
+    shared = min(getattr(gpu, "shared_memory_per_block_optin", found.shared_bytes), found.shared_bytes)
+    return found._replace(shared_bytes=shared, processors=gpu.multi_processor_count)
 
 
 def has_gpu() -> bool:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+from preheat.backends.cuda.card import Capability, card_of, experience, unknown
 from preheat.utils.finding import Finding
 
-MIN_CAPABILITY, MIN_DRIVER = (9, 0), 580
+MIN_DRIVER = 580
+
+MUCH = 300
+"""MiB of a GPU's memory that other programs hold before it is worth a remark."""
+
+KERNEL = Path("/proc/sys/kernel/osrelease")
 
 
 class Gpu(NamedTuple):
@@ -45,25 +52,66 @@ def findings() -> Iterator[Finding]:
         said = (getattr(error, "stdout", "") or str(error)).strip().splitlines()[-1]
         yield Finding("NVIDIA driver", f"nvidia-smi failed: {said}", "fail", "reinstall or restart the driver")
         return
+    if in_wsl(KERNEL):
+        yield Finding("WSL2", "yes", "note", WSL2)
     for number, line in enumerate(answer.splitlines()):
         yield from of_gpu(f"GPU {number}", Gpu(*(field.strip() for field in line.split(","))))
     if shutil.which("gcc") is None and shutil.which("cc") is None:
         yield Finding("C compiler", "none", "fail", "Triton builds its launchers with one: install gcc")
 
 
+WSL2 = (
+    "the driver of Windows serves the GPU, so install none inside of WSL2; Windows holds a part of the GPU's memory: "
+    "lower --gpu-memory-utilization if the engine runs out of it"
+)
+
+
+def in_wsl(kernel: Path) -> bool:
+    """Return whether the release in the file ``kernel`` is that of Windows' Linux subsystem."""
+    try:
+        return "microsoft" in kernel.read_text().lower()
+    except OSError:
+        return False
+
+
+def _kernels(what: str, capability: Capability) -> Iterator[Finding]:
+    """Say whether kernels ran on this kind of card, and what the card lacks."""
+    card = card_of(capability)
+    if card is None or unknown(capability):
+        return
+    lacks = "" if card.float8 else "; no W8A8, no weights and no KV cache in e4m3"
+    ran = card.ran and card.capability == capability
+    advice = "" if ran else "run preheat verify, which compares the answers of all paths on this card"
+    yield Finding(f"{what} kernels", experience(capability) + lacks, "ok" if ran else "note", advice)
+
+
+def _memory(what: str, gpu: Gpu) -> Finding:
+    """Return the free memory, and the memory that other programs hold."""
+    found = f"{gpu.memory__free} of {gpu.memory__total} MiB free"
+    if not (gpu.memory__free.isdigit() and gpu.memory__total.isdigit()):
+        return Finding(f"{what} memory", found)
+    taken = int(gpu.memory__total) - int(gpu.memory__free)
+    if taken <= max(MUCH, int(gpu.memory__total) // 50):
+        return Finding(f"{what} memory", found)
+    advice = "other programs, or a display, hold the rest; the engine takes its share of the free memory alone"
+    return Finding(f"{what} memory", f"{found}, {taken} MiB taken", "note", advice)
+
+
 def of_gpu(what: str, gpu: Gpu) -> Iterator[Finding]:
     """Yield the findings about one GPU, called ``what``."""
-    capability = tuple(int(part) for part in gpu.compute_cap.split("."))
+    major, _, minor = gpu.compute_cap.partition(".")
+    capability = int(major), int(minor or 0)
     found = f"{gpu.name}, compute capability {gpu.compute_cap}, driver {gpu.driver_version}"
-    if capability < MIN_CAPABILITY:
-        yield Finding(what, found, "fail", "the kernels need the Hopper generation (9.0) or later: use --device cpu")
+    if reason := unknown(capability):
+        yield Finding(what, found, "fail", f"{reason}: use --device cpu")
     elif int(gpu.driver_version.split(".")[0]) < MIN_DRIVER:
         yield Finding(
             what, found, "note", f"CUDA 13 wants driver {MIN_DRIVER} or later; an older one may not load torch"
         )
     else:
         yield Finding(what, found)
-    yield Finding(f"{what} memory", f"{gpu.memory__free} of {gpu.memory__total} MiB free")
+    yield from _kernels(what, capability)
+    yield _memory(what, gpu)
     yield Finding(f"{what} clock", f"{gpu.clocks__sm} MHz now, {gpu.clocks__max__sm} MHz at most")
     if gpu.power__limit != gpu.power__default_limit:
         advice = "timings differ from a card at its default limit"

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,16 +20,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime._async_compile import active_mode
+from triton.runtime.errors import TritonError
 
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.triton_cache import keep_libraries
+from preheat.errors import PreheatError
 
 keep_libraries()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
 
-OVERLAP = not INTERPRETED
-"""Whether launches overlap."""
+
+@cache
+def overlap() -> bool:
+    """Whether launches overlap: on cards with early launches (PDL)."""
+    return not INTERPRETED and card_at().early_launch
+
 
 COMPILED = tl.constexpr(not INTERPRETED)
 
@@ -80,7 +88,7 @@ def widened(numbers, dtype: tl.constexpr):
 
 def options(**more: Any) -> dict[str, Any]:
     """Return keywords of a launch: num_warps and num_stages as given, and the overlap."""
-    return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
+    return {**more, "overlap": overlap(), **({"launch_pdl": True} if overlap() else {})}
 
 
 def processors(device: torch.device) -> int:
@@ -100,17 +108,35 @@ class Loading(ThreadPoolExecutor):
     @staticmethod
     def _load(build: Callable[[], Any], device: int) -> Any:
         torch.cuda.set_device(device)  # each thread has its own current device, at first the default
-        kernel = build()
-        assert kernel.run is not None
+        try:
+            kernel = build()
+            assert kernel.run is not None
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as error:
+            raise KernelRefused(_why(error)) from error
         return kernel
+
+
+class KernelRefused(PreheatError):
+    """A kernel does not compile for the card, or the card cannot hold it."""
+
+
+def _why(error: Exception) -> str:
+    """Return one line on a kernel that was refused."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (
+        f"a kernel does not compile for compute capability {card_at().version}: {type(error).__name__}: "
+        f"{lines[-1] if lines else 'no reason given'}"
+    )
 
 
 @contextmanager
 def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
     """Compile kernels launched inside, or read them from Triton's cache, without running them.
 
-    The pool has ``threads`` threads. All kernels are ready at the end. The first error is raised then, unless
-    ``ignore_errors``.
+    The pool has ``threads`` threads. All kernels are ready at the end. Unless ``ignore_errors``, raise
+    KernelRefused then if one of them does not compile.
     """
     kind = triton.JITFunction
     run = kind.run

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from preheat.backends.cuda.hopper import is_hopper
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.matmul.config import ExpertsConfig, ExpertsShape, LinearShape, Tile, Wide
+from preheat.backends.cuda.matmul.fit import fitted
 from preheat.backends.cuda.matmul.kernels import fitting_tiles
 from preheat.backends.cuda.matmul.rules import ALONE, experts_rule
 from preheat.backends.cuda.matmul.tables import ExpertsEntry
@@ -67,6 +68,13 @@ def candidates(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[
         yield from fitting_tiles(layer, max(block, 16), outputs, inputs, stages, bulk=shape.scheme is None)
 
 
+def _that_fit(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[Choice]:
+    """Yield the kernels for one of both layers, cut to this card, each once."""
+    card = card_at()
+    cut = (fitted(choice, layer, card) for choice in candidates(shape, layer, block))
+    yield from dict.fromkeys(choice for choice in cut if isinstance(choice, Tile | Wide))
+
+
 class Bench:
     """Times the kernels of experts with random weights.
 
@@ -101,7 +109,7 @@ class Bench:
         """Return the fastest kernels for ``block``, and their time for the whole block of experts."""
         arranged, x = self.arranged(tokens, block), [self.x[:tokens]] * ROUTINGS
         gates, downs = (
-            list(candidates(self.shape, layer, block)) for layer in (self.shape.gate_up, self.shape.down)
+            list(_that_fit(self.shape, layer, block)) for layer in (self.shape.gate_up, self.shape.down)
         )  # fmt: skip
         if not gates or not downs:
             return None
@@ -129,7 +137,7 @@ def tune_experts(
     for tokens in (size for size in TOKENS if size <= max_tokens):
         if time.monotonic() > end:
             break
-        guess = experts_rule(shape, tokens, hopper=is_hopper())
+        guess = experts_rule(shape, tokens, card=card_at())
         timed = [(guess, bench.whole(guess, tokens))]  # the best of each layer need not be the best together
         timed += [found for block in block_sizes(shape, tokens) if (found := bench.best(tokens, block)) is not None]
         config, taken = min(timed, key=lambda found: found[1])

@@ -33,6 +33,8 @@ from torch import Tensor
 
 from preheat.backends.cuda import attention_hopper as hopper
 from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, merge, nothing
+from preheat.backends.cuda.card import PORTABLE, Card
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.work import MOST_SPLITS, SPLIT, WHOLE_CONTEXT
 
@@ -56,6 +58,10 @@ class AttentionConfig:
     warps: int
     stages: int
     programs: int = 0
+
+
+WIDE_HEADS = 100_000
+"""Least room in shared memory for two stages of heads of 256."""
 
 
 MANY = 64
@@ -100,14 +106,17 @@ def verify_queries(heads: int, kv_heads: int, width: int, dim: int, dtype: torch
     return queries
 
 
-def prefill_config(dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """Return the layout of prefill for heads of ``dim`` numbers.
+def prefill_config(dim: int, dtype: torch.dtype, card: Card = PORTABLE) -> AttentionConfig:
+    """Return the layout of prefill for heads of ``dim`` numbers on ``card``.
 
-    Two outputs of all rows must fit into registers.
+    Two outputs of all rows must fit into registers. Two stages of keys and values of wide heads need more shared memory
+    than small cards have.
     """
     if dtype == torch.float32:
         return AttentionConfig(rows=16, warps=4, stages=2)
-    return AttentionConfig(rows=128, warps=8, stages=3) if dim <= 128 else AttentionConfig(rows=64, warps=8, stages=2)
+    if dim <= 128:
+        return AttentionConfig(rows=128, warps=8, stages=3)
+    return AttentionConfig(rows=64, warps=8, stages=2 if card.room >= WIDE_HEADS else 1)
 
 
 @triton.jit
@@ -467,7 +476,7 @@ def prefill_attention(
         return
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
-    config = config or prefill_config(dim, q.dtype)
+    config = config or prefill_config(dim, q.dtype, card_at(q.device))
     group_rows = triton.next_power_of_2(heads // kv_heads)
     _prefill[(len(tiles) * kv_heads,)](
         q, cache, table, slots, positions, tiles, num_tiles, out, alibi, sinks,

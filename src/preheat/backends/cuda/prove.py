@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.launch import compiling
+from preheat.backends.cuda.launch import KernelRefused, compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     Expanded,
@@ -63,12 +63,45 @@ def settle(
         for choice in configs.used(shape, size, adapted=shape in adapted)
     ]
     used += [(shape, reference(shape)) for shape in sizes]
-    compile_kernels(used)
+    _compile_or_withdraw(configs, sizes, used, adapted)
     proven: dict[tuple[LinearShape, int], bool] = {}
     if configs.invariant:
         for shape, numbers in sizes.items():
             proven |= prove(configs, [shape], list(numbers), adapted=shape in adapted)
     return proven
+
+
+def _compile_or_withdraw(
+    configs: KernelConfigs,
+    sizes: Mapping[LinearShape, Collection[int]],
+    used: Sequence[tuple[LinearShape, KernelConfig]],
+    adapted: Collection[LinearShape],
+) -> None:
+    """Compile the kernels ``used``, and serve layers by the reference where the chosen kernel does not compile.
+
+    Raise KernelRefused if a reference does not compile.
+    """
+    try:
+        compile_kernels(used)
+        return
+    except KernelRefused:
+        reasons = {pair: reason for pair in dict.fromkeys(used) if (reason := _refusal(*pair))}
+    for (shape, choice), reason in reasons.items():
+        if choice == reference(shape):
+            raise KernelRefused(f"{reason}; it is the only kernel for {shape}: use --device cpu, or another GPU")
+        for size in sizes[shape]:
+            if choice in configs.used(shape, size, adapted=shape in adapted):
+                logger.warning("%s is not used for %d rows of %s: %s", choice, size, shape, reason)
+                configs.withdraw(shape, size)
+
+
+def _refusal(shape: LinearShape, choice: KernelConfig) -> str | None:
+    """Return why the kernel ``choice`` does not compile, or None."""
+    try:
+        compile_kernels([(shape, choice)])
+    except KernelRefused as refused:
+        return refused.message
+    return None
 
 
 def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_errors: bool = False) -> None:
@@ -154,9 +187,9 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
         return experts.local(configs.experts(shape, tokens), x[:tokens], logits[:tokens], apart=apart)
 
     with compiling(os.cpu_count() or 1):
-        for tokens in sizes:
-            found(tokens)
         right(x, logits)
+    for tokens in _refused(sizes, found):
+        configs.reject(shape, tokens)
     wrong: set[int] = set()
     for seed in range(seeds):
         fill(x, logits, seed)
@@ -167,6 +200,24 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
         config = configs.experts(shape, tokens)
         logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)
         configs.reject(shape, tokens)
+
+
+def _refused(sizes: Sequence[int], found: Callable[[int], object]) -> Iterator[int]:
+    """Compile the kernels that ``found`` launches, and yield the numbers of tokens with a refused kernel."""
+
+    def refusal(some: Sequence[int]) -> str | None:
+        try:
+            with compiling(os.cpu_count() or 1):
+                for tokens in some:
+                    found(tokens)
+        except KernelRefused as refused:
+            return refused.message
+        return None
+
+    for tokens in sizes if refusal(sizes) else ():
+        if reason := refusal([tokens]):
+            logger.warning("The reference serves %d tokens of experts: %s", tokens, reason)
+            yield tokens
 
 
 def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:

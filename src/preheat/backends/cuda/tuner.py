@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     KernelConfig,
@@ -138,7 +138,7 @@ def _times(
     for size in rows:
         if time.monotonic() > end:
             break
-        choices = list(candidates(shape, size, hopper=is_hopper()))
+        choices = list(candidates(shape, size, card=card_at()))
         compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
         first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
         ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]

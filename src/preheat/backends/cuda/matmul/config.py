@@ -7,10 +7,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from preheat.backends.cuda.card import HOPPER
 from preheat.ops.kinds import Scheme
 from preheat.ops.values import Experts, Matmul
 
-SHARED_BYTES = 225_000
+SHARED_BYTES = HOPPER.room
 """Of one program's tiles in shared memory, on Hopper."""
 
 
@@ -130,7 +131,7 @@ PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENC
 """The reference kernels of experts with plain weights."""
 
 
-PROCESSORS = 132
+PROCESSORS = HOPPER.processors
 """Of a Hopper GPU."""
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from preheat.backends.cuda.card import PORTABLE, Card, card_of
 from preheat.backends.cuda.matmul.config import (
     SHARED_BYTES,
     Expanded,
@@ -33,6 +34,7 @@ from preheat.backends.cuda.matmul.config import (
     whole_groups,
     wide_float8,
 )
+from preheat.backends.cuda.matmul.fit import fits, fitted
 from preheat.backends.cuda.matmul.rules import (
     FEW_OUTPUTS,
     FEW_ROWS,
@@ -212,32 +214,32 @@ KERNELS = (
 """The rule asks kernels in this order."""
 
 
-def serving(shape: LinearShape, *, hopper: bool) -> Iterator[Kernel]:
-    """Yield the kernels that serve a layer, best guesses first."""
-    return (kernel for kernel in KERNELS if (hopper or not kernel.hopper) and kernel.serves(shape))
+def serving(shape: LinearShape, card: Card) -> Iterator[Kernel]:
+    """Yield the kernels that serve a layer on ``card``, best guesses first."""
+    return (kernel for kernel in KERNELS if (card.is_hopper or not kernel.hopper) and kernel.serves(shape))
 
 
-def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
+def rule(shape: LinearShape, rows: int, *, card: Card = PORTABLE) -> KernelConfig:
     """Guess the kernel for a layer that is in no table."""
-    guesses = (kernel.guess(shape, rows) for kernel in serving(shape, hopper=hopper))
-    return next(guess for guess in guesses if guess is not None)
+    guesses = (kernel.guess(shape, rows) for kernel in serving(shape, card))
+    return fitted(next(guess for guess in guesses if guess is not None), shape, card)
 
 
-def candidates(shape: LinearShape, rows: int, *, hopper: bool = False) -> Iterator[KernelConfig]:
-    """Yield everything worth measuring for ``rows`` rows of a layer."""
-    for kernel in serving(shape, hopper=hopper):
-        yield from kernel.candidates(shape, rows)
+def candidates(shape: LinearShape, rows: int, *, card: Card = PORTABLE) -> Iterator[KernelConfig]:
+    """Yield everything worth measuring for ``rows`` rows of a layer on ``card``."""
+    for kernel in serving(shape, card):
+        yield from (choice for choice in kernel.candidates(shape, rows) if fits(choice, shape, card))
 
 
 class KernelConfigs:
     """From a layer or experts and a number of rows to the kernels that serve them.
 
     Of several ``tables`` that know a layer the last one counts. ``invariant``: only kernels that keep the contract's
-    order. ``hopper``: kernels written for Hopper may be guessed, too.
+    order. Guesses are for ``card``.
     """
 
-    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, hopper: bool = False) -> None:
-        self.invariant, self._hopper = invariant, hopper
+    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, card: Card = PORTABLE) -> None:
+        self.invariant, self._card = invariant, card
         self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._own: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
@@ -260,13 +262,13 @@ class KernelConfigs:
 
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
         known = shape._replace(bias=False, bf16_scales=False)
-        return _up_to(self._entries, known, rows) or rule(shape, rows, hopper=self._hopper)
+        return _up_to(self._entries, known, rows) or rule(shape, rows, card=self._card)
 
     def experts(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
         """Return the kernels for ``tokens`` tokens of experts."""
         made = self._made_routed.get((shape, tokens))
         if made is None:
-            made = _up_to(self._routed, shape, tokens) or experts_rule(shape, tokens, hopper=self._hopper)
+            made = _up_to(self._routed, shape, tokens) or experts_rule(shape, tokens, card=self._card)
             self._made_routed[shape, tokens] = made
         return made
 
@@ -275,14 +277,17 @@ class KernelConfigs:
         found = self(shape, rows)
         if rows > OWN_ROWS or not isinstance(found, Library):
             return found
-        return _up_to(self._own, shape._replace(bias=False, bf16_scales=False), rows) or tile_rule(shape, rows)
+        known = _up_to(self._own, shape._replace(bias=False, bf16_scales=False), rows)
+        return known or fitted(tile_rule(shape, rows), shape, self._card)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
         """Return the kernel for many rows on Hopper, if it pays that it adds low-rank terms itself.
 
         It is used even if cuBLAS is faster, unless it has too few tiles.
         """
-        many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
+        many = (
+            self._card.is_hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
+        )
         guesses = wide_guesses(shape, rows) if many else []
         return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
 
@@ -301,7 +306,12 @@ class KernelConfigs:
             if shape.scheme is not None:
                 self._made[shape, rows] = reference(shape)
             else:
-                self._made[shape, rows] = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
+                tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
+                self._made[shape, rows] = fitted(tile, shape, self._card)
+
+    def withdraw(self, shape: LinearShape, rows: int) -> None:
+        """Serve ``rows`` rows by the reference from now on: the chosen kernel does not compile."""
+        self._made[shape, rows] = reference(shape)
 
 
 S = TypeVar("S")
@@ -327,4 +337,6 @@ def kernel_configs(
     device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
 ) -> KernelConfigs:
     """Return the choices for linear layers on a GPU of this name and compute capability."""
-    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant, hopper=capability[0] == 9)
+    card = card_of(capability)
+    assert card is not None, "obstacle refuses other cards"
+    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant, card=card)

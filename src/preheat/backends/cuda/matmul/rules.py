@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.matmul.config import (
     PLAIN,
     PROCESSORS,
@@ -23,6 +24,7 @@ from preheat.backends.cuda.matmul.config import (
     whole_groups,
     without_unaligned_copies,
 )
+from preheat.backends.cuda.matmul.fit import fitted_experts
 
 FEW_ROWS = 24
 """Few rows for cuBLAS that may not cut the inputs into parts. Below this bound, and below ``FEW_OUTPUTS`` outputs of
@@ -186,13 +188,14 @@ def split_tile(shape: LinearShape, rows: int) -> Tile:
     return Tile(128, 128, 64, 8, 4, bulk)
 
 
-def experts_rule(shape: ExpertsShape, tokens: int, *, hopper: bool = False) -> ExpertsConfig:
+def experts_rule(shape: ExpertsShape, tokens: int, *, card: Card = PORTABLE) -> ExpertsConfig:
     """Guess the kernels for experts and a number of tokens that are in no table."""
-    guess = _guess(shape, tokens, hopper=hopper)
-    return guess._replace(
+    guess = _guess(shape, tokens, hopper=card.is_hopper)
+    aligned = guess._replace(
         gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
         down=without_unaligned_copies(guess.down, shape.down),
     )
+    return fitted_experts(aligned, shape, card)
 
 
 def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:

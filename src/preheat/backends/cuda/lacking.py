@@ -1,0 +1,34 @@
+"""Layers and caches that a card cannot run. No torch."""
+
+from __future__ import annotations
+
+from preheat.backends.cuda.card import Card, refused
+from preheat.backends.support import matmuls
+from preheat.ops.values import Cache, Value
+
+WIDE_FLOAT32 = 147_456
+"""Bytes of shared memory that prompts need in float32 with heads of more than 128 numbers."""
+
+
+def lacking(card: Card, value: Value) -> str | None:
+    """Return why ``card`` cannot run ``value``, by name, or None."""
+    if isinstance(value, Cache):
+        return _cache(card, value)
+    if card.float8:
+        return None
+    for part in matmuls(value):
+        scheme = part.weight.scheme
+        if scheme is not None and scheme.code == "fp8":
+            return refused(card, f"layers in {scheme.kind} ({scheme.name})")
+    return None
+
+
+def _cache(card: Card, cache: Cache) -> str | None:
+    if cache.dtype == "fp8_e4m3" and not card.float8:
+        return refused(card, "a KV cache in fp8_e4m3")
+    if cache.model == "float32" and cache.head_dim > 128 and card.shared_bytes < WIDE_FLOAT32:
+        return (
+            f"heads of {cache.head_dim} numbers in float32 need {WIDE_FLOAT32 // 1024} KB of shared memory, and "
+            f"compute capability {card.version} has {card.shared_bytes // 1024}: use --dtype bfloat16"
+        )
+    return None
