@@ -74,10 +74,10 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 class Child:
     """The process of an engine, stopped unless it runs a load."""
 
-    def __init__(self, name: str, task: Mapping[str, Any], python: str, log: Path) -> None:
+    def __init__(self, name: str, task: Mapping[str, Any], python: str, log: Path, program: Path = CHILD) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self.process = subprocess.Popen(
-            [python, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
+            [python, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
             start_new_session=True, env=environment,
         )  # fmt: skip
         self.name, self._log = name, log
@@ -86,10 +86,14 @@ class Child:
 
     def run(self, load: Mapping[str, Any]) -> float:
         """Return the seconds of ``load``."""
+        return float(self.ask(load)["seconds"])
+
+    def ask(self, load: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to ``load``."""
         self._signal(signal.SIGCONT)
         time.sleep(0.05)
         try:
-            return float(self._ask(load)["seconds"])
+            return self._ask(load)
         finally:
             self._signal(signal.SIGSTOP)
 

@@ -22,6 +22,7 @@ SINGLE = {
     "cpu_engines": "tokens a second of several engines on a CPU, in turns, each stopped while others run",
     "defrag": "decoding from a scattered KV cache, with and without compaction",
     "elastic": "new weights in place, blocks back from the host, sleep and wake",
+    "encoders": "texts a second and single queries of engines of embeddings on a CPU, in turns",
     "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
     "gemm": "linear layers on a GPU: the kernels in use against cuBLAS",
     "grammars": "what structured outputs cost: between tokens, and to the first one",

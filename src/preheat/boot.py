@@ -278,7 +278,7 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
         max_loras=settings.max_loras if settings.enable_lora else 0,
-        head=partial(through, model.weights.pooled_head) if model.weights.pooled_head else None,
+        head=partial(through, head, model.spec.hidden_size) if (head := model.weights.pooled_head) else None,
     )
 
 

@@ -450,6 +450,10 @@ class Resume(msgspec.Struct, array_like=True, frozen=True):
     adapter: str | None = None
 
 
+POOLS = ("MEAN", "MAX", "WEIGHTEDMEAN", "MEAN_SQRT_LEN", "ALL")
+"""The ways to pool the states of all tokens. The ``prompt_logprobs`` of a pooling request is a place in this list."""
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 

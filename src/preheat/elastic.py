@@ -173,7 +173,8 @@ class Elastic:
         read, renames = _plain_copy if on_host else copy, self._model.spec.renames
         if tensors is not None:
             return StoredTensors("the tensors", [GivenTensors(tensors)], read, renames)
-        return SafetensorsFiles(Path(command.path), read, renames, below=command.root or None)
+        folder, folders = Path(command.path), self._model.spec.folders
+        return SafetensorsFiles(folder, read, renames, below=command.root or None, folders=folders)
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest, with advice, if the engine cannot sleep at this level."""

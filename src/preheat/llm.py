@@ -113,11 +113,13 @@ class LLM(OfflineClient):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """The tasks of the engine: "generate", or "embed" and "score", or "classify" and, for one class, "score"."""
+        """The tasks of the engine: "generate", or how it pools texts."""
         pooling = self.frontend.pooling
         if pooling is None:
             return ("generate",)
-        return ("classify", *["score"] * pooling.scores_pairs) if pooling.classes else ("embed", "score")
+        if pooling.classes:
+            return ("classify", *["score"] * pooling.scores_pairs)
+        return ("token_embed", "score") if pooling.of_tokens else ("embed", "token_embed", "score")
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin a trace of every step, for https://ui.perfetto.dev.

@@ -18,7 +18,9 @@ from preheat.frontend.embedding import (
     PoolingParams,
     asked_of,
     check_dimensions,
+    check_of_tokens,
     cosine,
+    late_interaction,
     paired,
     pairs_of,
     pooled_output,
@@ -265,19 +267,16 @@ class OfflineClient:
         pooling_task: str = "embed",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled output of each prompt, in order; the task is "embed", or "classify" for a classifier.
+        """Return the pooled output of each prompt, in order.
 
+        The task is "embed", "token_embed" for a vector of each token, or "classify" for a classifier.
         ``tokenization_kwargs`` are as in :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be
         served, before any runs.
         """
-        if pooling_task not in ("embed", "classify"):
-            raise InvalidRequest(
-                f"pooling_task is {pooling_task!r}, but only 'embed' and 'classify' are served", param="pooling_task"
-            )
-        if pooling_task == "embed":
-            self.frontend.embedding_of("LLM.encode")
-        else:
-            self.frontend.classes_of("LLM.encode")
+        own = self.frontend.pooling_for(pooling_task, "LLM.encode")
+        if pooling_task == "token_embed":
+            check_of_tokens(own, pooling_params.dimensions if pooling_params else None)
+            pooling_params = msgspec.structs.replace(pooling_params or PoolingParams(), task=pooling_task)
         return self._pooled(
             as_list(prompts), pooling_params, use_tqdm, lora_request,
             tokenization_kwargs=tokenization_kwargs, truncate_prompt_tokens=truncate_prompt_tokens,
@@ -310,7 +309,7 @@ class OfflineClient:
         """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
         pooling, (adds, own) = self.frontend.pooling_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
-        wanted = asked_of(pooling, truncate if own is None else own)
+        wanted = asked_of(pooling, truncate if own is None else own, of_tokens=params.task == "token_embed")
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
         for place, prompt in enumerate(prompts):
             with naming_prompt(place, len(prompts)):
@@ -356,6 +355,7 @@ class OfflineClient:
         """Return the score of pairs of ``data_1`` and ``data_2``: a cross-encoder's, or the :func:`cosine`.
 
         A single one of ``data_1`` is compared with each of ``data_2``. A cross-encoder reads pairs of texts.
+        Models with a vector for each token are compared by :func:`late_interaction`.
         """
         first, second = as_list(data_1), as_list(data_2)
         count, pooling = paired(len(first), len(second), "data_1"), self.frontend.scoring_of("LLM.score")
@@ -363,12 +363,14 @@ class OfflineClient:
             texts = [*map(_text_of, first)], [*map(_text_of, second)]
             pooled = self._pooled(pairs_of(pooling, *texts), pooling_params, use_tqdm, lora_request, **options)
             return [ScoringRequestOutput.from_base(self._without_types(each)) for each in pooled]
+        options["pooling_task"] = "token_embed" if pooling.of_tokens else "embed"
         pooled = self.encode([*first, *second], pooling_params, use_tqdm, lora_request, **options)
+        alike = late_interaction if pooling.of_tokens else cosine
         ones, others = pooled[: len(first)] * (count // len(first)), pooled[len(first) :]
         return [
             ScoringRequestOutput(
                 str(place),
-                ScoringOutput(cosine(one.outputs.data, other.outputs.data)),
+                ScoringOutput(alike(one.outputs.data, other.outputs.data)),
                 one.prompt_token_ids + other.prompt_token_ids,
                 num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
             )

@@ -19,7 +19,7 @@ from preheat.backends.registry import facts_of, wake
 from preheat.backends.support import supports
 from preheat.combinations import check as check_features
 from preheat.combinations import traits_of
-from preheat.core import Died, ToEngine
+from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_cache import AnswerCache
@@ -95,17 +95,18 @@ def boot_front(
             settings.chat_template_content_format,
         )
         template.check()
+        pooling = pooling_of(settings, folder, config)
         options = FrontendOptions(
             template=template,
             recommended=_recommended(settings, files),
-            max_logprobs=settings.max_logprobs,
+            max_logprobs=max(settings.max_logprobs, len(POOLS)) if pooling else settings.max_logprobs,
             max_queued=max_queued,
             metrics=metrics,
             seed=settings.seed,
             log_requests=settings.enable_log_requests,
             images=images,
             priorities=settings.scheduling_policy == "priority",
-            pooling=pooling_of(settings, folder, config),
+            pooling=pooling,
             embed_size=_embed_size(settings, folder),
             adapters=Adapters(send, settings),
             traces=_traces(settings),

@@ -220,10 +220,12 @@ def test_pooling_follows_files_and_options(tmp_path):
     sentence_transformers(tmp_path, "pooling_mode_cls_token")
     assert found() == Pooling("CLS", False)
     sentence_transformers(tmp_path, "pooling_mode_max_tokens")
-    with pytest.raises(ModelError, match="asks for pooling_mode_max_tokens; supported are lasttoken, mean and cls"):
+    assert found() == Pooling("MAX", False)
+    sentence_transformers(tmp_path, "pooling_mode_attention")
+    with pytest.raises(ModelError, match="asks for attention; supported are lasttoken, mean, cls, max"):
         found()
-    sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dense")
-    with pytest.raises(ModelError, match="module Dense is not supported"):
+    sentence_transformers(tmp_path, "pooling_mode_mean_tokens", "Dropout")
+    with pytest.raises(ModelError, match="module Dropout is not supported"):
         found()
     sentence_transformers(tmp_path, "pooling_mode_mean_tokens")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
@@ -237,7 +239,7 @@ def test_pooling_follows_files_and_options(tmp_path):
         ({"convert": "reward"}, "no reward models are run"),
         ({"runner": "generate", "task": "embed"}, "contradict"),
         ({"runner": "generate", "pooler_config": LAST}, "drop it"),
-        ({"pooler_config": {"pooling_type": "MAX"}}, "MAX is not supported"),
+        ({"pooler_config": {"pooling_type": "STEP"}}, "STEP is not supported"),
         ({"pooler_config": {"softmax": True}}, "'softmax' is not one of"),
     ):
         with pytest.raises(SettingsError, match=why):

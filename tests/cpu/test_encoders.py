@@ -48,7 +48,7 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     ("family", "pooling", "mode"),
     [("Bert", "CLS", "eager"), ("Bert", "MEAN", "llvm"), ("XLMRoberta", "CLS", "llvm"), ("Roberta", "MEAN", "eager"),
      ("DistilBert", "LAST", "llvm"), ("NomicBert", "MEAN", "llvm"), ("ModernBert", "CLS", "llvm"),
-     ("ModernBert", "MEAN", "eager")],
+     ("ModernBert", "MEAN", "eager"), ("MPNet", "MEAN", "llvm"), ("MPNet", "CLS", "eager")],
 )  # fmt: skip
 def test_equals_transformers(family, pooling, mode, tmp_path):
     """The states of the first, the last and all tokens equal transformers, for texts up to the longest one."""

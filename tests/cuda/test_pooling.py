@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from preheat import LLM
-from preheat.schedule.sequence import Pooled
+from preheat.schedule.pooled import Pooled
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_embeddings import LAST, MEAN, by_chunks, hidden_states, same, vectors

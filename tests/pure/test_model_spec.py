@@ -188,7 +188,7 @@ REJECTED = {
     },
     "it needs keys and values compressed to a latent vector": {"architectures": ["DeepseekV3ForCausalLM"]},
     "it needs attention that looks ahead": {"architectures": ["ElectraModel"]},
-    "it needs a head that is not read": {"architectures": ["ModernBertForSequenceClassification"]},
+    "it needs a head that is not read": {"architectures": ["NomicBertForSequenceClassification"]},
     "max_position_embeddings is 1, and the first 2 are unused": {
         "architectures": ["RobertaModel"],
         "max_position_embeddings": 1,

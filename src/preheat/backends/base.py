@@ -503,6 +503,7 @@ class AttentionLayer:
     is not ``causal``, a token sees all tokens of its row of the step, also the tokens behind it, within ``window`` - 1
     tokens on each side; a step has all tokens of such a row. ``sinks`` fp32 [heads]: a head's sink is a score without a
     key. It joins the softmax as the last KV split: its sum of weights is one, its output zero.
+    ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -523,6 +524,7 @@ class AttentionLayer:
     growth: Tensor | None = None
     causal: bool = True
     sinks: Tensor | None = None
+    distances: Tensor | None = None
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]

@@ -534,6 +534,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             causal=spec.attention.causal,
             growth=growth,
             sinks=weights.attention.sinks,
+            distances=decoder.distances,
         )
         for spec, layer_cache, rope, alibi, growth, weights in layers
     ]

@@ -183,7 +183,8 @@ class Packer:
         sampled_slots = schedule.slots[sampled_rows]
         sampled_tokens = ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions)
         if self._first:
-            sampled_tokens = (ends - schedule.extend)[sampled_rows]
+            last = slots.prompt_logprobs[sampled_slots] != NO_LOGPROBS  # all tokens are pooled, in their order
+            sampled_tokens = np.where(last, sampled_tokens, (ends - schedule.extend)[sampled_rows])
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         digested = slots.has_receipt[sampled_slots].nonzero()[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from preheat.core import SamplingParams
+from preheat.core import POOLS, SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.pairs import Pair
@@ -22,12 +23,13 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of :meth:`preheat.LLM.embed`; names and meanings are vLLM's.
 
     ``dimensions``: the length of the embedding, for a matryoshka model. ``use_activation`` or ``normalize``: whether
-    embeddings have length 1; None: as the model says.
+    embeddings have length 1; None: as the model says. ``task`` "token_embed" asks for a vector of each token.
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+    task: Literal["embed", "classify", "token_embed"] | None = None
 
     @property
     def normalizes(self) -> bool | None:
@@ -40,14 +42,17 @@ _ALL = SamplingParams(
 )
 
 
-def asked_of(pooling: Pooling, truncate: int | None = None, side: str | None = None) -> SamplingParams:
+def asked_of(
+    pooling: Pooling, truncate: int | None = None, side: str | None = None, *, of_tokens: bool = False
+) -> SamplingParams:
     """Return the sampling parameters that make the engine report hidden states.
 
-    The report covers the last token, or all tokens of the prompt for mean pooling; the prefix cache then serves none of
-    them. A single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``, ``side`` is
-    ``truncation_side``.
+    The report covers one token, or all tokens of the prompt; the prefix cache then serves none of them. With
+    ``of_tokens`` each token has a vector. A single token is sampled and not shown. ``truncate`` is
+    ``truncate_prompt_tokens``, ``side`` is ``truncation_side``.
     """
-    asked = _ALL if pooling.type == "MEAN" else _LAST
+    kind = "ALL" if of_tokens else pooling.type
+    asked = replace(_ALL, prompt_logprobs=POOLS.index(kind)) if kind in POOLS else _LAST
     return replace(asked, truncate_prompt_tokens=truncate, truncation_side=side)
 
 
@@ -78,8 +83,25 @@ def embedding(
             f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
         )
     vector = vector[:dimensions]
-    if not (pooling.normalize if normalize is None else normalize):
-        return vector
+    return _normalized(vector) if (pooling.normalize if normalize is None else normalize) else vector
+
+
+def token_vectors(state: RequestState, pooling: Pooling, normalize: bool | None = None) -> np.ndarray:
+    """Return the vectors of a finished request's tokens, fp32 [tokens, size]; each is normalized as an embedding is."""
+    found = np.frombuffer(state.pooled, np.float32).reshape(len(state.prompt_ids), -1)
+    normalizes = pooling.normalize if normalize is None else normalize
+    return np.stack([_normalized(vector) for vector in found]) if normalizes else found
+
+
+def check_of_tokens(pooling: Pooling, dimensions: int | None) -> None:
+    """Raise InvalidRequest unless each token of a text can have a vector."""
+    if pooling.classes or (pooling.dense and not pooling.of_tokens):
+        raise InvalidRequest("token_embed is not supported, as the model has a head behind the pooled state of a text")
+    if dimensions is not None:
+        raise InvalidRequest("dimensions has no meaning for the vectors of tokens: leave it out", param="dimensions")
+
+
+def _normalized(vector: np.ndarray) -> np.ndarray:
     length = math.sqrt(math.fsum((vector.astype(np.float64) ** 2).tolist()))
     return (vector / (length or 1.0)).astype(np.float32)
 
@@ -113,7 +135,9 @@ def pairs_of(
 ) -> list[Pair]:
     """Return the pairs of texts; a single ``first`` text is paired with each of ``second``."""
     ones = [*first] * (len(second) // len(first))
-    return [Pair(one, other, pooling.types, most_second) for one, other in zip(ones, second, strict=True)]
+    return [
+        Pair(one, other, pooling.types, most_second, pooling.template) for one, other in zip(ones, second, strict=True)
+    ]
 
 
 def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
@@ -121,7 +145,12 @@ def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) 
     if pooling.classes:
         numbers = PoolingOutput(class_numbers(state, pooling, params.normalizes))
         return PoolingRequestOutput(state.request_id, numbers, state.prompt_ids)
-    data = embedding(state, pooling, params.dimensions, params.normalizes)
+    of_tokens = pooling.of_tokens or params.task == "token_embed"
+    data = (
+        token_vectors(state, pooling, params.normalizes)
+        if of_tokens
+        else embedding(state, pooling, params.dimensions, params.normalizes)
+    )
     return PoolingRequestOutput(
         state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens
     )
@@ -132,6 +161,16 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = math.sqrt(math.fsum((a * a).tolist()) * math.fsum((b * b).tolist()))
     return math.fsum((a * b).tolist()) / lengths if lengths else 0.0
+
+
+def late_interaction(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the sum over the vectors ``one`` of the greatest product with one of the vectors ``other``.
+
+    Contract: products of float32 are summed in float64 by numpy, in an order fixed by their number, for each pair by
+    itself; the greatest products are summed exactly and rounded once.
+    """
+    wide = other.astype(np.float64)
+    return math.fsum(float((wide * vector).sum(axis=1).max()) for vector in one)
 
 
 def paired(first: int, second: int, param: str) -> int:

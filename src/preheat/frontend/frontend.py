@@ -210,7 +210,23 @@ class Frontend:
         found = self.pooling_of(what)
         if found.classes:
             raise InvalidRequest(f"The model does not support {what}: it classifies texts, see /classify and /score")
+        if found.of_tokens:
+            raise InvalidRequest(
+                f"The model does not support {what}: each token has a vector, see /score, and /pooling with token_embed"
+            )
         return found
+
+    def pooling_for(self, task: str, what: str) -> Pooling:
+        """Return how ``task`` pools texts. Raises InvalidRequest, naming the API ``what``, for an unknown one."""
+        if task == "classify":
+            return self.classes_of(what)
+        if task == "token_embed":
+            return self.pooling_of(what)
+        if task != "embed":
+            raise InvalidRequest(
+                f"task is {task!r}, but only embed, token_embed and classify are served by {what}", param="task"
+            )
+        return self.embedding_of(what)
 
     def classes_of(self, what: str) -> Pooling:
         """Return how texts are classified. Raises InvalidRequest, naming the API ``what``, for another model."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from preheat.utils.pair_template import PairTemplate
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -11,13 +13,14 @@ class Pair:
 
     The tokens of the second text, and the special tokens behind them, may have another of ``types`` types. Such a token
     is written as its id plus the type times the size of the vocabulary. At most ``most_second`` tokens of the second
-    text count.
+    text count. ``template`` is the text around the pair.
     """
 
     first: str
     second: str
     types: int = 1
     most_second: int | None = None
+    template: PairTemplate | None = None
 
     def __len__(self) -> int:
         """Return the characters of both texts."""

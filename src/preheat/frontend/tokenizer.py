@@ -25,6 +25,7 @@ from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
 from preheat.utils.contract import digest_of
 from preheat.utils.files import TABLE_BYTES, read_file, read_json, regular_file
+from preheat.utils.pair_template import PairTemplate
 
 _OTHERS = {"tekken.json": "mistral-common", "tokenizer.model": "sentencepiece (tiktoken for a tiktoken file)"}
 """Files of other tokenizers, each with the library that converts it."""
@@ -207,6 +208,8 @@ class Tokenizer:
         Tokens of a longer pair than ``most`` are cut from the end of the longer text, one by one. Raises InvalidRequest
         if a text has lone surrogates.
         """
+        if pair.template is not None and not pair.first.startswith(pair.template.mark):
+            return self._in_template(pair, pair.template, most)
         first, second = (self._plain(text) for text in (pair.first, pair.second))
         if pair.most_second is not None:
             second.truncate(pair.most_second)
@@ -218,6 +221,18 @@ class Tokenizer:
         encoding = self._backend.post_process(first, second, True)
         size = self.vocab_size if pair.types > 1 else 0
         return [id + type_id * size for id, type_id in zip(encoding.ids, encoding.type_ids, strict=True)]
+
+    def _in_template(self, pair: Pair, template: PairTemplate, most: int | None) -> list[int]:
+        """Return the token ids of ``pair`` in its ``template``; the body loses its last tokens."""
+        second = pair.second
+        if pair.most_second is not None and (places := self._plain(second).offsets[: pair.most_second]):
+            second = second[: places[-1][1]]
+        before, body, behind = (
+            self._plain(text).ids for text in (template.before, template.filled(pair.first, second), template.behind)
+        )
+        if most is not None:
+            body = body[: max(most - len(before) - len(behind), 0)]
+        return [*before, *body, *behind]
 
     def _plain(self, text: str) -> Encoding:
         """Return the encoding of ``text`` without special tokens."""

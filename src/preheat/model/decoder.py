@@ -12,6 +12,7 @@ from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Regi
 from preheat.model.layers import DecoderLayer, Weights, fused, joined, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
+from preheat.ops.distances import distance_table
 
 Inputs = tuple[FusedInput | None, FusedInput | None]
 
@@ -88,6 +89,8 @@ class Decoder:
             for each in {layer.attention.alibi for layer in spec.layers}
         }
         self.alibi = [slopes[layer.attention.alibi] for layer in spec.layers]
+        own, biases = weights.distances, spec.distances
+        self.distances = None if own is None or biases is None else distance_table(own, biases.most, max_model_len)
         factors = {
             each: None if each is None else query_factors(each, max_model_len, self.dtype).to(device)
             for each in {layer.attention.growth for layer in spec.layers}

@@ -173,6 +173,6 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
             found |= formats[leaf.format].tensors(leaf)
         elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape
-            if isinstance(leaf, HeadSpec) or (isinstance(leaf, NormSpec) and leaf.bias):
+            if isinstance(leaf, HeadSpec | NormSpec) and leaf.bias:
                 found[f"{leaf.name}.bias"] = leaf.shape[:1]
     return found

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
-from preheat.model.pooled_head import HeadLayer
+from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Weights:
 
     ``embedding`` is a table (:mod:`preheat.ops.embedding`). ``positions`` [positions, hidden] exist where they are
     learned; ``vision`` is for models that see images. ``types`` [types, hidden] belong to the parts of a pair of texts,
-    ``pooled_head`` to a classifier.
+    ``pooled_head`` to a classifier. ``distances`` [buckets, heads] are biases of attention.
     """
 
     embedding: Tensor
@@ -204,7 +204,8 @@ class Weights:
     positions: Tensor | None = None
     vision: VisionWeights | None = None
     types: Tensor | None = None
-    pooled_head: Sequence[HeadLayer] = ()
+    pooled_head: Sequence[HeadLayer | HeadNorm] = ()
+    distances: Tensor | None = None
 
     def linears(self) -> Linears:
         """All linear layers and experts of the decoder, by path.

@@ -49,7 +49,7 @@ from preheat.model.layers import (
     SharedExpert,
     Weights,
 )
-from preheat.model.pooled_head import HeadLayer
+from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard
@@ -58,6 +58,7 @@ from preheat.model.specs import (
     TIED_HEAD,
     AttentionSpec,
     DenseSpec,
+    DistanceSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -245,7 +246,7 @@ def load_weights(
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as upload:
-        files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames)
+        files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
             files,
@@ -347,6 +348,7 @@ class WeightLoader:
             vision,
             types,
             [*map(self.head_layer, spec.pooled_head)],
+            None if spec.distances is None else self.distances(spec.distances),
         )
 
     def _without_adapters(self) -> WeightLoader:
@@ -379,11 +381,24 @@ class WeightLoader:
             self.dense(spec.mlp),
         )  # fmt: skip
 
-    def head_layer(self, spec: HeadSpec) -> HeadLayer:
+    def distances(self, spec: DistanceSpec) -> Tensor:
+        """Return the biases of distances, fp32 [buckets, heads] on the host."""
+        found = torch.empty(spec.shape)
+        self.source.fill(f"{spec.name}.weight", found)
+        return found
+
+    def head_layer(self, spec: HeadSpec | NormSpec) -> HeadLayer | HeadNorm:
         """Return a layer of the head behind a pooled state, on the host."""
-        weight, bias = torch.empty(spec.shape), torch.empty(spec.shape[:1])
+        weight = torch.empty(spec.shape)
         self.source.fill(f"{spec.name}.weight", weight)
-        self.source.fill(f"{spec.name}.bias", bias)
+        bias = torch.zeros(spec.shape[:1])
+        if spec.bias:
+            self.source.fill(f"{spec.name}.bias", bias)
+        if isinstance(spec, NormSpec):
+            return HeadNorm(weight, bias, spec.eps)
+        if spec.rows:
+            weight, bias = weight[list(spec.rows)], torch.zeros(spec.outputs)
+            weight = weight[1:] - weight[:1] if len(weight) > spec.outputs else weight
         return HeadLayer(weight, bias, spec.activation)
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:

@@ -32,6 +32,8 @@ class HeadLayer:
             found = np.array(list(map(math.tanh, found.tolist())))
         elif self.activation == "relu":
             found = np.maximum(found, 0.0)
+        elif self.activation == "gelu":
+            found = np.array([x * 0.5 * (1.0 + math.erf(x * math.sqrt(0.5))) for x in found.tolist()])
         rounded: np.ndarray = found.astype(np.float32)
         return rounded
 
@@ -44,9 +46,41 @@ class HeadLayer:
         return ()
 
 
-def through(head: Sequence[HeadLayer], state: bytes) -> bytes:
-    """Return the numbers behind ``head`` for a pooled state, both as bytes of float32."""
-    found = np.frombuffer(state, np.float32)
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A norm of a head that subtracts the mean: ``weight`` and ``bias`` [size], float32 on the host.
+
+    Mean and variance are exact sums in float64, each rounded once.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Return float32 [size] for ``x`` float32 [size]."""
+        wide = x.astype(np.float64)
+        wide = wide - math.fsum(wide.tolist()) / len(x)
+        variance = math.fsum((wide * wide).tolist()) / len(x)
+        found = wide / math.sqrt(variance + self.eps) * self.weight.numpy() + self.bias.numpy()
+        rounded: np.ndarray = found.astype(np.float32)
+        return rounded
+
+    def weights(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return self.weight, self.bias
+
+    def state(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.HasWeights`."""
+        return ()
+
+
+def through(head: Sequence[HeadLayer | HeadNorm], size: int, states: bytes) -> bytes:
+    """Return the numbers behind ``head`` for states of ``size`` numbers each, both as bytes of float32."""
+    return b"".join(_through(head, state) for state in np.frombuffer(states, np.float32).reshape(-1, size))
+
+
+def _through(head: Sequence[HeadLayer | HeadNorm], found: np.ndarray) -> bytes:
     for layer in head:
         found = layer(found)
     return found.tobytes()

@@ -128,7 +128,8 @@ class StoredTensors:
         for file in files:
             for stored in file.keys():  # noqa: SIM118 - not a mapping
                 self.stored.add(stored)
-                for name, shape, part in _parts(stored, tuple(file.get_slice(stored).get_shape()), renames):
+                own = () if isinstance(file, _Below) else renames
+                for name, shape, part in _parts(stored, tuple(file.get_slice(stored).get_shape()), own):
                     if name in self.shapes:
                         raise ModelError(f"{origin}: tensor {name} is there more than once")
                     self.shapes[name] = shape
@@ -208,7 +209,7 @@ class StoredTensors:
 class SafetensorsFiles(StoredTensors):
     """The tensors of a checkpoint in ``directory``.
 
-    Its files lie ``below`` that folder if there is one.
+    Its files lie ``below`` that folder if there is one. The tensors of ``folders`` in it are named FOLDER/NAME.
     """
 
     def __init__(
@@ -218,8 +219,12 @@ class SafetensorsFiles(StoredTensors):
         renames: Sequence[Rename] = (),
         *,
         below: str | Path | None = None,
+        folders: Sequence[str] = (),
     ) -> None:
-        super().__init__(directory, map(open_tensors, weight_files(directory, below)), copy, renames)
+        files = [open_tensors(path) for path in weight_files(directory, below)]
+        for each in folders:
+            files += [_Below(open_tensors(path), each) for path in weight_files(directory / each, below)]
+        super().__init__(directory, files, copy, renames)
         if missing := sorted(indexed_names(directory, below) - self.stored):
             raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
 
@@ -237,6 +242,22 @@ def open_tensors(path: Path) -> Any:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the library has no error class of its own
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+class _Below:
+    """An open safetensors file in a folder beside a model's; its tensors are named FOLDER/NAME."""
+
+    def __init__(self, file: Any, folder: str) -> None:
+        self._file, self._folder = file, folder
+
+    def keys(self) -> list[str]:
+        return [f"{self._folder}/{name}" for name in self._file.keys()]  # noqa: SIM118 - not a mapping
+
+    def get_tensor(self, name: str) -> Tensor:
+        return cast(Tensor, self._file.get_tensor(name.partition("/")[2]))
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(name.partition("/")[2])
 
 
 class GivenTensors(dict[str, Tensor]):

@@ -441,25 +441,50 @@ class VectorSpec:
         return self.size
 
 
-HeadActivation = Literal["tanh", "relu"]
+@dataclass(frozen=True)
+class DistanceSpec:
+    """Biases of attention by distance, [buckets, heads]; distances from ``most`` on are alike."""
+
+    name: str
+    buckets: int
+    heads: int
+    most: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buckets, self.heads
+
+    @property
+    def params(self) -> int:
+        return self.buckets * self.heads
+
+
+HeadActivation = Literal["tanh", "relu", "gelu"]
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A layer of the head behind a pooled state, [outputs, inputs] with a bias; ``name`` is the checkpoint's module."""
+    """A layer of the head behind a pooled state, [outputs, inputs]; ``name`` is the checkpoint's module.
+
+    A module of a folder beside the model's files is written FOLDER/NAME. With ``rows`` the weight is these rows of a
+    table of ``height`` rows, or for a single output of two rows the second less the first.
+    """
 
     name: str
     outputs: int
     inputs: int
     activation: HeadActivation | None = None
+    bias: bool = True
+    rows: tuple[int, ...] = ()
+    height: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.outputs, self.inputs
+        return self.height or self.outputs, self.inputs
 
     @property
     def params(self) -> int:
-        return self.outputs * (self.inputs + 1)
+        return self.outputs * (self.inputs + self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,7 +655,7 @@ class ModelSpec:
     expressions; a tensor is no weight if its whole name matches one. ``vision`` is for models that see images. The
     fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them. ``pools_first``: a text
     is sampled at its first token in place of its last. The layers of
-    ``pooled_head`` follow a text's state.
+    ``pooled_head`` follow a text's state. ``distances`` are biases of the attention of all layers.
     """
 
     architecture: str
@@ -649,12 +674,18 @@ class ModelSpec:
     vision: VisionSpec | None = None
     elsewhere: tuple[str, ...] = ()
     pools_first: bool = False
-    pooled_head: tuple[HeadSpec, ...] = ()
+    pooled_head: tuple[HeadSpec | NormSpec, ...] = ()
+    distances: DistanceSpec | None = None
 
     @property
     def image_tokens(self) -> int:
         """Positions of an image in the prompt; 0: the model sees no images."""
         return self.vision.tokens if self.vision else 0
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of modules beside the model's files."""
+        return tuple(dict.fromkeys(each.name.partition("/")[0] for each in self.pooled_head if "/" in each.name))
 
     @property
     def encodes(self) -> bool:
@@ -771,7 +802,7 @@ def base_model(spec: ModelSpec) -> ModelSpec:
     return replace(without_head(spec), renames=(*spec.renames, rename))
 
 
-Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec | HeadSpec
+Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec | HeadSpec | DistanceSpec
 """The specs with tensors of their own."""
 
 

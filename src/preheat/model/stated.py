@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from preheat.errors import ModelError
 from preheat.model.families import spec_of
+from preheat.model.families.heads import with_token_rows
 from preheat.model.files import read_config
-from preheat.model.specs import ModelSpec, without_head
+from preheat.model.specs import HeadSpec, ModelSpec, without_head
 from preheat.settings import Settings
+from preheat.utils.classes import from_tokens
+from preheat.utils.files import TABLE_BYTES, read_file
 from preheat.utils.pooling import pooling_of
 
 
@@ -19,5 +24,32 @@ def stated_spec(settings: Settings, folder: Path) -> ModelSpec:
 
 def pooled_spec(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
     """Return ``spec``, or for an engine that pools ``spec`` without its head."""
-    pooling = pooling_of(settings, folder, read_config(folder, settings.hf_overrides))
-    return spec if pooling is None else without_head(spec, pooling.max_length, first=pooling.type == "CLS")
+    config = read_config(folder, settings.hf_overrides)
+    pooling = pooling_of(settings, folder, config)
+    if pooling is None:
+        return spec
+    classes = from_tokens(config)
+    if classes is not None:
+        ids = _ids_of(classes.tokens, Path(settings.tokenizer or folder))
+        spec = with_token_rows(spec, ids, len(classes.labels))
+    spec = without_head(spec, pooling.max_length, first=pooling.type == "CLS")
+    dense = tuple(
+        HeadSpec(f"{each.folder}/linear", each.outputs, each.inputs, each.activation, each.bias)
+        for each in pooling.dense
+    )
+    return replace(spec, pooled_head=(*spec.pooled_head, *dense))
+
+
+def _ids_of(tokens: tuple[str, ...], folder: Path) -> tuple[int, ...]:
+    """Return the ids of ``tokens`` in the tokenizer of ``folder``. Raises ModelError for an unknown token."""
+    from tokenizers import Tokenizer  # only if a config names tokens
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str(read_file(path, most=TABLE_BYTES).decode())
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"classifier_from_token: {path} cannot be read: {error}") from error
+    found = [id for token in tokens if (id := tokenizer.token_to_id(token)) is not None]
+    if len(found) < len(tokens):
+        raise ModelError(f"classifier_from_token: {', '.join(tokens)} are not all tokens of {path}")
+    return tuple(found)

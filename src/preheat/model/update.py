@@ -95,6 +95,8 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
                 yield _norm(norm, getattr(loaded, name))
         yield from _mlp(layer.mlp, loaded.mlp)
     yield _norm(spec.final_norm, model.final_norm)
+    if spec.distances is not None:
+        raise ModelError("new weights for a model with biases of distances are not supported: start another engine")
     for head, loaded in zip(spec.pooled_head, model.pooled_head, strict=True):
         yield _head_layer(head, loaded)
     if (vision := spec.vision) is not None:
@@ -105,7 +107,7 @@ def _table(spec: EmbeddingSpec, loaded: object) -> Part:
     return Part(spec, loaded, lambda loader: loader.table(spec))
 
 
-def _head_layer(spec: HeadSpec, loaded: object) -> Part:
+def _head_layer(spec: HeadSpec | NormSpec, loaded: object) -> Part:
     return Part(spec, loaded, lambda loader: loader.head_layer(spec))
 
 

@@ -316,7 +316,7 @@ def _pooled(
         sequence = running.sequence(int(schedule.slots[row]))
         pooled = sequence.pool(states)
         if schedule.num_sampled[row]:
-            done[sequence.request.id] = pooled.mean()
+            done[sequence.request.id] = pooled.result()
     return done
 
 

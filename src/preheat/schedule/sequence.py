@@ -5,7 +5,6 @@ It keeps its state while it has no slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -13,30 +12,7 @@ import numpy as np
 from preheat.core import BACKGROUND_PRIORITY, Request, TokenLogprobs
 from preheat.schedule.adapters import BASE, Adapter
 from preheat.schedule.grammar import GrammarState
-
-
-@dataclass(slots=True)
-class Pooled:
-    """The fp32 sum [hidden] of the hidden states of ``count`` tokens.
-
-    Tokens are added one after the other, so that the sum does not depend on how a prompt is cut into chunks.
-    """
-
-    total: np.ndarray
-    count: int = 0
-
-    def add(self, states: list[np.ndarray]) -> None:
-        """Add the hidden states of the next tokens."""
-        for state in states:
-            self.total += state
-        self.count += len(states)
-
-    def mean(self) -> bytes:
-        """Return the mean as bytes, fp32 [hidden].
-
-        For a single token its own state.
-        """
-        return (self.total / np.float32(self.count)).tobytes()
+from preheat.schedule.pooled import Pooled, pool_of
 
 
 class Sequence:
@@ -78,6 +54,6 @@ class Sequence:
 
         States are fp32 [hidden] each. Returns the pool.
         """
-        self.pooled = self.pooled or Pooled(np.zeros_like(states[0]))
+        self.pooled = self.pooled or pool_of(self.request.params.prompt_logprobs, states[0])
         self.pooled.add(states)
         return self.pooled

@@ -16,7 +16,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, check_dimensions, class_numbers, embedding, prompt_of
+from preheat.frontend.embedding import (
+    asked_of,
+    check_dimensions,
+    check_of_tokens,
+    class_numbers,
+    cosine,
+    embedding,
+    late_interaction,
+    prompt_of,
+    token_vectors,
+)
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import PromptTokensDetails, Usage, encoded
@@ -52,9 +62,12 @@ async def pooling(request: Request) -> ASGIApp:
     frontend, body = await read_request(request, PoolingRequest)
     own = frontend.pooling_of("Pooling API")
     if body.task is not None:
-        own = (frontend.embedding_of if body.task == "embed" else frontend.classes_of)("Pooling API")
+        own = frontend.pooling_for(body.task, "Pooling API")
     texts = _of_kind(request, own, body)
-    return _PoolingWriter(request, body, await embedded_states(request, frontend, body, texts))
+    if not own.of_tokens and body.task != "token_embed":
+        return _PoolingWriter(request, body, await embedded_states(request, frontend, body, texts))
+    check_of_tokens(own, body.dimensions)
+    return _TokensWriter(request, body, await embedded_states(request, frontend, body, texts, of_tokens=True))
 
 
 def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | list[str | int | list[int]]:
@@ -75,12 +88,13 @@ def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | li
 
 
 async def embedded_states(
-    request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
-) -> list[RequestState]:
-    """Return the checked requests for the embeddings of the ``given`` texts."""
+    request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]], *,
+    of_tokens: bool = False,
+) -> list[RequestState]:  # fmt: skip
+    """Return the checked requests for the embeddings of the ``given`` texts, or of their tokens."""
     own = frontend.pooling_of("Embeddings API")
     check_dimensions(own, body.dimensions)
-    params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side)
+    params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
     with as_input():
         prompts = await interpreted(
             request, partial(listed, frontend, given if isinstance(given, str) else list(given), params)
@@ -124,6 +138,17 @@ class PooledWriter(WholeWriter):
         """Return the embeddings, in order. Raises InvalidRequest for more dimensions than the model has."""
         return [embedding(state, self._pooling, self._body.dimensions, normalize) for state in self._states]
 
+    def token_vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
+        """Return the vectors of each text's tokens, in order."""
+        return [token_vectors(state, self._pooling, normalize) for state in self._states]
+
+    def similarities(self, first: int) -> list[float]:
+        """Return how alike the ``first`` texts and the others are: a cosine, or a late interaction of tokens."""
+        of_tokens = self._pooling.of_tokens
+        vectors, alike = (self.token_vectors(), late_interaction) if of_tokens else (self.vectors(), cosine)
+        ones, others = vectors[:first], vectors[first:]
+        return [alike(*pair) for pair in zip(ones * (len(others) // len(ones)), others, strict=True)]
+
     def numbers(self, activate: bool | None = None) -> list[np.ndarray]:
         """Return the numbers of each text's classes, in order."""
         return [class_numbers(state, self._pooling, activate) for state in self._states]
@@ -141,9 +166,13 @@ class _VectorWriter(PooledWriter):
         super().__init__(request, body, states)
         self._normalize, self._base64 = body.normalizes, body.encoding_format == "base64"
 
+    def made(self) -> list[np.ndarray]:
+        """Return the numbers of each text."""
+        return self.numbers(self._normalize) if self._pooling.classes else self.vectors(self._normalize)
+
     def shown(self) -> list[Any]:
         """Encode the embeddings to JSON: numbers, or base64 of little-endian fp32."""
-        vectors = self.numbers(self._normalize) if self._pooling.classes else self.vectors(self._normalize)
+        vectors = self.made()
         if self._base64:
             return [encoded(base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode()) for vector in vectors]
         return [encoded(vector.tolist()) for vector in vectors]
@@ -163,3 +192,10 @@ class _PoolingWriter(_VectorWriter):
     def whole(self) -> PoolingList:
         data = [PooledData(*each) for each in enumerate(self.shown())]
         return PoolingList(**self._fields, data=data, usage=self.usage())
+
+
+class _TokensWriter(_PoolingWriter):
+    """Answers with a vector of each token; base64 has the vectors of a text one behind the other."""
+
+    def made(self) -> list[np.ndarray]:
+        return self.token_vectors(self._normalize)

@@ -48,7 +48,7 @@ class EmbeddingRequest(Texts, kw_only=True):
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """POST /pooling."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "classify", "token_embed"] | None = None
 
 
 class Activated(Texts, kw_only=True):
@@ -146,7 +146,7 @@ class EmbeddingList(Struct):
 
 class PooledData(Struct):
     index: int
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
     object: Literal["pooling"] = "pooling"
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, cosine, paired, pairs_of
+from preheat.frontend.embedding import asked_of, paired, pairs_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.body import read_request
@@ -90,10 +90,8 @@ class _ScoreWriter(PooledWriter):
         return ScoreList(**self._fields, data=data, usage=self.usage())
 
     def scores(self) -> list[float]:
-        """Return the cosine of each pair of embeddings."""
-        vectors = self.vectors()
-        ones, others = vectors[: self._first], vectors[self._first :]
-        return [cosine(*pair) for pair in zip(ones * (len(others) // len(ones)), others, strict=True)]
+        """Return how alike the embeddings of each pair are."""
+        return self.similarities(self._first)
 
 
 class _PairScoreWriter(_ScoreWriter):
@@ -119,9 +117,8 @@ class _RankWriter(PooledWriter):
         return Reranking(self._fields["id"], self._fields["model"], ranked[: self._top], self.usage())
 
     def scores(self) -> list[float]:
-        """Return the cosine of the query and each document."""
-        query, *others = self.vectors()
-        return [cosine(query, other) for other in others]
+        """Return how alike the query and each document are."""
+        return self.similarities(1)
 
 
 class _PairRankWriter(_RankWriter):

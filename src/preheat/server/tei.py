@@ -120,7 +120,7 @@ def _read(own: Pooling, given: str | Sequence[str]) -> str | Pair:
         return texts[0]
     if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"an input must be a text or two texts, got {len(texts)}", param="inputs")
-    return Pair(texts[0], texts[1], own.types)
+    return Pair(texts[0], texts[1], own.types, template=own.template)
 
 
 class _VectorsWriter(PooledWriter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from preheat.errors import ModelError
 
@@ -18,11 +18,47 @@ _BY_CLASS: Mapping[str, ClassActivation] = {"Identity": "none", "Sigmoid": "sigm
 """Classes of torch by which sentence-transformers names the activation of a cross-encoder."""
 
 
+class TokenClasses(NamedTuple):
+    """Classes by the logits of ``tokens``; with ``subtracts`` one class, the second logit less the first."""
+
+    tokens: tuple[str, ...]
+    subtracts: bool
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(f"LABEL_{id}" for id in range(1 if self.subtracts else len(self.tokens)))
+
+
+def from_tokens(config: Mapping[str, Any]) -> TokenClasses | None:
+    """Return the classes that ``classifier_from_token`` states; None without it. Raises ModelError.
+
+    Names are vLLM's: ``is_original_qwen3_reranker``, and ``method`` from_2_way_softmax, subtract; method
+    no_post_processing takes the logits as they are.
+    """
+    given = config.get("classifier_from_token")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(isinstance(token, str) for token in given):
+        raise ModelError(f"config.json: classifier_from_token must be a list of tokens, got {given!r}")
+    usual = "from_2_way_softmax" if config.get("is_original_qwen3_reranker") else None
+    method = config.get("method", usual)
+    if method not in ("from_2_way_softmax", "no_post_processing"):
+        raise ModelError(
+            "config.json: classifier_from_token needs is_original_qwen3_reranker, or method from_2_way_softmax or "
+            f"no_post_processing, got method {method!r}"
+        )
+    if method == "from_2_way_softmax" and len(given) != 2:
+        raise ModelError(f"config.json: classifier_from_token needs two tokens, no and yes, got {given!r}")
+    return TokenClasses(tuple(given), method == "from_2_way_softmax")
+
+
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the classes, in their order. Raises ModelError.
 
     Without ``id2label`` there are ``num_labels`` classes, by default two, named LABEL_0, LABEL_1 and so on.
     """
+    if (made := from_tokens(config)) is not None:
+        return made.labels
     named, count = config.get("id2label"), config.get("num_labels")
     if isinstance(named, Mapping) and named:
         names = {str(id): name for id, name in named.items()}

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ENCODERS = ("Bert", "Camembert", "DistilBert", "ModernBert", "NomicBert", "Roberta", "XLMRoberta")
+ENCODERS = ("Bert", "Camembert", "DistilBert", "MPNet", "ModernBert", "NomicBert", "Roberta", "XLMRoberta")
 """The families of encoders. The longest one that begins a name counts."""
 
 CLASSIFIER = "ForSequenceClassification"
 """The end of the name of a model that classifies texts, or pairs of texts."""
 
+TOKENS = "ColBERT"
+"""The head of a model that gives each token a vector."""
+
+COLBERTS = {"HF_ColBERT": "Bert", "ColBERTModernBertModel": "ModernBert"}
+"""The architectures with a vector for each token, and their families."""
+
 HEADS = ("Model", "ForMaskedLM", CLASSIFIER)
 """The ends of names. Nothing here reads the head for masked words."""
 
-UNREAD = ("ModernBert", "NomicBert")
+UNREAD = ("NomicBert",)
 """The families without a head for classes here."""
 
 SPARE = 1
@@ -32,6 +38,8 @@ class EncoderName(NamedTuple):
 
 def encoder_name(architecture: object) -> EncoderName | None:
     """Return the parts of the name of an encoder; None for another architecture."""
+    if (colbert := COLBERTS.get(str(architecture))) is not None:
+        return EncoderName(colbert, TOKENS)
     for family in sorted(ENCODERS, key=len, reverse=True):
         head = str(architecture).removeprefix(family)
         if head == CLASSIFIER and family in UNREAD:

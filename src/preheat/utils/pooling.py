@@ -6,52 +6,40 @@ The checkpoint decides, in the files of sentence-transformers, and so do the opt
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from preheat.errors import ModelError, SettingsError
 from preheat.utils.classes import ClassActivation, activation_of, labels_of
-from preheat.utils.encoders import CLASSIFIER, encoder_name
-from preheat.utils.files import read_text, shown, why_unread
+from preheat.utils.encoders import CLASSIFIER, COLBERTS, TOKENS, encoder_name
+from preheat.utils.pair_template import QWEN3_RERANKER, PairTemplate
+from preheat.utils.sentence_modules import MODULES, POOLING_TYPES, Dense, PoolingType, prompts_in, stated_by
 
-PoolingType = Literal["LAST", "MEAN", "CLS"]
-
-READING = "sentence_bert_config.json"
-"""The file of sentence-transformers about reading texts."""
-
-PROMPTS = "config_sentence_transformers.json"
-"""The file of sentence-transformers with the prefixes of texts."""
-
-_KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
-_MODES = {
-    "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS",
-    "lasttoken": "LAST", "mean": "MEAN", "cls": "CLS",
-}  # fmt: skip
+_KEYS = ("pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation")
 _HEADED, _HEADLESS = (
     ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel"),
     ("Model", "ForTextEncoding", "ForMaskedLM", CLASSIFIER),
 )
 """The ends of architectures' names with an output head, and without one (source: vLLM's defaults)."""
 
-_MODULES = "Transformer", "Pooling", "Normalize"
-"""The modules of sentence-transformers that are served."""
-
 
 @dataclass(frozen=True)
 class Pooling:
     """How hidden states are pooled.
 
-    ``type`` LAST takes the state of the last token, CLS of the first one, MEAN the mean over all; ``normalize`` scales
-    it to length 1.
+    ``type`` LAST takes the state of the last token, CLS of the first one, MEAN the mean over all, WEIGHTEDMEAN the mean
+    with weights 1, 2, 3, ..., MEAN_SQRT_LEN the sum over the root of the number of tokens, and MAX the greatest number
+    in each place. With ALL every token has a vector of its own. ``dense`` are layers behind it; ``normalize`` scales
+    each vector to length 1.
     ``matryoshka``: the beginning of an embedding is an embedding too; ``dimensions`` are its allowed lengths, empty:
     any. ``max_length``: the most tokens of a text, if less than the model's limit. ``prompts``: the prefixes of texts,
     by kind ("query", "document"); a request may name a kind.
     ``classes`` are the names of a classifier's classes: ``normalize`` then says whether their numbers go through
-    ``activation``. ``types`` is the number of types that the tokens of a pair of texts can have.
+    ``activation``. ``types`` is the number of types that the tokens of a pair of texts can have, ``template`` is the
+    text around a pair.
     """
 
     type: PoolingType = "LAST"
@@ -63,6 +51,18 @@ class Pooling:
     classes: tuple[str, ...] = ()
     activation: ClassActivation = "none"
     types: int = 1
+    dense: tuple[Dense, ...] = ()
+    template: PairTemplate | None = None
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has a vector."""
+        return self.type == "ALL"
+
+    @property
+    def reads_one(self) -> bool:
+        """Whether the state of one token is the text's."""
+        return self.type in ("LAST", "CLS")
 
     @property
     def scores_pairs(self) -> bool:
@@ -81,7 +81,7 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     asked = _runner(settings, given, headless)
     if asked == "generate" and headless:
         raise ModelError("the model has no output head, so it generates nothing: write --runner pooling")
-    pools = bool(given) or headless or os.path.lexists(folder / "modules.json")
+    pools = bool(given) or headless or os.path.lexists(folder / MODULES)
     if asked == "generate" or (asked == "auto" and not pools):
         return None
     if any(map(_classifies, config.get("architectures") or ())):
@@ -92,43 +92,63 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
             param="convert" if settings.convert == "classify" else "task",
         )
     dimensions = config.get("matryoshka_dimensions") or ()
-    own = replace(
-        _of_checkpoint(folder, "CLS" if any(map(encoder_name, config.get("architectures") or ())) else "LAST"),
+    usual = _usual(config.get("architectures") or ())
+    stated = stated_by(folder, usual)
+    own = Pooling(
+        stated.type,
+        stated.normalize,
         matryoshka=bool(dimensions or config.get("is_matryoshka")),
         dimensions=tuple(sorted(dimensions)),
-        prompts=_prompts(folder / PROMPTS),
+        max_length=stated.max_length,
+        prompts=prompts_in(folder),
+        dense=stated.dense,
     )
+    if usual == "ALL" and given.get("type", usual) != usual:
+        raise SettingsError("pooler_config: a ColBERT has a vector for each token: leave pooling_type out",
+                            param="pooler_config")  # fmt: skip
     return replace(own, **given)
 
 
+def _usual(architectures: Sequence[object]) -> PoolingType:
+    """Return the pooling of architectures without files that name one."""
+    names = [name for each in architectures if (name := encoder_name(each)) is not None]
+    if any(name.head == TOKENS for name in names):
+        return "ALL"
+    return "CLS" if names else "LAST"
+
+
 def _classifies(architecture: object) -> bool:
-    """Return whether an architecture is an encoder with a head for classes."""
-    name = encoder_name(architecture)
-    return name is not None and name.head == CLASSIFIER
+    """Return whether an architecture has a head for classes."""
+    return str(architecture).endswith(CLASSIFIER)
 
 
 def _classifier(config: Mapping[str, Any], given: Mapping[str, Any]) -> Pooling:
-    """Return the pooling of a classifier: the first token's state, through the head."""
-    if given.get("type", "CLS") != "CLS":
+    """Return the pooling of a classifier: the state of an encoder's first or a decoder's last token, or a mean."""
+    families = [name.family for name in map(encoder_name, config["architectures"]) if name is not None]
+    own: PoolingType = "CLS" if families else "LAST"
+    if "ModernBert" in families and (stated := config.get("classifier_pooling", "cls")) != "cls":
+        if stated != "mean":
+            raise ModelError(f"config.json: classifier_pooling {stated!r} is not supported, only cls and mean are")
+        own = "MEAN"
+    if given.get("type", own) != own:
+        reads = {"CLS": "the first token", "LAST": "the last token", "MEAN": "the mean of all tokens"}[own]
         raise SettingsError(
-            f"pooler_config: pooling_type {given['type']} is not supported, as a head for classes reads the first "
-            "token: leave it out",
+            f"pooler_config: pooling_type {given['type']} is not supported, as a head for classes reads {reads}: "
+            "leave it out",
             param="pooler_config",
         )
-    types = config.get("type_vocab_size", 2 if "Bert" in map(_family_of, config["architectures"]) else 1)
+    types = 1 if own == "LAST" else config.get("type_vocab_size", 2 if "Bert" in families else 1)
+    template = QWEN3_RERANKER if config.get("is_original_qwen3_reranker") else None
     return Pooling(
-        "CLS", given.get("normalize", True), classes=labels_of(config), activation=activation_of(config), types=types
-    )
-
-
-def _family_of(architecture: object) -> str:
-    name = encoder_name(architecture)
-    return "" if name is None else name.family
+        own, given.get("normalize", True), classes=labels_of(config), activation=activation_of(config), types=types,
+        template=template,
+    )  # fmt: skip
 
 
 def _is_headless(architecture: object) -> bool:
     """Return whether an architecture has no output head, by the end of its name."""
-    return str(architecture).endswith(_HEADLESS) and not str(architecture).endswith(_HEADED)
+    name = str(architecture)
+    return name in COLBERTS or (name.endswith(_HEADLESS) and not name.endswith(_HEADED))
 
 
 def _runner(settings: Any, given: Mapping[str, object], headless: bool) -> str:
@@ -165,12 +185,12 @@ def _given(settings: Any) -> dict[str, Any]:
     if unknown := sorted(stated.keys() - set(_KEYS)):
         raise SettingsError(f"pooler_config: {unknown[0]!r} is not one of {', '.join(_KEYS)}", param="pooler_config")
     found: dict[str, Any] = {}
-    for name in ("pooling_type", "seq_pooling_type"):
+    for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
         if name in stated:
             found["type"] = str(stated[name]).upper()
-    if found.get("type", "LAST") not in get_args(PoolingType):
+    if found.get("type", "LAST") not in POOLING_TYPES:
         raise SettingsError(
-            f"pooler_config: pooling_type {found['type']} is not supported; supported are LAST, MEAN and CLS",
+            f"pooler_config: pooling_type {found['type']} is not supported; supported are {', '.join(POOLING_TYPES)}",
             param="pooler_config",
         )
     for name in ("normalize", "use_activation"):
@@ -179,60 +199,3 @@ def _given(settings: Any) -> dict[str, Any]:
                 raise SettingsError(f"pooler_config: {name} must be true or false", param="pooler_config")
             found["normalize"] = stated[name]
     return found
-
-
-def _of_checkpoint(folder: Path, usual: PoolingType) -> Pooling:
-    """Return the pooling of modules.json and of its Pooling module; without them ``usual``, normalized."""
-    if not os.path.lexists(folder / "modules.json"):
-        return Pooling(usual)
-    modules = _modules(folder / "modules.json")
-    if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
-        raise ModelError(
-            f"{folder / 'modules.json'}: module {unknown[0]} is not supported; supported are {', '.join(_MODULES)}"
-        )
-    kinds = dict(modules)
-    if "Pooling" not in kinds:
-        raise ModelError(f"{folder / 'modules.json'} has no Pooling module: name the pooling with --pooler-config")
-    path = folder / kinds["Pooling"] / "config.json"
-    config = _read(path)
-    stated = config.get("pooling_mode")
-    flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    modes = [stated] if isinstance(stated, str) else flags
-    if len(modes) != 1 or modes[0] not in _MODES:
-        raise ModelError(
-            f"{path} asks for {' and '.join(modes) or 'no pooling'}; supported are lasttoken, mean and cls"
-        )
-    if config.get("include_prompt") is False:
-        raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
-    reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}
-    if reading.get("do_lower_case"):
-        raise ModelError(f"{folder / READING}: do_lower_case is not served")
-    normalize, length = "Normalize" in kinds, reading.get("max_seq_length")
-    return Pooling(cast(PoolingType, _MODES[modes[0]]), normalize, max_length=length)
-
-
-def _prompts(path: Path) -> dict[str, str]:
-    """Return the prefixes of texts, by kind, from a file of sentence-transformers."""
-    prompts = _read(path).get("prompts") if os.path.lexists(path) else None
-    if not isinstance(prompts, dict | None) or not all(isinstance(text, str) for text in (prompts or {}).values()):
-        raise ModelError(f"{path}: prompts must be an object of texts by name")
-    return prompts or {}
-
-
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of each module."""
-    try:
-        found = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(path)]
-    except (KeyError, TypeError):
-        raise ModelError(f"{path} must be a list of objects with type and path") from None
-    for _, place in found:
-        if "\0" in place or Path(place).is_absolute() or ".." in Path(place).parts:
-            raise ModelError(f"{path}: {shown(place)!r} is not the name of a folder beside it")
-    return found
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {why_unread(error)}") from error

@@ -14,7 +14,7 @@ import numpy as np
 from preheat.core import OWN_ID, Request
 from preheat.errors import NotInvariant
 from preheat.plan.sampler_settings import POOLER_SETTINGS
-from preheat.schedule.sequence import Pooled
+from preheat.schedule.pooled import Pooled
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.context_paths import RAGGED
 
@@ -69,8 +69,8 @@ def _pooled(runner: CheckRunner, tokens: np.ndarray, sizes: tuple[int, ...]) -> 
         while left:
             count = min(next(size), left)
             states = runner.hidden(slot, count)
-            found = found or Pooled(np.zeros_like(states[0]))
+            found = found or Pooled(states[0])
             found.add(states)
             left -= count
     assert found is not None
-    return found.mean()
+    return found.result()

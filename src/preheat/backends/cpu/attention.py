@@ -141,14 +141,16 @@ class CpuAttention:
             store.write(self._new_rows[kind.kv_heads], qkv[:, heads:])
             decode = work.decode.get(kind)
             if decode is not None:
-                found = decode(qkv, index, layer.cache, store.scale, layer.alibi, sinks=layer.sinks)
+                bias = layer.alibi if layer.distances is None else layer.distances
+                found = decode(qkv, index, layer.cache, store.scale, bias, sinks=layer.sinks)
                 if not work.prompts:
                     return store.scaled(found)
             out.zero_()
             if decode is not None:
                 out[: len(found)] = found
             prompts = work.prompts[kind]
-            found = prompts(qkv[:, :heads], layer.cache, store.scale, layer.alibi, layer.sinks)
+            bias = layer.alibi if layer.distances is None else layer.distances
+            found = prompts(qkv[:, :heads], layer.cache, store.scale, bias, layer.sinks)
             out.view(-1, heads, dim).index_copy_(0, prompts.targets, found)
             return store.scaled(out)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from preheat.backends.cpu.hidden import attend
 from preheat.backends.cpu.paged_attention import hidden_keys, padded_rows
 from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
+from preheat.ops.distances import by_distance
 
 
 class Heads(NamedTuple):
@@ -169,11 +170,11 @@ class DecodeAttention:
         return found.view(self.tokens, -1)
 
     def _bias(self, call: _Call, mask: Tensor, alibi: Tensor) -> Tensor:
-        """Return ALiBi's bias with the ``mask`` of a call, fp32 [pairs, kv heads, rows, span]."""
+        """Return the bias by distance with the ``mask`` of a call, fp32 [pairs, kv heads, rows, span]."""
         _, kv_heads, rows, _ = self._query_shape
-        distance = (torch.arange(call.span) - self._at[call.first : call.last, None]).float()
-        slopes = alibi.index_select(0, self._heads).view(1, kv_heads, rows, 1)
-        return (slopes * distance[:, None, None]).add_(mask)
+        distance = torch.arange(call.span) - self._at[call.first : call.last, None]
+        bias = by_distance(alibi.index_select(0, self._heads), distance).view(kv_heads, rows, *distance.shape)
+        return bias.permute(2, 0, 1, 3).add(mask)
 
     def _read(self, layer: int, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of each call; keep views of the cache."""

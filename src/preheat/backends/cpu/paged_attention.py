@@ -32,6 +32,7 @@ from torch import Tensor
 from preheat.backends.cpu.hidden import attend, kernel
 from preheat.backends.cpu.tiles import MAX_TILE, SPLIT, KernelCall, Tiles
 from preheat.errors import ModelError
+from preheat.ops.distances import by_distance
 from preheat.ops.proof import noise, signed_pairs
 
 REFERENCES = (64, 32, 24, 16, 12, 8, 4)
@@ -95,7 +96,7 @@ class PagedAttention:
     ) -> Tensor:
         """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim].
 
-        ``alibi`` and ``sinks`` are fp32 [heads].
+        ``sinks`` are fp32 [heads], ``alibi`` are slopes or a table, see :mod:`preheat.ops.distances`.
         Returns [queries, heads, dim] for the tokens in ``targets``.
         """
         if self.width == 1:
@@ -188,13 +189,13 @@ class PagedAttention:
         return torch.nn.functional.pad(mask.repeat(1, 1, self.group, 1), (0, 0, 0, self.pad_rows))
 
     def _bias(self, call: KernelCall, mask: Tensor | None, alibi: Tensor) -> Tensor:
-        """Return ALiBi's bias with the ``mask``, fp32 [pairs, kv heads, rows, span].
+        """Return the bias by distance with the ``mask``, fp32 [pairs, kv heads, rows, span].
 
         It is made anew in each layer: kept, it would be as large as the scores of a whole step.
         """
         distance = torch.arange(call.span) - torch.from_numpy(call.query)[:, :, None]
-        slopes = alibi.view(1, self.kv_heads, self.group, 1, 1)
-        bias = (slopes * distance[:, None, None].float()).flatten(2, 3)
+        bias = by_distance(alibi, distance).view(self.kv_heads, self.group, *distance.shape)
+        bias = bias.permute(2, 0, 1, 3, 4).flatten(2, 3)
         bias = torch.nn.functional.pad(bias, (0, 0, 0, self.pad_rows))
         return bias if mask is None else bias.add_(mask)
 

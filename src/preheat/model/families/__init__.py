@@ -32,11 +32,12 @@ from preheat.model.families import (
     qwen,
     stablelm,
 )
+from preheat.model.families.heads import classifying_decoder, with_classifier, with_token_head
 from preheat.model.families.needs import need_of
 from preheat.model.quantization import quantized
 from preheat.model.specs import ModelSpec, base_model
 from preheat.settings import Settings
-from preheat.utils.encoders import CLASSIFIER, encoder_name
+from preheat.utils.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.utils.text import misspelled
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
@@ -85,12 +86,17 @@ ENCODERS: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Bert": bert.bert,
     "Camembert": bert.roberta,
     "DistilBert": bert.distilbert,
+    "MPNet": bert.mpnet,
     "ModernBert": modern_bert.modern_bert,
     "NomicBert": nomic_bert.nomic_bert,
     "Roberta": bert.roberta,
     "XLMRoberta": bert.roberta,
 }
 """The encoders by the beginning of the name, see :mod:`preheat.utils.encoders`."""
+
+
+HEADS: Mapping[str, Callable[[ModelSpec, Config], ModelSpec]] = {CLASSIFIER: with_classifier, TOKENS: with_token_head}
+"""The heads of encoders that are read, by the end of the name."""
 
 
 def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> ModelSpec:
@@ -103,15 +109,17 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
         if (encoder := encoder_name(name)) is not None:
             config = Config(encoder.family, values)
             spec = replace(ENCODERS[encoder.family](config), architecture=name)
-            if encoder.head == CLASSIFIER:
-                spec = bert.with_classifier(spec, config)
+            if encoder.head in HEADS:
+                spec = HEADS[encoder.head](spec, config)
             config.refuse_unread()
             return quantized(spec, config.quantization(), quantization)
         if (family := _family(name)) is not None:
             config = Config(family, values)
             made = FAMILIES[family](config)
+            if name.endswith(CLASSIFIER):
+                made = classifying_decoder(made, config, name)
             config.refuse_unread()
-            spec = made if family == name else base_model(made)
+            spec = made if name.endswith(("ForCausalLM", "ForConditionalGeneration", CLASSIFIER)) else base_model(made)
             return quantized(spec, config.quantization(), quantization)
     raise _unsupported(values)
 
@@ -132,9 +140,9 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 def _family(name: str) -> str | None:
     """Return the family of the architecture ``name``.
 
-    The name may be of a model without its output head.
+    The name may be of a model without its output head, or with a head for classes.
     """
-    found = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
+    found = name if name in FAMILIES else f"{name.removesuffix('Model').removesuffix(CLASSIFIER)}ForCausalLM"
     return found if found in FAMILIES else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
@@ -11,9 +10,8 @@ from preheat.model.families.common import encoder, ungated
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
+    DistanceSpec,
     EmbeddingSpec,
-    HeadActivation,
-    HeadSpec,
     KVSpec,
     LayerSpec,
     LinearSpec,
@@ -22,7 +20,6 @@ from preheat.model.specs import (
     Rename,
 )
 from preheat.ops.kinds import Activation
-from preheat.utils.classes import labels_of
 from preheat.utils.encoders import SPARE
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -63,6 +60,27 @@ def roberta(config: Config) -> ModelSpec:
     return _encoder(config, Names(prefix="roberta"), skipped=padding + 1)
 
 
+def mpnet(config: Config) -> ModelSpec:
+    """RoBERTa without token types, with a bias of attention for each distance, the same in all layers."""
+    config = _bert_config(config.with_defaults(vocab_size=30527, relative_attention_num_buckets=32, pad_token_id=1))
+    buckets, padding = config.size("relative_attention_num_buckets"), config.get("pad_token_id")
+    if type(padding) is not int or padding < 0:
+        raise ModelError(f"config.json: pad_token_id must be a token id, as positions begin behind it, got {padding!r}")
+    if buckets % 4:
+        raise ModelError(f"config.json: relative_attention_num_buckets must be a multiple of 4, got {buckets}")
+    names = Names(
+        prefix="mpnet", q="attention.attn.q", k="attention.attn.k", v="attention.attn.v", o="attention.attn.o",
+        attention_norm="attention.LayerNorm", unused=("pooler", "lm_head"),
+    )  # fmt: skip
+    spec = _encoder(config, names, typed=False, skipped=padding + 1)
+    heads = config.size("num_attention_heads")
+    return replace(spec, distances=DistanceSpec("encoder.relative_attention_bias", buckets, heads, MOST_DISTANCE))
+
+
+MOST_DISTANCE = 128
+"""The distance from which on all are alike in MPNet (source: transformers)."""
+
+
 def distilbert(config: Config) -> ModelSpec:
     """BERT without token types."""
     config = config.renamed(
@@ -78,25 +96,6 @@ def distilbert(config: Config) -> ModelSpec:
         output_norm="output_layer_norm", unused=("vocab_.*",),
     )  # fmt: skip
     return _encoder(config, names, typed=False)
-
-
-_HEADS: dict[str, tuple[str, HeadActivation, str]] = {
-    "Bert": ("pooler.dense", "tanh", "classifier"),
-    "DistilBert": ("pre_classifier", "relu", "classifier"),
-}
-"""The two modules of a head for classes, and the activation between them, by family."""
-
-_HEAD: tuple[str, HeadActivation, str] = ("classifier.dense", "tanh", "classifier.out_proj")
-"""The head of the other families."""
-
-
-def with_classifier(spec: ModelSpec, config: Config) -> ModelSpec:
-    """Return ``spec`` with the head that gives a text a number for each class."""
-    inner, activation, last = _HEADS.get(config.architecture, _HEAD)
-    hidden, labels = spec.hidden_size, len(labels_of(config.fields))
-    head = (HeadSpec(inner, hidden, hidden, activation), HeadSpec(last, labels, hidden))
-    ignored = tuple(each for each in spec.ignored if not re.fullmatch(each, f"{inner}.weight"))
-    return replace(spec, pooled_head=head, ignored=ignored)
 
 
 def _bert_config(config: Config) -> Config:

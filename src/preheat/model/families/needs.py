@@ -29,7 +29,7 @@ NEEDS: Mapping[str, str] = {
     **dict.fromkeys(ENCODERS, _HEAD),
     "Albert": "layers that share one set of weights", "BigBirdFor": _ENCODER, "Data2VecText": _ENCODER,
     "Deberta": "attention to relative positions (an encoder)", "Electra": _ENCODER, "ErnieFor": _ENCODER,
-    "EuroBert": _ENCODER, "MPNet": "a bias of attention for each distance (an encoder)", "MegatronBert": _ENCODER,
+    "EuroBert": _ENCODER, "MegatronBert": _ENCODER,
     "BertGeneration": _ENCODER, "RobertaPreLayerNorm": _ENCODER, "RemBert": _ENCODER, "RoCBert": _ENCODER,
     "RoFormer": _ENCODER,
     "XLM": _ENCODER, "XLNet": _ENCODER, "Xmod": _ENCODER, "Reformer": _ENCODER,

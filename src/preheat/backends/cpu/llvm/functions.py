@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm.attend import Attend, append, queries_at_once
+from preheat.backends.cpu.llvm.attend import Attend, Token, append, queries_at_once, tokens_at_once
 from preheat.backends.cpu.llvm.cache import Cache
 from preheat.backends.cpu.llvm.emit import INT, LONG, POINTER, Value
 from preheat.backends.cpu.llvm.job import Job, Once, wait
@@ -34,7 +34,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     e = Job(module, name)
     x, qkv, attended = (e.pointer(each) for each in ("x", "qkv", "attended"))
     positions, tables = e.pointer("positions"), e.pointer("tables")
-    names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth", "sinks"
+    names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth", "sinks", "distances"
     parts = {each: e.part(each) for each in names}
     window = e.field(e.layer, LAYER_FRAME["window"])
     width, out_width = how.qkv.results, how.heads * how.dim
@@ -56,17 +56,45 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
         place, cache = cached(row, head)
         append(e, how, e.at(qkv, e.mul(row, width)), parts, cache, head, place)
     wait(e, [phase])
-    together = queries_at_once(how)
-    scores = e.own("scores", together * SPLIT)
-    phase, ends = e.phase(e.mul(e.rows, how.heads // together)), e.pointer("ends")
+    together, count = queries_at_once(how), tokens_at_once(how)
+    scores, ends = e.own("scores", together * count * SPLIT), e.pointer("ends")
+
+    def attend(first: Value, row: Value, tokens: int) -> None:
+        _, cache = cached(row, e.div(first, how.heads // how.kv_heads))
+        some = [
+            Token(e.at(qkv, e.mul(each, width)), e.at(attended, e.mul(each, out_width)), e.field(positions, each))
+            for each in (e.add(row, number) for number in range(tokens))
+        ]
+        end = e.add(some[0].place, 1) if how.causal else e.field(ends, row)
+        Attend(e, how, cache, first, some, scores, parts).write(window, end)
+
+    groups = e.rows if count == 1 else e.div(e.add(e.rows, count - 1), count)
+    phase = e.phase(e.mul(groups, how.heads // together))
     with e.units(*phase) as unit:
-        first, row = e.mul(e.div(unit, e.rows), together), e.rem(unit, e.rows)
-        place, cache = cached(row, e.div(first, how.heads // how.kv_heads))
-        end = e.add(place, 1) if how.causal else e.field(ends, row)
-        mine, out = e.at(qkv, e.mul(row, width)), e.at(attended, e.mul(row, out_width))
-        Attend(e, how, cache, first, (mine, scores, out), parts).write(place, window, end)
+        first, row = e.mul(e.div(unit, groups), together), e.mul(e.rem(unit, groups), count)
+        if count == 1:
+            attend(first, row, 1)
+        else:
+            _by_text(e, tables, window, (row, count), lambda at, tokens: attend(first, at, tokens))
     wait(e, [phase])
     e.close()
+
+
+def _by_text(
+    e: Job, tables: Value, window: Value, span: tuple[Value, int], attend: Callable[[Value, int], None]
+) -> None:
+    """Let the tokens of ``span`` (first, count) attend together if they see the same keys, else one by one.
+
+    Tokens of one text without a window see the same keys. Tokens of a text lie side by side.
+    """
+    row, count = span
+    last, end = e.add(row, count - 1), e.least(e.add(row, count), e.rows)
+    same = e.b.icmp_signed("==", e.field(tables, row), e.field(tables, e.sub(end, 1)))
+    together = e.b.and_(e.b.and_(e.less(last, e.rows), same), e.b.icmp_signed("==", window, e.i(0)))
+    with e.when(together):
+        attend(row, count)
+    with e.when(e.b.not_(together)), e.loop(row, end) as each:
+        attend(each, 1)
 
 
 def _norm_heads(

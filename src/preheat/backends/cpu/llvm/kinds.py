@@ -123,7 +123,7 @@ class LayerKind(NamedTuple):
     keys together. ``grows``: queries are multiplied by a factor of their position. ``o_norm`` norms the output of
     attention, ``down_norm`` the output of the other block. Without a ``norm`` the layer is given its inputs, beside the
     residual stream. ``parallel``: the second norm reads the stream as the front found it. A ``causal`` token sees no
-    key behind it.
+    key behind it. ``distances`` are the columns of a table of biases by distance, 0 for none.
     """
 
     hidden: int
@@ -149,6 +149,7 @@ class LayerKind(NamedTuple):
     grows: bool = False
     parallel: bool = False
     causal: bool = True
+    distances: int = 0
 
     @property
     def visits(self) -> int:
@@ -181,15 +182,16 @@ LAYER_FRAME = {
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
         "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
         "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth "
-        "taken taken_x taken_attended sinks router_bias".split()
+        "taken taken_x taken_attended sinks router_bias distances".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
 
 A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``growth`` are the factors of
-queries, one for each position. ``scales`` are the scores' factor, and the
-factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to the next one's.
-``taken`` are the numbers of rows that are copied, ``taken_x`` and ``taken_attended`` the places of the copies.
+queries, one for each position. ``distances`` are the biases of distances, a row for each head. ``scales`` are the
+scores' factor, and the factors of stored keys and values. A ``step`` is the number of bytes from an expert's weight to
+the next one's. ``taken`` are the numbers of rows that are copied, ``taken_x`` and ``taken_attended`` the places of the
+copies.
 """
 
 SPLIT = 256

@@ -17,7 +17,7 @@ from torch import Tensor
 from preheat.backends.base import LayerParts, Norm
 from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
-from preheat.backends.cpu.llvm.attend import queries_at_once
+from preheat.backends.cpu.llvm.attend import queries_at_once, tokens_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cpu.llvm.embed import TableRows, embeds
 from preheat.backends.cpu.llvm.job import JOB_WORDS
@@ -98,7 +98,7 @@ class Functions:
             "inner": rows * max(kind.visits * kind.down.inputs for kind in kinds),
             "normed": threads * rows * max(kind.hidden for kind in kinds),
             "added": rows * max((kind.hidden for kind in kinds if kind.o_norm or kind.down_norm), default=0),
-            "scores": threads * SPLIT * max(queries_at_once(kind) for kind in kinds),
+            "scores": threads * SPLIT * max(queries_at_once(kind) * tokens_at_once(kind) for kind in kinds),
             "shrunk": rows * shrunk,
             **{name: rows * size for name, size in _routed_sizes(kinds).items()},
         }
@@ -160,6 +160,8 @@ class Functions:
             frame[LAYER_FRAME["slopes"]] = self._keep(floats(attention.alibi))
         if attention.sinks is not None:
             frame[LAYER_FRAME["sinks"]] = attention.sinks.data_ptr()
+        if attention.distances is not None:
+            frame[LAYER_FRAME["distances"]] = attention.distances.data_ptr()
         key, value = attention.kv_scales
         frame[LAYER_FRAME["scales"]] = self._keep(torch.tensor([attention.scale * key, key, value]))
         frame[LAYER_FRAME["window"]] = attention.window or 0
@@ -338,6 +340,7 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         down=products["down"],
         routed=_routed(layer),
         causal=attention.causal,
+        distances=0 if attention.distances is None else attention.distances.shape[1],
         whole_qk_norm=_whole(layer),
         grows=attention.growth is not None,
         parallel=layer.parallel,

@@ -1,0 +1,87 @@
+"""Pools of hidden states: what an engine makes of the states of a text's tokens.
+
+Contract. Tokens are added one after the other, in the order of the text and in float32, so that a pool does not depend
+on how a prompt is cut into chunks. A pool of one token is its own state, for every kind but the square root's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from preheat.core import POOLS
+
+
+class Pooled:
+    """The mean: the sum [hidden] of the states of ``count`` tokens, divided by their number."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.total, self.count = np.zeros_like(first), 0
+
+    def add(self, states: list[np.ndarray]) -> None:
+        """Add the hidden states of the next tokens, fp32 [hidden] each."""
+        for state in states:
+            self.count += 1
+            self.join(state)
+
+    def join(self, state: np.ndarray) -> None:
+        """Add the state of token number ``count``, counted from 1."""
+        self.total += state
+
+    def result(self) -> bytes:
+        """Return the pool as bytes of fp32."""
+        return (self.total / np.float32(self.count)).tobytes()
+
+
+class _Greatest(Pooled):
+    """The greatest number of all tokens, in each place."""
+
+    def join(self, state: np.ndarray) -> None:
+        self.total = state.copy() if self.count == 1 else np.maximum(self.total, state)
+
+    def result(self) -> bytes:
+        return self.total.tobytes()
+
+
+class _Weighted(Pooled):
+    """The mean by weights: token n has the weight n. A product is rounded, then added."""
+
+    def join(self, state: np.ndarray) -> None:
+        self.total += state * np.float32(self.count)
+
+    def result(self) -> bytes:
+        return (self.total / np.float32(self.count * (self.count + 1) // 2)).tobytes()
+
+
+class _Root(Pooled):
+    """The sum, divided by the square root of the number of tokens."""
+
+    def result(self) -> bytes:
+        return (self.total / np.float32(math.sqrt(self.count))).tobytes()
+
+
+class _All(Pooled):
+    """The states of all tokens, one behind the other."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        super().__init__(first)
+        self._states: list[bytes] = []
+
+    def join(self, state: np.ndarray) -> None:
+        self._states.append(state.tobytes())
+
+    def result(self) -> bytes:
+        return b"".join(self._states)
+
+
+_KINDS: Mapping[str, type[Pooled]] = MappingProxyType(
+    dict(zip(POOLS, (Pooled, _Greatest, _Weighted, _Root, _All), strict=True))
+)
+
+
+def pool_of(kind: int | None, first: np.ndarray) -> Pooled:
+    """Return an empty pool, by its place in :data:`POOLS`; None: of a single token. ``first`` is the first state."""
+    return _KINDS[POOLS[kind or 0]](first)
