@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from preheat.backends.base import Backend, Facts, Mode
 from preheat.backends.registry import pick_backend
@@ -66,12 +67,12 @@ from preheat.warmup.detail import detail_level
 from preheat.warmup.draft import DraftWarmUp
 from preheat.warmup.dummy_requests import warm_up_loop
 from preheat.warmup.dummy_steps import DummySteps
-from preheat.warmup.fitting import Fitted, Fitting
+from preheat.warmup.fitting import PROFILING_RUN, Fitted, Fitting
 from preheat.warmup.graphs import choose_graphs
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
 from preheat.warmup.steps import Steps
-from preheat.warmup.store import DevicePart, ModelPart, Store, boot_parts, fingerprint
+from preheat.warmup.store import DevicePart, ModelPart, Store, boot_parts, fingerprint, last_record
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +91,12 @@ def boot(
     ``started`` is the time when the boot began, in monotonic seconds.
     """
     device = _open_device(settings, backend or pick_backend(settings.device))
+    threads = torch.get_num_threads()  # before compiled functions leave torch one
     share = Share.open(*device)
     try:
         device = device._replace(settings=with_defaults(device.settings, device.backend.facts))
         steps = Steps(device.backend, started, trace.span, level=detail_level(device.settings, device.backend.facts))
-        return _boot(Given(device, share, steps, transport, trace), before_ready)
+        return _boot(Given(device, share, steps, transport, trace, threads), before_ready)
     except BaseException:
         share.close()
         raise
@@ -106,7 +108,7 @@ def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     opening = _open_grammars(given.device)
     loaded = _load(given)
     fitted = _fit(given, loaded)
-    planned = _recorded(given.device, loaded, fitted)
+    planned = _recorded(given, loaded, fitted)
     grammars = "nothing is generated" if loaded.pools else opening.result()
     with given.steps.log("init_cache_engine", in_total=True):
         parts = _build(given, loaded, planned, grammars)
@@ -187,7 +189,10 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
     checks = partial(
         check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows, encodes=model.spec.encodes
     )
-    fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build)
+    fitting = Fitting(
+        settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build,
+        partial(_known_peak, given, loaded),
+    )  # fmt: skip
     fitted = fitting.fit(steps)
     _log_plan(fitted.plan, steps.level)
     return fitted
@@ -218,21 +223,14 @@ def _open_grammars(device: Device) -> Future[Grammars | str]:
     return opening
 
 
-def _recorded(device: Device, loaded: Loaded, fitted: Fitted) -> Planned:
+def _recorded(given: Given, loaded: Loaded, fitted: Fitted) -> Planned:
     """Return the plan with its record and store.
 
     The plan has costs that an earlier boot measured, if there was one.
     """
-    settings, backend, mode = device
+    settings, backend, mode = given.device
     model, plan = loaded.model, fitted.plan
-    files = [] if settings.load_format == "dummy" else weight_files(model.folder)
-    parts = boot_parts(
-        ModelPart(model.folder, files, model.dtype_name, settings.hf_overrides, model.numerics),
-        DevicePart((backend.facts.name, backend.fingerprint), torch.get_num_threads(), mode),
-        plan,
-        grammars=library_version(settings) if plan.options.grammars else None,
-        more={**contract_parts(settings), **adapter_parts(settings)},
-    )
+    parts = _identity(given, loaded, plan)
     store = Store(cache_root(settings), fingerprint(parts))
     plan = plan.with_costs(Costs(loaded.sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
@@ -241,6 +239,31 @@ def _recorded(device: Device, loaded: Loaded, fitted: Fitted) -> Planned:
     record.proof = proof_of(settings.boot_check, {**parts, **adapter_parts(settings, loaded.adapters)})
     record.misses, record.memory = fitted.misses, fitted.memory
     return Planned(plan, record, store)
+
+
+def _identity(given: Given, loaded: Loaded, plan: Plan) -> dict[str, object]:
+    """Return everything that the caches of a boot with ``plan`` depend on."""
+    (settings, backend, mode), model = given.device, loaded.model
+    files = [] if settings.load_format == "dummy" else weight_files(model.folder)
+    return boot_parts(
+        ModelPart(model.folder, files, model.dtype_name, settings.hf_overrides, model.numerics),
+        DevicePart((backend.facts.name, backend.fingerprint), given.threads, mode),
+        plan,
+        grammars=library_version(settings) if plan.options.grammars else None,
+        more={**contract_parts(settings), **adapter_parts(settings)},
+    )
+
+
+def _known_peak(given: Given, loaded: Loaded, plan: Plan) -> int | None:
+    """Return the bytes that an earlier boot measured for the largest step of ``plan``, None if there was none.
+
+    On another device than the host the profiling run is also the first use of its libraries, so it always runs.
+    """
+    if not given.device.backend.facts.on_host:
+        return None
+    last = last_record(cache_root(given.device.settings), fingerprint(_identity(given, loaded, plan)))
+    found = -1 if last is None else last.memory.get(PROFILING_RUN, -1)
+    return found if found >= 0 else None
 
 
 def _log_plan(plan: Plan, level: int) -> None:
@@ -317,11 +340,10 @@ def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> Dr
 
 def _warming(given: Given, loaded: Loaded, fitted: Fitted, planned: Planned, parts: Parts) -> WarmUp:
     """Return the warm-up of the engine. Drafts are chosen by the times that it measures."""
-    device, _, steps, transport, _ = given
+    device, _, steps, transport, *_ = given
     settings, backend, mode = device
     plan, record, store = planned
     dummies = DummySteps(plan, parts.packer, parts.executor)
-    comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
     warm = WarmUp(
         plan=plan,
         record=record,
@@ -334,7 +356,7 @@ def _warming(given: Given, loaded: Loaded, fitted: Fitted, planned: Planned, par
         compiled=compile_seconds,
         span=steps.span,
         level=steps.level,
-        first_logits=fitted.first_logits if comparable else None,
+        first_logits=_first_logits(device, fitted, dummies),
         grammars=parts.grammars,
         offload=parts.offload,
         draft_steps=_draft_steps(parts.drafter, backend, mode),
@@ -344,6 +366,14 @@ def _warming(given: Given, loaded: Loaded, fitted: Fitted, planned: Planned, par
         proposer, times = make_proposer(speculates, parts.drafter), StepTimes(plan, warm.seconds)
         parts.scheduler.drafting = make_drafting(speculates, plan, proposer, times, waits=device.overlap)
     return warm
+
+
+def _first_logits(device: Device, fitted: Fitted, steps: DummySteps) -> Tensor | None:
+    """Return the logits of the process's first step, which may be run now; None if later ones are not compared."""
+    settings, _, mode = device
+    if not settings.batch_invariant or settings.skip_warmup or mode == "compile":
+        return None  # the profiling run compiles no regions
+    return steps.logits() if fitted.first_logits is None else fitted.first_logits
 
 
 def _warm_up(given: Given, loaded: Loaded, parts: Parts, warm: WarmUp) -> None:
@@ -382,7 +412,7 @@ def _judge(settings: Settings, record: Record) -> None:
 
 def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, contract: Contract) -> Loop:
     """Return the loop that serves: its steps are watched, traced and logged, and an operator has commands."""
-    device, share, _, transport, trace = given
+    device, share, _, transport, trace, _ = given
     settings, backend, mode = device
     plan, record, _ = planned
     scheduler, executor, drafter = parts.scheduler, parts.executor, parts.drafter

@@ -41,13 +41,17 @@ class Device(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Everything that the steps of a boot share: the open device, the other ranks, the log of steps, the frontend."""
+    """Everything that the steps of a boot share: the open device, the other ranks, the log of steps, the frontend.
+
+    ``threads`` are torch's when the device was opened.
+    """
 
     device: Device
     share: Share
     steps: Steps
     transport: EngineSide
     trace: Trace
+    threads: int
 
 
 class Loaded(NamedTuple):

@@ -14,7 +14,9 @@ import pytest
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.backend import CpuBackend
+from preheat.errors import NotInvariant
 from preheat.plan.cost import ModelSizes
+from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.graphs import CountedGraphs, divide_memory
 from preheat.warmup.record import Record
 from preheat.warmup.steps import Steps
@@ -75,6 +77,30 @@ def test_the_stages_of_a_boot_are_measured_and_logged(tmp_path, caplog):
         "Initializing cache engine took ",
     ):  # fmt: skip
         assert line in said
+
+
+def test_a_second_boot_knows_the_most_memory_of_a_step(tmp_path, caplog):
+    first = boot(tmp_path)
+    with caplog.at_level(logging.INFO):
+        second = boot(tmp_path)
+    assert "Model profiling run" not in [step.name for step in record(second).steps]
+    assert any(line.startswith("Model profiling run left out: ") for line in caplog.messages)
+    assert record(second).memory["profiling_run"] == record(first).memory["profiling_run"]
+    other = boot(tmp_path, max_num_batched_tokens=64)
+    assert "Model profiling run" in [step.name for step in record(other).steps]
+
+
+def test_the_first_step_of_a_second_boot_is_compared_with_a_later_one(tmp_path, monkeypatch):
+    boot(tmp_path)
+    logits, calls = DummySteps.logits, []
+
+    def changed(self):
+        calls.append(1)
+        return logits(self) + (len(calls) == 1)
+
+    monkeypatch.setattr(DummySteps, "logits", changed)
+    with pytest.raises(NotInvariant, match="the first step of the process gave other logits"):
+        boot(tmp_path)
 
 
 def test_several_steps_in_total(caplog):

@@ -106,6 +106,11 @@ def memory_step(
     return f"{what} took {'in total ' if in_total else ''}{' and '.join(parts)}"
 
 
+def known_peak(size: int) -> str:
+    """Return the line on a profiling run that is left out: an earlier boot measured ``size`` bytes."""
+    return f"Model profiling run left out: an earlier boot measured {format_bytes(size)}"
+
+
 def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: float, mode: str = "") -> str:
     """Return the line on how free memory is divided.
 

@@ -5,6 +5,7 @@ They are made once the needs of a step are known.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from preheat.backends.base import Backend, Mode
 from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
 from preheat.limits import Limits, resolve_limits
 from preheat.model.loader import LoadedModel
+from preheat.plan import lines
 from preheat.plan.budget import MemorySplit
 from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.options import PlanOptions
@@ -25,13 +27,18 @@ from preheat.warmup.graphs import divide_memory, log_division
 from preheat.warmup.profile import profile_run
 from preheat.warmup.steps import Steps
 
+logger = logging.getLogger(__name__)
+
+PROFILING_RUN = "profiling_run"
+"""The name of a step's most memory in the record."""
+
 
 @dataclass(frozen=True)
 class Fitted:
     """A plan that fits into the memory as divided by ``split``.
 
     ``memory`` are bytes by use, for the record. ``misses`` gets the plan's counts of steps beyond its buckets.
-    ``first_logits`` are the logits of the process's first step, None if nothing has run.
+    ``first_logits`` are the logits of the process's first step, None if nothing has run yet.
     """
 
     plan: Plan
@@ -46,7 +53,8 @@ class Fitting:
     """The fitting of ``model``, which is loaded already.
 
     ``checks`` names the cross-checks that are possible within limits. ``others_free`` is the free memory of the other
-    ranks in bytes; ``on_a_host`` ranks share a host. ``build`` makes an engine on all ranks.
+    ranks in bytes; ``on_a_host`` ranks share a host. ``build`` makes an engine on all ranks. ``known_peak`` returns the
+    bytes that an earlier boot measured for the largest step of a plan, None if there was none.
     """
 
     settings: Settings
@@ -57,6 +65,7 @@ class Fitting:
     on_a_host: int = 1
     others_free: Sequence[int] = ()
     build: Build = build
+    known_peak: Callable[[Plan], int | None] = lambda plan: None
 
     def fit(self, steps: Steps) -> Fitted:
         """Plan for all free memory, and again after a measurement.
@@ -71,8 +80,13 @@ class Fitting:
         plan, more, first = self._plan(limits, count), {}, list[Tensor]()
         select_linear_kernels(self.backend, self.model, plan)
         if self._depends:
-            run = partial(profile_run, self.settings, self.backend, self.model, plan, first.append, self.build)
-            peak = more["profiling_run"] = steps.peak("Model profiling run", run)
+            peak = self.known_peak(plan)
+            if peak is None:
+                run = partial(profile_run, self.settings, self.backend, self.model, plan, first.append, self.build)
+                peak = steps.peak("Model profiling run", run)
+            else:
+                logger.info("%s", lines.known_peak(peak))
+            more[PROFILING_RUN] = peak
             split, limits = self._divide(max(free - peak, 0))
             if limits != plan.limits:
                 plan = self._plan_again(plan, limits, count)

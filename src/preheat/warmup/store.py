@@ -4,8 +4,9 @@ The later boots have the same fingerprint. ``--cache-dir`` has one folder for ea
 the caches of compilers. Folders are independent and may be deleted at any time. Nothing is locked: records are written
 atomically. Of two boots at the same time, the later one's record is kept.
 
-A stored record is no proof. A boot takes two facts from it: how long items took, to announce the time, and the items
-that an earlier boot compiled. Digests and outcomes of checks are always of this boot.
+A stored record is no proof. A boot takes three facts from it: how long items took, to announce the time, the items
+that an earlier boot compiled, and on a host the most memory of a step. Digests and outcomes of checks are always of
+this boot.
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ class Store:
     """
 
     def __init__(self, root: Path | None, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
-        self._home = root and root / fingerprint
-        self.folder = self._home if self._home and _can_write(self._home) else None
+        self.fingerprint, self._root = fingerprint, root
+        self.folder = root / fingerprint if root and _can_write(root / fingerprint) else None
         """The folder for the caches of compilers; None if nothing can be written."""
 
     @cached_property
@@ -67,20 +67,7 @@ class Store:
 
         None if there is none.
         """
-        if self._home is None:
-            return None
-        path = self._home / RECORD
-        try:
-            record = Record.from_json(read_file(path, most=TABLE_BYTES))
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError, RecursionError) as error:
-            logger.warning("%s cannot be read and is ignored: %s", path, why_unread(error))
-            return None
-        if record.fingerprint != self.fingerprint:
-            logger.warning("%s is the record of another boot (%r) and is ignored", path, record.fingerprint)
-            return None
-        return record
+        return last_record(self._root, self.fingerprint)
 
     def costs(self) -> dict[str, float]:
         """Return the measured seconds of items, by name.
@@ -99,6 +86,24 @@ class Store:
             write_whole(self.folder / RECORD, data)
         except OSError as error:
             logger.warning("The record cannot be kept for the next boot: %s", error)
+
+
+def last_record(root: Path | None, fingerprint: str) -> Record | None:
+    """Return the last record with ``fingerprint`` below ``root``, None if there is none that can be read."""
+    if root is None:
+        return None
+    path = root / fingerprint / RECORD
+    try:
+        record = Record.from_json(read_file(path, most=TABLE_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        logger.warning("%s cannot be read and is ignored: %s", path, why_unread(error))
+        return None
+    if record.fingerprint != fingerprint:
+        logger.warning("%s is the record of another boot (%r) and is ignored", path, record.fingerprint)
+        return None
+    return record
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
