@@ -61,7 +61,13 @@ ENGINES: Mapping[str, Engine] = {
     "transformers fp32": Engine("transformers", {"dtype": "float32"}),
     "transformers fp32, compiled": Engine("transformers", {"dtype": "float32", "compiled": True}),
     "vLLM bf16": Engine("vllm", {"dtype": "bfloat16"}),
+    "OpenVINO fp16": Engine("openvino", {"weight_format": "fp16"}),
+    "OpenVINO int8": Engine("openvino", {"weight_format": "int8"}),
+    "OpenVINO int4": Engine("openvino", {"weight_format": "int4"}),
 }
+ELSEWHERE = ("llama.cpp", "vllm", "openvino")
+"""Kinds of engines that live in environments of their own."""
+
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "0.4b": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 65536},
@@ -205,7 +211,9 @@ def main(words: Sequence[str]) -> None:
     args = flags.parse_args(words)
     pythons = dict(each.split("=", 1) for each in args.python)
     without = [
-        name for name in args.engines if (kind := ENGINES[name].kind) in ("llama.cpp", "vllm") and kind not in pythons
+        name
+        for name in args.engines
+        if (kind := ENGINES[name].kind) in ("llama.cpp", "vllm", "openvino") and kind not in pythons
     ]
     names = [name for name in args.engines if name not in without]
     facts = {"threads": args.threads, "runs": args.runs, "busy": args.busy, "left_out": without}

@@ -27,6 +27,8 @@ from preheat.model.files import BUNDLED_PATH
 MIB = 2**20
 PROC = Path("/proc")
 PROMPT, ANSWER = 300, 32
+MAX_MODEL_LEN = 2048
+"""Tokens of the longest sequence; the model's own maximum needs a larger cache."""
 
 
 def family(process: int) -> Iterator[int]:
@@ -79,6 +81,7 @@ def main(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = {"kv_cache_memory_bytes": args.cache_mib * MIB, "log_level": "error", "dtype": "bfloat16"}
+        options["max_model_len"] = MAX_MODEL_LEN
         if args.shape in SHAPES:
             (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]), encoding="utf-8")
             weights = write_checkpoint(SHAPES[args.shape], folder)

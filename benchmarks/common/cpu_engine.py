@@ -141,7 +141,39 @@ class LlamaCpp:
         return self.engine.generate(prompts, outputs)
 
 
+class OpenVino:
+    """OpenVINO GenAI with continuous batching, on a checkpoint that optimum-intel converts."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        import openvino
+        import openvino_genai as genai
+
+        kind = task["options"]["weight_format"]
+        converted = os.path.join(os.path.dirname(task["weights"]), f"openvino-{kind}")
+        if not os.path.exists(converted):
+            tool = os.path.join(os.path.dirname(sys.executable), "optimum-cli")
+            words = ["export", "openvino", "--model", task["folder"], "--task", "text-generation-with-past"]
+            subprocess.run([tool, *words, "--weight-format", kind, converted], check=True)
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = 16, 1, False
+        options = {"INFERENCE_NUM_THREADS": task["threads"]}
+        self.engine = genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", options)
+        self.tensor, self.config = openvino.Tensor, genai.GenerationConfig
+
+    def generate(self, prompts: Ids, outputs: list[int]) -> Ids:
+        import numpy as np
+
+        configs = []
+        for tokens in outputs:
+            config = self.config()
+            config.max_new_tokens, config.do_sample, config.ignore_eos, config.echo = tokens, False, True, False
+            configs.append(config)
+        asked = [self.tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        return [list(result.m_generation_ids[0]) for result in self.engine.generate(asked, configs)]
+
+
 ENGINES = {
+    "openvino": OpenVino,
     "preheat": Preheat,
     "preheat http": PreheatOverHttp,
     "transformers": Transformers,
