@@ -57,6 +57,26 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 28,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+"""Attention over latent vectors, and experts in groups."""
+
 PLUS_ONE = ("Gemma", "Gemma3")
 """Families with norms that are stored as factors minus one."""
 
@@ -154,6 +174,18 @@ MODELS: dict[str, Model] = {
             "mlp_only_layers": [1],
             "norm_topk_prob": True,
             "qkv_bias": False,
+        },
+    ),
+    "glm 4.7 flash": ("Glm4MoeLite", LATENT | {"n_group": 1, "topk_group": 1}),
+    "deepseek v3": ("DeepseekV3", LATENT | {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek v2 lite": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
     "ministral": (
@@ -268,6 +300,9 @@ def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             else:
                 weight.normal_(mean=float(("norm" in name and family not in PLUS_ONE) or ".ln_" in name), std=0.1)
+        for name, numbers in reference.named_buffers():
+            if "correction" in name:
+                numbers.normal_(std=0.1)
     reference.save_pretrained(folder, max_shard_size=shard)
 
     @torch.inference_mode()

@@ -36,6 +36,7 @@ def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
         turned.copy_(norm(turned))
     rope = decoder.ropes[layer]
     if rope is not None:
+        turned = turned[..., spec.head_dim - spec.rope_dim :]
         apply_rope_(turned, *rope[: len(qkv)].unbind(1))
     if (factors := decoder.growth[layer]) is not None:
         qkv[:, : spec.num_heads].mul_(factors[: len(qkv), None, None])
@@ -47,7 +48,9 @@ def dense_attention(decoder: Decoder) -> Attend:
     def attend(layer: int, qkv: Tensor) -> Tensor:
         turn(decoder, layer, qkv)
         spec = decoder.spec.layers[layer].attention
-        q, k, v = (part.transpose(0, 1) for part in qkv.split([spec.num_heads, *[spec.num_kv_heads] * 2], dim=1))
+        sizes = [spec.num_heads, *[spec.num_kv_heads] * spec.kv.sides]
+        q, *kv = (part.transpose(0, 1) for part in qkv.split(sizes, dim=1))
+        k, v = kv[0], kv[-1]
         position = torch.arange(len(qkv))
         seen = position <= position[:, None]
         if window := spec.window:

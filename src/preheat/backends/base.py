@@ -90,9 +90,11 @@ class QuantizedKernel:
 class Facts:
     """Facts about a backend before anything is imported or allocated.
 
-    ``plain_experts``: why experts have no biases and only one activation here; "" where they may. ``split``: keys of a
-    KV split. ``min_tokens``: a step is padded to at least so many. ``asynchronous``: the device
-    goes on after a call returns, so that the host can prepare the next step. ``captures``: programs become graphs.
+    ``plain_experts``: why experts have no biases and only one activation here; "" where they may. ``plain_routers``:
+    why routers score by softmax alone here, without groups, and ``no_latents``: why attention reads no latent vectors;
+    "" where they may. ``split``: keys of a KV split. ``min_tokens``: a step is padded to at least so many.
+    ``asynchronous``: the device goes on after a call returns, so that the host can prepare the next step.
+    ``captures``: programs become graphs.
     ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
     it. ``pads_context``: the length of contexts is part of a decode program, and attention is padded to it.
     ``host_sampler``: sampling is a plain function on the host, which runs the same code for any number of rows.
@@ -124,6 +126,8 @@ class Facts:
     quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
     float16: bool = False
     plain_experts: str = ""
+    plain_routers: str = ""
+    no_latents: str = ""
     in_modes: Mapping[Mode, Mapping[str, Any]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     lacks: Lacks = field(default_factory=dict)
@@ -255,13 +259,15 @@ class ExpertsWeights(NamedTuple):
     """The numbers of routed experts.
 
     ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts, hidden, inner]; both may be kept or
-    packed anew. The biases are [experts, 2 * inner] and [experts, hidden], if there are any.
+    packed anew. The biases are [experts, 2 * inner] and [experts, hidden], if there are any. ``correction`` fp32
+    [experts] is added to the router's scores for the choice, if there is one.
     """
 
     gate_up: Tensor | QuantizedWeight
     down: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    correction: Tensor | None = None
 
 
 class LayerContext(NamedTuple):
@@ -503,7 +509,9 @@ class AttentionLayer:
     is not ``causal``, a token sees all tokens of its row of the step, also the tokens behind it, within ``window`` - 1
     tokens on each side; a step has all tokens of such a row. ``sinks`` fp32 [heads]: a head's sink is a score without a
     key. It joins the softmax as the last KV split: its sum of weights is one, its output zero.
-    ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`.
+    ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`. A ``cache`` with
+    one index in place of two has keys that are values too. The first ``still`` numbers of a head do not turn, and
+    ``rope`` has the others.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -525,6 +533,7 @@ class AttentionLayer:
     causal: bool = True
     sinks: Tensor | None = None
     distances: Tensor | None = None
+    still: int = 0
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]
@@ -565,11 +574,11 @@ class Attention(Protocol):
 
 
 class SharedParts(NamedTuple):
-    """An expert that all tokens visit; ``gate`` is [1, hidden]."""
+    """An expert that all tokens visit; ``gate`` is [1, hidden], if there is one."""
 
     gate_up: Linear
     down: Linear
-    gate: Tensor
+    gate: Tensor | None
 
 
 class RoutedParts(NamedTuple):

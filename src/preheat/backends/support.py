@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from preheat.backends.base import Facts
-from preheat.ops.values import NOTHING_MORE, Cache, Experts, Finish, Matmul, Ok, Refused, Support, Value, WithoutTerms
+from preheat.ops.values import (
+    NOTHING_MORE,
+    Cache,
+    Experts,
+    Finish,
+    Latents,
+    Matmul,
+    Ok,
+    Refused,
+    Support,
+    Value,
+    WithoutTerms,
+)
 
 DIVIDED = (
     "with --fully-sharded-loras, because ranks would exchange data once more in each such layer, before the "
@@ -25,7 +37,12 @@ def supports(facts: Facts, value: Value) -> Support:
             return Refused(
                 f"layers in {scheme.kind} ({scheme.name}) are not supported on {facts.name}; supported: {known}"
             )
+    if isinstance(value, Latents) and facts.no_latents:
+        return Refused(f"attention over latent vectors is not supported on {facts.name}: {facts.no_latents}")
     if isinstance(value, Experts):
+        if facts.plain_routers and not (value.routing.is_plain and not value.corrected):
+            how = f"a router by {value.routing.scoring} with {value.routing.groups} groups"
+            return Refused(f"{how} is not supported on {facts.name}: {facts.plain_routers}")
         if facts.plain_experts and any(part.finish not in (NOTHING_MORE, SWIGLU) for part in parts):
             return Refused(f"experts with biases or a clamped activation are not supported on {facts.name}: "
                            f"{facts.plain_experts}")  # fmt: skip
@@ -44,10 +61,12 @@ def supports(facts: Facts, value: Value) -> Support:
 
 
 def matmuls(value: Value) -> tuple[Matmul, ...]:
-    """Return the layers of ``value``: itself, or the layers of its experts; a cache has none."""
+    """Return the layers of ``value``: itself, or the layers of its experts or of a head; a cache has none."""
     if isinstance(value, Cache):
         return ()
-    return (value,) if isinstance(value, Matmul) else (value.gate_up, value.down)
+    if isinstance(value, Matmul):
+        return (value,)
+    return (value.gate_up, value.down) if isinstance(value, Experts) else (value.keys, value.values)
 
 
 def _traits(value: Matmul) -> Iterator[str]:

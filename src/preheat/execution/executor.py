@@ -112,7 +112,7 @@ class Executor:
         self._parts = [layers[first : first + step] for first in layers[::step]]
         kinds = [layer_kind(layer) for layer in spec.layers]
         self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each kind
-        self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
+        self._attended = torch.zeros(tokens, spec.layers[-1].attention.attended, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # states of the last step's tokens
         self._first_tokens = functools.cache(self._views)
         self._first_logits = functools.cache(lambda size: self._logits[:size])
@@ -289,7 +289,7 @@ class Executor:
         """
         great = min(torch.finfo(self.cache.data.dtype).max / 4, 1e30)
         for layer in layers:
-            values = self.cache.layers[layer][block, 1, :, place]
+            values = self.cache.layers[layer][block, -1, :, place]
             values.copy_(torch.full(values.shape, great))
 
     @torch.inference_mode()
@@ -535,6 +535,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             growth=growth,
             sinks=weights.attention.sinks,
             distances=decoder.distances,
+            still=spec.attention.head_dim - spec.attention.rope_dim,
         )
         for spec, layer_cache, rope, alibi, growth, weights in layers
     ]

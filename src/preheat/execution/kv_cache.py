@@ -41,15 +41,16 @@ class BlockCache:
 class KVCache(BlockCache):
     """Keys and values: ``data`` [layers, blocks, 2, kv heads, slots, dim].
 
-    Keys are at index 0 of the third axis, values at 1. Their dtype is ``dtype``, the model's, or the spec's dtype of
-    eight bits; a model in float16 has a cache in bfloat16. Block 0 is the pad block. Within a block each head's keys
+    Keys are at index 0 of the third axis, values at 1. Where a key is the value too, the axis has one
+    index. Their dtype is ``dtype``, the model's, or the spec's dtype of eight bits; a model in float16 has a cache in
+    bfloat16. Block 0 is the pad block. Within a block each head's keys
     are contiguous, so that a read gathers whole heads of whole blocks straight into the layout of the matrix product.
     """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        shape = (spec.num_layers, num_blocks, spec.kv_sides, spec.num_kv_heads, block_size, spec.head_dim)
         super().__init__(torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, CACHED.get(dtype, dtype)), device=device))
 
 

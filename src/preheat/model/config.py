@@ -123,6 +123,10 @@ class Config:
             raise ModelError(f"config.json: {own} is {value}, but at most {most} are possible")
         return value
 
+    def optional_size(self, name: str) -> int | None:
+        """Return a positive integer, or None where the config states null."""
+        return None if name in self._values and self._values[name] is None else self.size(name)
+
     def num_layers(self) -> int:
         """Return the number of decoder layers."""
         return self.size("num_hidden_layers", most=MAX_LAYERS)

@@ -49,6 +49,8 @@ def after_attention(
     the fused inputs of this layer's second block and of the next layer.
     """
     here, following = inputs
+    if layer.attention.latent is not None:
+        attended = layer.attention.latent.values(attended)
     if layer.parallel:
         x = normed(layer.post_norm, residual, None, here)
         residual.add_(layer.attention_output(attended))
@@ -77,7 +79,7 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype if dtype is None else dtype
         self.functions: LayerFunctions | None = None
-        kinds = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
+        kinds = [(layer.attention.rope, layer.attention.rope_dim) for layer in spec.layers]
         device = weights.embedding.device
         tables = {
             (rope, dim): None if rope is None else rope_table(rope, dim, max_model_len, self.dtype).to(device)

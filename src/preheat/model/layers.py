@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.model.latent import Latent
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.ops.quantization import plain_rows
 
@@ -25,7 +26,8 @@ class AttentionWeights:
     """The weights of attention.
 
     ``qk_norm`` is the norm of each query and key head, if there is one. ``whole_qk_norm`` norms all query heads
-    together, and all key heads together. ``sinks`` are fp32 [heads], if there are any.
+    together, and all key heads together. ``sinks`` are fp32 [heads], if there are any. ``latent`` are the maps of
+    attention over latent vectors.
     """
 
     qkv: Linear
@@ -33,10 +35,13 @@ class AttentionWeights:
     qk_norm: Norm | None
     whole_qk_norm: tuple[Norm, Norm] | None = None
     sinks: Tensor | None = None
+    latent: Latent | None = None
 
     def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values of ``x`` [tokens, hidden], side by side."""
         qkv, first = self.qkv(x), 0
+        if self.latent is not None:
+            return self.latent.project(qkv)
         for each in self.whole_qk_norm or ():
             part = qkv[:, first : first + each.weight.shape[-1]]
             part.copy_(each(part))
@@ -46,6 +51,8 @@ class AttentionWeights:
     def linears(self) -> Linears:
         yield "qkv", self.qkv
         yield "o", self.o
+        if self.latent is not None:
+            yield from below("latent", self.latent.linears())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +83,12 @@ class DenseMlp:
 class SharedExpert:
     """An expert that all tokens visit, with its gate.
 
-    ``add`` is the backend's operation to add its output. ``gate`` is [1, hidden].
+    ``add`` is the backend's operation to add its output. ``gate`` is [1, hidden]; without one (None) the outputs are
+    added as they are.
     """
 
     block: DenseMlp
-    gate: Tensor
+    gate: Tensor | None
     add: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, routed: Tensor) -> Tensor:
@@ -88,7 +96,7 @@ class SharedExpert:
 
         ``routed`` is the other experts' output.
         """
-        return self.add(routed, x, self.gate, self.block(x))
+        return routed + self.block(x) if self.gate is None else self.add(routed, x, self.gate, self.block(x))
 
 
 @dataclass(frozen=True, slots=True)

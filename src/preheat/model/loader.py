@@ -37,6 +37,7 @@ from preheat.model.config import RunDtype, resolve_dtype
 from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
+from preheat.model.latent import Latent
 from preheat.model.layers import (
     AttentionWeights,
     DecoderLayer,
@@ -61,6 +62,7 @@ from preheat.model.specs import (
     DistanceSpec,
     EmbeddingSpec,
     HeadSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -68,6 +70,7 @@ from preheat.model.specs import (
     MoeSpec,
     NormSpec,
     SharedSpec,
+    UpSpec,
     VectorSpec,
     VisionLayerSpec,
     VisionSpec,
@@ -75,7 +78,7 @@ from preheat.model.specs import (
 from preheat.model.stage import stage_of
 from preheat.model.stated import stated_spec
 from preheat.model.ties import with_stored_head
-from preheat.model.values import check_supported, embedding_of, experts_of, matmul_of, patches_of
+from preheat.model.values import check_supported, embedding_of, experts_of, latents_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.norm import ReplacingNorm
@@ -456,6 +459,7 @@ class WeightLoader:
                 self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention),
                 self.whole_qk_norm(spec.attention),
                 None if spec.attention.sinks is None else self.sinks(spec.attention.sinks),
+                None if spec.attention.latent is None else self.latent(spec.attention.latent),
             ),
             post_norm=self.norm(spec.post_norm) if spec.post_norm else input_norm,
             mlp=self.mlp(spec.mlp),
@@ -468,6 +472,8 @@ class WeightLoader:
         if isinstance(spec, DenseSpec):
             return self.dense(spec)
         weights = self._formats[spec.experts.format].experts(spec.experts, self)
+        if spec.correction is not None:
+            weights = weights._replace(correction=self.tensor32(spec.correction))
         shared = self.shared(spec.shared) if spec.shared else None
         experts = self.experts(spec, weights)
         return MoeMlp(self.linear(spec.router), experts, shared)
@@ -489,8 +495,9 @@ class WeightLoader:
         return DenseMlp(self.linear(spec.gate_up), self.linear(spec.down))
 
     def shared(self, spec: SharedSpec) -> SharedExpert:
-        gate = self._place(self.tensor(f"{spec.gate.name}.weight", *spec.gate.shape))
-        return SharedExpert(self.dense(spec.block), gate, self.backend.add_shared)
+        gate = spec.gate
+        opens = None if gate is None else self._place(self.tensor(f"{gate.name}.weight", *gate.shape))
+        return SharedExpert(self.dense(spec.block), opens, self.backend.add_shared)
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self._formats[spec.format].load(spec, self)
@@ -524,6 +531,28 @@ class WeightLoader:
     def sinks(self, spec: VectorSpec) -> Tensor:
         """Return the sinks of attention, fp32 [heads]."""
         return self._place(self.tensor(f"{spec.name}.weight", *spec.shape).float())
+
+    def tensor32(self, spec: VectorSpec) -> Tensor:
+        """Return numbers that stay in fp32."""
+        return self._place(self.read(f"{spec.name}.weight", *spec.shape))
+
+    def latent(self, spec: LatentSpec) -> Latent:
+        """Return the maps of attention over latent vectors."""
+        keys, vals = self.up(spec.up)
+        q = None if spec.q is None else self.linear(spec.q)
+        q_norm = None if spec.q_norm is None else self.norm(spec.q_norm)
+        return Latent(keys, vals, spec.up.rank, spec.rope, self.norm(spec.norm), q, q_norm)
+
+    def up(self, spec: UpSpec) -> tuple[list[Linear], list[Linear]]:
+        """Return the maps to keys and to values, a linear layer for each head."""
+        value = latents_of(spec, self._dtype_name)
+        stored = self.tensor(f"{spec.name}.weight", *spec.shape).view(spec.stored_heads, -1, spec.rank)
+        keys, vals = list[Linear](), list[Linear]()
+        for head in stored[spec.first : spec.first + spec.heads]:
+            key, val = head.split([spec.key, spec.value])
+            keys.append(self.backend.layer(value.keys, LayerWeights(key.T.contiguous()), self._context))
+            vals.append(self.backend.layer(value.values, LayerWeights(val.contiguous()), self._context))
+        return keys, vals
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the checkpoint's tensor ``name``."""

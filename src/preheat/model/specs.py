@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
-from preheat.ops.kinds import Activation, NormKind, Scheme
+from preheat.ops.kinds import Activation, NormKind, Scheme, Scoring
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -205,18 +205,25 @@ class KVSpec:
     """Entry of a token in a layer's KV cache.
 
     It is a key and a value of ``head_dim`` numbers for each head. Both are divided by ``scales`` (key, value) and
-    stored in ``dtype``; auto is the model's dtype. See :mod:`preheat.ops.float8`.
+    stored in ``dtype``; auto is the model's dtype. See :mod:`preheat.ops.float8`. ``latent``: the key is the value too,
+    so an entry has no other rows than its keys.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: KVDtype = "auto"
     scales: tuple[float, float] = (1.0, 1.0)
+    latent: bool = False
+
+    @property
+    def sides(self) -> int:
+        """Rows of a head: its key and its value, or one row for both."""
+        return 1 if self.latent else 2
 
     @property
     def values(self) -> int:
         """Numbers per token."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.sides * self.num_kv_heads * self.head_dim
 
     def bytes(self, itemsize: int) -> int:
         """Return the bytes per token.
@@ -224,6 +231,57 @@ class KVSpec:
         The model's dtype has ``itemsize`` bytes.
         """
         return self.values * (itemsize if self.dtype == "auto" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpSpec:
+    """The maps from a latent vector of ``rank`` numbers to the keys and the values of each head.
+
+    The checkpoint's module ``name`` has ``stored_heads`` heads, each with ``key`` rows and then ``value`` rows. A shard
+    has the heads from ``first`` on.
+    """
+
+    name: str
+    heads: int
+    key: int
+    value: int
+    rank: int
+    stored_heads: int
+    first: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored_heads * (self.key + self.value), self.rank
+
+    @property
+    def weights(self) -> int:
+        """Numbers of the own heads."""
+        return self.heads * (self.key + self.value) * self.rank
+
+    @property
+    def params(self) -> int:
+        return self.weights
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the maps on a device."""
+        return self.weights * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Attention over latent vectors (MLA).
+
+    A token has one vector of ``up.rank`` numbers, normed by ``norm``, and ``rope`` numbers that turn: its key and its
+    value for all heads. A query of ``up.key`` and ``rope`` numbers is the output of ``q``, which reads the first
+    outputs of ``qkv`` after their ``q_norm``; without ``q`` the first outputs of ``qkv`` are the queries. See
+    :mod:`preheat.model.latent`.
+    """
+
+    rope: int
+    up: UpSpec
+    norm: NormSpec
+    q: LinearSpec | None = None
+    q_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +293,8 @@ class AttentionSpec:
     queries, keys and values in this order. Rotated queries are multiplied by their ``growth``. ``scale`` multiplies the
     scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query. A ``causal``
     token sees itself and the ``window`` - 1 tokens before it; any other token sees as many tokens behind it, too.
-    ``sinks`` are scores without a key, one for each head, that join the softmax.
+    ``sinks`` are scores without a key, one for each head, that join the softmax. With ``latent``, ``qkv`` returns the
+    inputs of the queries and then the latent vector.
     """
 
     num_heads: int
@@ -251,6 +310,17 @@ class AttentionSpec:
     growth: QueryGrowth | None = None
     causal: bool = True
     sinks: VectorSpec | None = None
+    latent: LatentSpec | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers at the end of a head that may turn."""
+        return self.latent.rope if self.latent else self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Numbers of a token's output of attention, before its last maps."""
+        return self.num_heads * self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -263,7 +333,9 @@ class AttentionSpec:
     @property
     def activations(self) -> int:
         """Intermediate numbers per token: queries, keys, values and the output of attention."""
-        return self.qkv.outputs + self.o.inputs
+        own = self.latent
+        more = 0 if own is None else 2 * self.attended + self.head_dim + (own.q.outputs if own.q else 0)
+        return self.qkv.outputs + self.o.inputs + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,11 +430,11 @@ class GateSpec:
 class SharedSpec:
     """An expert that all tokens visit, and its ``gate``.
 
-    The gate sets its share in each token.
+    The gate sets its share in each token; without one (None) the share is one.
     """
 
     block: DenseSpec
-    gate: GateSpec
+    gate: GateSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +442,8 @@ class MoeSpec:
     """A feed-forward block of experts; ``router`` chooses ``top_k`` for each token (:mod:`preheat.ops.moe`).
 
     ``renormalize``: the weights of the chosen experts sum to one. ``round_weights``: the weights are rounded to the
-    model's dtype.
+    model's dtype. ``scoring``, the groups and ``factor`` are as in :class:`preheat.ops.values.Routing`. ``correction``
+    is added to the scores for the choice alone.
     """
 
     router: LinearSpec
@@ -379,6 +452,12 @@ class MoeSpec:
     renormalize: bool
     round_weights: bool
     shared: SharedSpec | None = None
+    scoring: Scoring = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    best: int = 1
+    factor: float = 1.0
+    correction: VectorSpec | None = None
 
     @property
     def activations(self) -> int:
@@ -584,7 +663,7 @@ class LayerSpec:
 
         Biases and norms of heads are too few to count.
         """
-        linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec | UpSpec))
         return linears + self._norm_params
 
     @property
@@ -598,7 +677,7 @@ class LayerSpec:
 
     def step_bytes(self, itemsize: int) -> int:
         """Return the bytes that a step reads besides experts."""
-        linears = sum(leaf.weight_bytes(itemsize) for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        linears = sum(leaf.weight_bytes(itemsize) for _, leaf in leaves(self) if isinstance(leaf, LinearSpec | UpSpec))
         return linears + self._norm_params * itemsize
 
     def expert_bytes(self, itemsize: int) -> int:
@@ -767,6 +846,10 @@ class ModelSpec:
         return _one("head_dim", [layer.kv.head_dim for layer in self.layers])
 
     @property
+    def kv_sides(self) -> int:
+        return _one("rows of a head's entry", [layer.kv.sides for layer in self.layers])
+
+    @property
     def kv_dtype(self) -> KVDtype:
         return _one("the KV cache's dtypes", [layer.kv.dtype for layer in self.layers])
 
@@ -802,7 +885,18 @@ def base_model(spec: ModelSpec) -> ModelSpec:
     return replace(without_head(spec), renames=(*spec.renames, rename))
 
 
-Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec | HeadSpec | DistanceSpec
+Leaf = (
+    LinearSpec
+    | NormSpec
+    | EmbeddingSpec
+    | ExpertsSpec
+    | GateSpec
+    | PatchSpec
+    | VectorSpec
+    | HeadSpec
+    | DistanceSpec
+    | UpSpec
+)
 """The specs with tensors of their own."""
 
 

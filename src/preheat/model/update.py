@@ -22,6 +22,7 @@ from preheat.errors import ModelError
 from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
+from preheat.model.latent import Latent
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import (
@@ -29,6 +30,7 @@ from preheat.model.specs import (
     DenseSpec,
     EmbeddingSpec,
     HeadSpec,
+    LatentSpec,
     LinearSpec,
     MlpSpec,
     ModelSpec,
@@ -90,6 +92,8 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
             yield from (_norm(*each) for each in pairs)
         if (sinks := attention.sinks) is not None:
             yield Part(sinks, loaded.attention.sinks, partial(_sinks, sinks))
+        if (latent := attention.latent) is not None:
+            yield from _latent(latent, loaded.attention.latent)
         for name in ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"):
             if (norm := getattr(layer, name)) is not None and norm.params:
                 yield _norm(norm, getattr(loaded, name))
@@ -117,6 +121,15 @@ def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:
 
 def _sinks(spec: VectorSpec, loader: WeightLoader) -> object:
     return loader.sinks(spec)
+
+
+def _latent(spec: LatentSpec, loaded: Latent) -> Iterator[Part]:
+    """Yield the parts of attention over latent vectors."""
+    yield Part(spec.up, (loaded.keys, loaded.vals), lambda loader: loader.up(spec.up))
+    yield _norm(spec.norm, loaded.norm)
+    if spec.q is not None and spec.q_norm is not None:
+        yield _linear(spec.q, loaded.q)
+        yield _norm(spec.q_norm, loaded.q_norm)
 
 
 def _tied(spec: ModelSpec, loader: WeightLoader) -> object:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
-from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, leaves
+from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, UpSpec, leaves
 from preheat.ops.values import (
     Cache,
     Dtype,
     Experts,
     Finish,
     Groups,
+    Latents,
     LowRank,
     Matmul,
     Refused,
@@ -87,7 +88,10 @@ def patches_of(spec: PatchSpec, dtype: Dtype) -> Matmul:
 def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Experts:
     """Return the value of routed experts, whole or a shard."""
     own = spec.experts
-    routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
+    routing = Routing(
+        spec.top_k, spec.renormalize, spec.round_weights, spec.scoring, spec.groups, spec.top_groups, spec.best,
+        spec.factor,
+    )  # fmt: skip
     order = _order(own.inner, own.k_splits, own.kept, own.stored_inner)
     halves = (own.inner // own.k_splits,) * (2 * own.k_splits) if own.k_splits else ()
     gate_up, down = (_expert(own, size, spec.top_k, dtype) for size in own.matrices)
@@ -100,7 +104,14 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
         if own.k_splits:
             last = replace(last, shared="inputs", joins="combined")
         gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
-    return Experts(gate_up=gate_up, down=down, routing=routing)
+    return Experts(gate_up=gate_up, down=down, routing=routing, corrected=spec.correction is not None)
+
+
+def latents_of(spec: UpSpec, dtype: Dtype) -> Latents:
+    """Return the value of attention over latent vectors, whole or a shard."""
+    keys = Matmul(outputs=spec.rank, inputs=spec.key, weight=WeightFormat(dtype))
+    values = Matmul(outputs=spec.value, inputs=spec.rank, weight=WeightFormat(dtype))
+    return Latents(heads=spec.heads, keys=keys, values=values)
 
 
 def _expert(spec: ExpertsSpec, size: tuple[int, int], top_k: int, dtype: Dtype) -> Matmul:
@@ -135,6 +146,8 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
     for path, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec):
             yield path, matmul_of(leaf, dtype, None if path.startswith("vision.") else room)
+        elif isinstance(leaf, UpSpec):
+            yield path, latents_of(leaf, dtype)
         elif isinstance(leaf, PatchSpec):
             yield path, patches_of(leaf, dtype)
         elif isinstance(block := blocks.get(path), MoeSpec):

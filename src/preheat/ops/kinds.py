@@ -17,6 +17,9 @@ Activation = Literal[
 With "_and_mul" the first half of the outputs is the gate of the second half, and half as many outputs remain.
 """
 
+Scoring = Literal["softmax", "sigmoid"]
+"""Scores of experts by a router's logits, see :mod:`preheat.ops.moe`."""
+
 NormKind = Literal["rms", "rms_plus_one", "layer", "identity"]
 """Kinds of norm, see :mod:`preheat.ops.norm`."""
 

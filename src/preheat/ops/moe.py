@@ -6,8 +6,15 @@ probabilities are the weights, divided by their sum in slot order if the model s
 says so. An expert gives the result of a dense block with its weights, rounded to the dtype. Each such row is multiplied
 by its weight in fp32, rounded, and the products are added in slot order in fp32; the sum is rounded once.
 
-Where there is a shared expert, its row is multiplied by the sigmoid of the token's product with the gate's weights (one
-sum in fp32, rounded to the dtype; the sigmoid is fp32, rounded; so is the product), then added and rounded.
+A router that scores by sigmoid takes each logit's sigmoid in fp32, 1 / (1 + exp(-x)). A correction (fp32, one number
+for each expert) is added to the scores for the choice; the weights are the scores without it. With groups of experts, a
+group's score is the sum of its ``best`` largest corrected scores, from the largest on. The ``top_groups`` groups of the
+largest scores, of equals the lowest number, keep their experts, and no others are chosen. The divisor of weights by
+sigmoid is their sum plus 1e-20. A factor multiplies the weights last, before they are rounded.
+
+Where there is a shared expert with a gate, its row is multiplied by the sigmoid of the token's product with the gate's
+weights (one sum in fp32, rounded to the dtype; the sigmoid is fp32, rounded; so is the product), then added and
+rounded. A shared expert without a gate is added as it is.
 
 So a token's bits depend on its own row and its own experts. The experts of other tokens do not change them, nor does
 the order of rows in a backend.
@@ -24,18 +31,46 @@ from preheat.ops.opaque import opaque
 from preheat.ops.values import Routing
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Choose experts by ``logits`` [tokens, experts]: numbers int64 and weights fp32, both [tokens, top_k]."""
-    likely, experts = torch.sort(torch.softmax(logits.float(), -1), dim=-1, descending=True, stable=True)
-    weights = likely[:, : routing.top_k].contiguous()
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose experts by ``logits`` [tokens, experts]: numbers int64 and weights fp32, both [tokens, top_k].
+
+    ``correction`` is fp32 [experts].
+    """
+    scores = scores_of(logits, routing)
+    wanted = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        wanted = within_groups(wanted, routing)
+    experts = torch.sort(wanted, dim=-1, descending=True, stable=True)[1][:, : routing.top_k].contiguous()
+    weights = scores.gather(1, experts)
     if routing.renormalize:
         total = weights[:, 0].clone()
         for slot in range(1, routing.top_k):
             total += weights[:, slot]
-        weights /= total[:, None]
+        weights /= (total if routing.scoring == "softmax" else total + 1e-20)[:, None]
+    if routing.factor != 1.0:
+        weights *= routing.factor
     if routing.round_weights:
         weights = weights.to(logits.dtype).float()
-    return experts[:, : routing.top_k].contiguous(), weights
+    return experts, weights
+
+
+def scores_of(logits: Tensor, routing: Routing) -> Tensor:
+    """Return the scores of all experts, fp32 [tokens, experts]."""
+    if routing.scoring == "softmax":
+        return torch.softmax(logits.float(), -1)
+    return logits.float().neg_().exp_().add_(1.0).reciprocal_()
+
+
+def within_groups(wanted: Tensor, routing: Routing) -> Tensor:
+    """Return ``wanted`` [tokens, experts] with minus infinity outside of each token's best groups."""
+    grouped = wanted.view(len(wanted), routing.groups, -1)
+    largest = grouped.sort(dim=-1, descending=True)[0]
+    score = largest[..., 0].clone()
+    for place in range(1, routing.best):
+        score += largest[..., place]
+    kept = torch.sort(score, dim=-1, descending=True, stable=True)[1][:, : routing.top_groups]
+    hidden = torch.ones_like(score, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(hidden[..., None], -torch.inf).view_as(wanted)
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:

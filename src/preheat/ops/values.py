@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from preheat.ops.kinds import Activation, Scheme
+from preheat.ops.kinds import Activation, Scheme, Scoring
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -177,12 +177,23 @@ class Routing(NamedTuple):
     """How a token's experts are chosen and weighted.
 
     ``renormalize``: the weights of the chosen experts sum to one. ``round_weights``: the weights are rounded to the
-    model's dtype.
+    model's dtype. ``scoring``: how logits become scores. Experts are cut into ``groups`` of neighbors; those of the
+    ``top_groups`` with the largest sums of their ``best`` scores may be chosen. Weights are multiplied by ``factor``.
     """
 
     top_k: int
     renormalize: bool
     round_weights: bool
+    scoring: Scoring = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    best: int = 1
+    factor: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen among all, by softmax, without a factor."""
+        return self.scoring == "softmax" and self.groups == 1 and self.factor == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +201,13 @@ class Experts:
     """Routed experts: ``gate_up`` and ``down`` have a matrix per expert.
 
     ``gate_up`` ends with a gated activation. Each expert may have biases. ``routing`` says how a token's experts are
-    chosen and weighted.
+    chosen and weighted. ``corrected``: a vector is added to the scores for the choice.
     """
 
     gate_up: Matmul
     down: Matmul
     routing: Routing
+    corrected: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +219,19 @@ class Cache:
     model: Dtype
 
 
-Value = Matmul | Experts | Cache
+@dataclass(frozen=True, kw_only=True)
+class Latents:
+    """Attention over latent vectors: one map to keys and one to values for each of ``heads`` heads.
+
+    See :mod:`preheat.model.latent`.
+    """
+
+    heads: int
+    keys: Matmul
+    values: Matmul
+
+
+Value = Matmul | Experts | Cache | Latents
 
 
 class Ok(NamedTuple):

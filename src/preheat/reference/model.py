@@ -78,6 +78,8 @@ def _files(folder: Path, spec: ModelSpec) -> SafetensorsFiles:
 def _check(spec: ModelSpec) -> None:
     if set(spec.weight_bytes(1)) != {None} or spec.kv_dtype != "auto":
         raise ModelError("the reference has gradients for plain weights only: give the checkpoint before quantization")
+    if any(layer.attention.latent for layer in spec.layers):
+        raise ModelError("the reference has no gradients for attention over latent vectors yet")
     if spec.vision is not None:
         raise ModelError("the reference reads tokens only: it has no gradients for models that see images")
 

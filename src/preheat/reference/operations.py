@@ -145,7 +145,7 @@ class DifferentiableOperations:
     def experts(
         self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        gate_up, down, *biases = weights
+        gate_up, down, *biases = weights[:4]
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         given = ExpertsWeights(gate_up.detach(), down.detach(), *map(_detached, biases))
         engine, activate = self._backend.experts(value, given, context), value.gate_up.finish.activation

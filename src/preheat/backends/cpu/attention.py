@@ -24,9 +24,9 @@ from preheat.ops.rotary import apply_rope_
 class CpuWork(AttentionWork):
     """Work of a step by kind of layer.
 
-    ``decode`` are the rows that decode, if any, and ``prompts`` are groups of tiles. ``first_rows`` int64 [T, 2 * kv
-    heads], by kv heads, are rows of the cache: the first rows of each token's block, for every head's keys, then for
-    every head's values.
+    ``decode`` are the rows that decode, if any, and ``prompts`` are groups of tiles. ``first_rows`` int64 [T,
+    rows], by the rows of an entry, are rows of the cache: the first rows of each token's block, for every head's keys,
+    then for every head's values.
     """
 
     decode: dict[Heads, DecodeAttention]
@@ -46,16 +46,17 @@ class CpuAttention:
         self._layers, self._in_place = layers, contiguous and layers[0].cache.shape[-2] == SPLIT
         self._dtype = layers[0].dtype
         self._kinds = [
-            Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal) for each in layers
+            Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1])
+            for each in layers
         ]
         self._stores = [_Store(each) for each in layers]
         self._block_size = layers[0].cache.shape[-2]
         self._widest = {
-            kind: (max_keys(kind.kv_heads, kind.dim, self._dtype),
+            kind: (max_keys(kind.kv_heads, kind.dim, self._dtype, kind.sides),
                    widest_tile(kind.heads // kind.kv_heads, kind.dim, self._dtype))
             for kind in dict.fromkeys(self._kinds)
         }  # fmt: skip
-        self._kv_heads = sorted({kind.kv_heads for kind in self._kinds})
+        self._entries = sorted({kind.rows for kind in self._kinds})
         self._work: CpuWork | None = None
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._new_rows: dict[int, Tensor] = {}
@@ -75,7 +76,7 @@ class CpuAttention:
         position = first[row] + np.arange(count) - (step.ends - step.extend)[row]
         block = np.zeros(step.tokens, np.int64)
         block[:count] = tables.block_table[step.slots[row], position // tables.block_size]
-        first_rows = {kv_heads: _first_rows(block, kv_heads, tables.block_size) for kv_heads in self._kv_heads}
+        first_rows = {entry: _first_rows(block, entry, tables.block_size) for entry in self._entries}
         only = decode == len(step.slots)
         rows = {
             kind: DecodeAttention(
@@ -103,7 +104,7 @@ class CpuAttention:
         blocks = -(-int((begin + extend).max()) // tables.block_size)
         cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.block_table[step.slots[rows], :blocks])
         tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest, causal=kind.causal)
-        return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype)
+        return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype, sides=kind.sides)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """Do nothing: the work holds the blocks already."""
@@ -119,7 +120,7 @@ class CpuAttention:
             cos, sin = rope.index_select(0, inputs.positions).unbind(1)
             self._turns[id(rope)] = cos, sin
         offset = inputs.positions.bitwise_and(self._block_size - 1).unsqueeze(1)
-        self._new_rows = {kv_heads: (first + offset).view(-1) for kv_heads, first in work.first_rows.items()}
+        self._new_rows = {entry: (first + offset).view(-1) for entry, first in work.first_rows.items()}
         for rows in work.decode.values():
             rows.move(inputs.positions)
 
@@ -134,11 +135,11 @@ class CpuAttention:
             if layer.qk_norm is not None:
                 turned.copy_(layer.qk_norm(turned))
             if layer.rope is not None:
-                apply_rope_(turned, *self._turns[id(layer.rope)])
+                apply_rope_(turned[..., layer.still :], *self._turns[id(layer.rope)])
             if layer.growth is not None:
                 qkv[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
             store = self._stores[index]
-            store.write(self._new_rows[kind.kv_heads], qkv[:, heads:])
+            store.write(self._new_rows[kind.rows], qkv[:, heads:])
             decode = work.decode.get(kind)
             if decode is not None:
                 bias = layer.alibi if layer.distances is None else layer.distances
@@ -168,14 +169,16 @@ class _Store:
 
     def __init__(self, layer: AttentionLayer) -> None:
         key, value = layer.kv_scales
+        sides = (key, value)[: layer.cache.shape[1]]
+        value = sides[-1]
         self._dtype = None if layer.cache.dtype == layer.dtype else layer.cache.dtype
         self._rows = layer.cache.view(-1, layer.head_dim)
-        self._scales = torch.tensor([key, value]).repeat_interleave(layer.num_kv_heads).unsqueeze(1)
+        self._scales = torch.tensor(sides).repeat_interleave(layer.num_kv_heads).unsqueeze(1)
         self._value = value
         self.scale = layer.scale * key
 
     def write(self, rows: Tensor, kv: Tensor) -> None:
-        """Store ``kv`` [tokens, 2 * kv heads, dim] in these ``rows``."""
+        """Store ``kv`` [tokens, sides * kv heads, dim] in these ``rows``."""
         if self._dtype is None:
             self._rows.index_copy_(0, rows, kv.reshape(-1, kv.shape[-1]))
             return
@@ -187,10 +190,10 @@ class _Store:
         return out if self._value == 1.0 else out.mul_(self._value)
 
 
-def _first_rows(block: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
+def _first_rows(block: np.ndarray, entry: int, block_size: int) -> Tensor:
     """Return the first rows of each head in each ``block``.
 
-    They are int64 [blocks, 2 * kv heads]: each head's keys, then each head's values.
+    They are int64 [blocks, entry]: each head's keys, then each head's values.
     """
-    heads = np.arange(2 * kv_heads)
+    heads = np.arange(entry)
     return torch.from_numpy((block[:, None] * len(heads) + heads) * block_size)

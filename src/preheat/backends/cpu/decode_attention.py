@@ -27,7 +27,8 @@ from preheat.ops.distances import by_distance
 class Heads(NamedTuple):
     """Sizes of a layer's attention that decide its cutting into work.
 
-    A row of one token is alike in causal and in other attention: the token sees no key behind it.
+    A row of one token is alike in causal and in other attention: the token sees no key behind it. ``sides``: a head has
+    a key and a value in the cache, or one entry for both.
     """
 
     window: int | None
@@ -35,6 +36,12 @@ class Heads(NamedTuple):
     kv_heads: int
     dim: int
     causal: bool = True
+    sides: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache in a block: a key and a value of each head, or a row for both."""
+        return self.sides * self.kv_heads
 
 
 class _Call(NamedTuple):
@@ -54,17 +61,17 @@ class _Call(NamedTuple):
     def keys_and_values(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values [pairs, kv heads, span, dim] in ``dtype``.
 
-        ``cache`` is [blocks, 2, kv heads, slots, dim].
+        ``cache`` is [blocks, sides, kv heads, slots, dim].
         """
-        _, _, kv_heads, slots, dim = cache.shape
+        _, sides, kv_heads, slots, dim = cache.shape
         count = self.last - self.first
         if self.gathered is not None:
             rows = cache.view(-1, slots * dim).index_select(0, self.gathered)
-            key, value = rows.to(dtype).view(2, count, kv_heads, self.span, dim).unbind()
-            return key, value
+            found = rows.to(dtype).view(sides, count, kv_heads, self.span, dim)
+            return found[0], found[-1]
         blocks = cache[self.block : self.block + (1 if self.shared else count), :, :, : self.span].to(dtype)
-        key, value = blocks.expand(count, -1, -1, -1, -1).unbind(1)
-        return key, value
+        blocks = blocks.expand(count, -1, -1, -1, -1)
+        return blocks[:, 0], blocks[:, -1]
 
 
 class DecodeAttention:
@@ -101,7 +108,7 @@ class DecodeAttention:
         else:
             columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
             blocks = block_table[slots[row][:, None], np.minimum(columns, block_table.shape[1] - 1)]
-            order, self._calls, span = _gathering(blocks.astype(np.int64), keys, block_size, heads.kv_heads, max_keys)
+            order, self._calls, span = _gathering(blocks.astype(np.int64), keys, block_size, heads, max_keys)
         self.steady = min(_steady(position, keys, span, block_size), _until_behind(position, first, heads.window))
         self._hidden = hidden_keys(dtype)
         self._row = torch.from_numpy(row[order].astype(np.int32))
@@ -115,13 +122,13 @@ class DecodeAttention:
 
         Queries are rows of the step's heads; results are rows of all pairs' results.
         """
-        _, heads, kv_heads, _, _ = self.heads
+        heads, kv_heads, rows = self.heads.heads, self.heads.kv_heads, self.heads.rows
         group = heads // kv_heads
         self._query_shape = len(row), kv_heads, query_rows, self.heads.dim
         padded = np.minimum(np.arange(query_rows), group - 1)  # rows that pad repeat the last head
         head = (np.arange(kv_heads)[:, None] * group + padded).reshape(-1)
         self._heads = torch.from_numpy(head)
-        self._queries = torch.from_numpy((row[order][:, None] * (heads + 2 * kv_heads) + head).reshape(-1))
+        self._queries = torch.from_numpy((row[order][:, None] * (heads + rows) + head).reshape(-1))
         number = np.empty(len(row), np.int64)
         number[order] = np.arange(len(row))
         most = int(splits.max())
@@ -153,7 +160,7 @@ class DecodeAttention:
     ) -> Tensor:  # fmt: skip
         """Attend with the queries of ``qkv`` over the ``cache`` of ``layer``.
 
-        Returns [tokens, heads * dim]. ``qkv`` is [tokens, heads + 2 * kv heads, dim]. ``alibi``, fp32 [heads], are
+        Returns [tokens, heads * dim]. ``qkv`` is [tokens, heads + sides * kv heads, dim]. ``alibi``, fp32 [heads], are
         slopes; ``sinks``, fp32 [heads], are scores without keys.
         """
         masks = self._masks
@@ -235,7 +242,7 @@ def _in_place(block: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[_Ca
 
 
 def _gathering(
-    blocks: np.ndarray, keys: np.ndarray, block_size: int, kv_heads: int, max_keys: int
+    blocks: np.ndarray, keys: np.ndarray, block_size: int, heads: Heads, max_keys: int
 ) -> tuple[np.ndarray, list[_Call], np.ndarray]:
     """Return as :func:`_in_place`, for pairs of several ``blocks`` [pairs, n].
 
@@ -244,7 +251,7 @@ def _gathering(
     span = spans(keys, np.zeros(len(keys), bool), max(MIN_SPAN, block_size))
     order = span.argsort(kind="stable")
     ordered, calls = span[order], []
-    places = np.arange(2 * kv_heads).reshape(2, 1, kv_heads, 1)  # within a block: all keys, all values
+    places = np.arange(heads.rows).reshape(heads.sides, 1, heads.kv_heads, 1)  # within a block: all keys, all values
     edges = [0, *((np.diff(ordered) != 0).nonzero()[0] + 1).tolist(), len(order)]
     for begin, end in itertools.pairwise(edges):
         width = int(ordered[begin])
@@ -252,7 +259,7 @@ def _gathering(
         for first in range(begin, end, count):
             last = min(first + count, end)
             read = blocks[order[first:last], : width // block_size]
-            rows = torch.from_numpy((read[:, None] * (2 * kv_heads) + places).reshape(-1))
+            rows = torch.from_numpy((read[:, None] * heads.rows + places).reshape(-1))
             calls.append(_Call(first, last, width, gathered=rows))
     return order, calls, span
 

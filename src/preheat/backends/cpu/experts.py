@@ -33,6 +33,12 @@ from preheat.ops.values import Experts, Matmul, Routing
 LARGEST = max(REFERENCES)
 SIZES = tuple(1 << power for power in range(LARGEST.bit_length()))
 
+ROUTING = (
+    "Tensor? correction, int top_k, bool renormalize, bool round_weights, str scoring, int groups, int top_groups, "
+    "int best, float factor"
+)
+"""The last arguments of an operation: the correction, and the fields of Routing."""
+
 
 class ExpertsLayer:
     """The routed experts of ``value``."""
@@ -41,6 +47,7 @@ class ExpertsLayer:
         self, value: Experts, weights: ExpertsWeights, context: LayerContext, slots: SlotTable | None = None
     ) -> None:
         self._routing, self._count, self._ranks = value.routing, value.down.groups.experts, context.ranks
+        self._correction = weights.correction
         self.slots, self._split, self._coded = slots, value.down.order.is_split, value.down.input != "plain"
         self._activation = value.gate_up.finish.activation or "silu_and_mul"
         self._gate_up, self._down = (
@@ -64,11 +71,11 @@ class ExpertsLayer:
         if not self._coded:
             packed = ([packed for packed, *_ in layer] for layer in layers)
             biases = ([bias for _, bias, _ in layer if bias is not None] for layer in layers)
-            return *packed, *biases, value.down.inputs, self._activation, *value.routing
+            return *packed, *biases, value.down.inputs, self._activation, self._correction, *value.routing
         found = list[Any]()
         for layer in layers:
             found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer], layer[0][3]
-        return *found, value.down.input, *value.routing
+        return *found, value.down.input, self._correction, *value.routing
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
@@ -78,7 +85,7 @@ class ExpertsLayer:
         adapted = self.slots is not None and bool(self.slots.groups)
         if self._operands and not adapted:
             return self._operation(x, logits, *self._operands)
-        chosen, weights = route(logits, self._routing)
+        chosen, weights = route(logits, self._routing, self._correction)
         shrunk = list[Shrunk]()
 
         def expert(number: int, slots: Tensor) -> list[Tensor]:
@@ -116,7 +123,8 @@ class ExpertsLayer:
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return (each for layer in (self._gate_up, self._down) for one in layer for each in one.weights())
+        yield from (each for layer in (self._gate_up, self._down) for one in layer for each in one.weights())
+        yield from () if self._correction is None else (self._correction,)
 
     def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -160,12 +168,12 @@ def padded(rows: Tensor) -> Sequence[Tensor]:
 
 @opaque(
     "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, Tensor[] down_bias, int inner, "
-    "str activation, int top_k, bool renormalize, bool round_weights) -> Tensor",
+    f"str activation, {ROUTING}) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
     x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], gate_up_bias: list[Tensor],
-    down_bias: list[Tensor], inner: int, activation: Activation, top_k: int, renormalize: bool, round_weights: bool,
+    down_bias: list[Tensor], inner: int, activation: Activation, correction: Tensor | None, *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts; ``gate_up`` and ``down`` are oneDNN's copies of the matrices, without biases if none."""
 
@@ -177,19 +185,19 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
         inner_rows = ACTIVATIONS[activation](packed_linear(rows, gate_up[number], first, 2 * inner))
         return packed_linear(inner_rows, down[number], last, rows.shape[1])
 
-    chosen, weights = route(logits, Routing(top_k, renormalize, round_weights))
+    chosen, weights = route(logits, Routing(*routing), correction)
     return routed(x, chosen, weights, len(gate_up), expert)
 
 
 @opaque(
     "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor? gate_up_static, Tensor[] down, "
-    "Tensor[] down_scales, Tensor? down_static, str kind, int top_k, bool renormalize, bool round_weights) -> Tensor",
+    f"Tensor[] down_scales, Tensor? down_static, str kind, {ROUTING}) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
     x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], gate_up_static: Tensor | None,
     down: list[Tensor], down_scales: list[Tensor], down_static: Tensor | None, kind: ActivationScales,
-    top_k: int, renormalize: bool, round_weights: bool,
+    correction: Tensor | None, *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts with float8 activations.
 
@@ -204,4 +212,4 @@ def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
         inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, gate_up_static))
         return layer(inner, number, down, down_scales, down_static)
 
-    return routed(x, *route(logits, Routing(top_k, renormalize, round_weights)), len(down_scales), expert)
+    return routed(x, *route(logits, Routing(*routing), correction), len(down_scales), expert)

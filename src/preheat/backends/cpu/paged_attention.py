@@ -49,7 +49,7 @@ SPANS = (64, 128, 256)
 Reader = Callable[[Tensor], Sequence[Tensor]]
 """Function from a cache to the keys and values of a call.
 
-The cache is [blocks, 2, kv heads, slots, dim]; keys and values are [pairs, kv heads, span, dim] each.
+The cache is [blocks, sides, kv heads, slots, dim]; keys and values are [pairs, kv heads, span, dim] each.
 """
 
 WORKSPACE_BYTES = 8 << 20
@@ -59,9 +59,9 @@ They are about a core's cache. The number changes no bits.
 """
 
 
-def max_keys(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def max_keys(num_kv_heads: int, head_dim: int, dtype: torch.dtype, sides: int = 2) -> int:
     """Return the most keys that one call gathers."""
-    return WORKSPACE_BYTES // (2 * num_kv_heads * head_dim * dtype.itemsize)
+    return WORKSPACE_BYTES // (sides * num_kv_heads * head_dim * dtype.itemsize)
 
 
 class PagedAttention:
@@ -70,8 +70,11 @@ class PagedAttention:
     It is prepared once and run by every layer with the same window.
     """
 
-    def __init__(self, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, sides: int = 2
+    ) -> None:
         self.kv_heads, self.group, self.dim = num_kv_heads, num_heads // num_kv_heads, head_dim
+        self.sides = sides
         self.num_tiles, self.width = tiles.queries.shape
         self.rows = self.group * self.width
         self.pad_rows = padded_rows(self.rows, head_dim, dtype) - self.rows
@@ -94,7 +97,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, cache: Tensor, scale: float, alibi: Tensor | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim].
+        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, sides, kv heads, slots, dim].
 
         ``sinks`` are fp32 [heads], ``alibi`` are slopes or a table, see :mod:`preheat.ops.distances`.
         Returns [queries, heads, dim] for the tokens in ``targets``.
@@ -165,13 +168,15 @@ class PagedAttention:
 
         It gathers head by head, in the dtype of the queries.
         """
-        places = np.arange(2 * self.kv_heads).reshape(2, 1, self.kv_heads, 1)  # within a block: all keys, all values
-        rows = torch.from_numpy((call.blocks[:, None] * (2 * self.kv_heads) + places).reshape(-1))
-        shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
+        entry = self.sides * self.kv_heads
+        places = np.arange(entry).reshape(self.sides, 1, self.kv_heads, 1)  # within a block: all keys, all values
+        rows = torch.from_numpy((call.blocks[:, None] * entry + places).reshape(-1))
+        shape = (self.sides, len(call.tile), self.kv_heads, call.span, self.dim)
 
         def read(cache: Tensor) -> Sequence[Tensor]:
             found = cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows)
-            return found.to(self.dtype).view(shape).unbind()
+            found = found.to(self.dtype).view(shape)
+            return found[0], found[-1]
 
         return read
 

@@ -59,13 +59,13 @@ def qwen3_moe(config: Config) -> ModelSpec:
         if index in dense_layers or (index + 1) % every:
             return dense(config, LLAMA, prefix, bias=False)
         return experts(
-            config, f"{prefix}mlp.gate", _modules(prefix), count=count,
+            config, f"{prefix}mlp.gate", modules(prefix), count=count,
             inner=config.size("moe_intermediate_size"), top_k=config.size("num_experts_per_tok"),
             renormalize=config.flag("norm_topk_prob"), round_weights=True,
         )  # fmt: skip
 
     windows = config.windows(used=config.flag("use_sliding_window"))
-    return llama_like(config, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mlp=mlp, renames=_STACKED)
+    return llama_like(config, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mlp=mlp, renames=STACKED)
 
 
 def olmoe(config: Config) -> ModelSpec:
@@ -82,7 +82,7 @@ def _olmoe(config: Config) -> ModelSpec:
 
     def mlp(prefix: str, _: int) -> MlpSpec:
         return experts(
-            config, f"{prefix}mlp.gate", _modules(prefix), count=config.size("num_experts"),
+            config, f"{prefix}mlp.gate", modules(prefix), count=config.size("num_experts"),
             inner=config.size("intermediate_size"), top_k=config.size("num_experts_per_tok"),
             renormalize=config.flag("norm_topk_prob"), round_weights=True,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def _olmoe(config: Config) -> ModelSpec:
     def layer(index: int, made: LayerSpec) -> LayerSpec:
         return replace(made, attention=normed_whole(config, made.attention, LLAMA.layer.format(index)))
 
-    return with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp=mlp, renames=_STACKED), layer)
+    return with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp=mlp, renames=STACKED), layer)
 
 
 def flex_olmo(config: Config) -> ModelSpec:
@@ -119,24 +119,24 @@ def qwen2_moe(config: Config) -> ModelSpec:
             return dense(config, LLAMA, prefix, bias=False)
         block = dense(config, names, prefix, bias=False, inner=inner)
         routed = experts(
-            config, f"{prefix}mlp.gate", _modules(prefix), count=config.size("num_experts"),
+            config, f"{prefix}mlp.gate", modules(prefix), count=config.size("num_experts"),
             inner=config.size("moe_intermediate_size"), top_k=config.size("num_experts_per_tok"),
             renormalize=config.flag("norm_topk_prob"), round_weights=True,
         )  # fmt: skip
         return replace(routed, shared=SharedSpec(block=block, gate=GateSpec(f"{prefix}mlp.shared_expert_gate", hidden)))
 
-    return llama_like(config, qkv_bias=config.flag("qkv_bias"), mlp=mlp, renames=_STACKED)
+    return llama_like(config, qkv_bias=config.flag("qkv_bias"), mlp=mlp, renames=STACKED)
 
 
-_STACKED = (
+STACKED = (
     Rename(r"(.*\.mlp\.)experts\.gate_up_proj", (r"\1experts.{}.gate_proj.weight", r"\1experts.{}.up_proj.weight")),
     Rename(r"(.*\.mlp\.)experts\.down_proj", (r"\1experts.{}.down_proj.weight",)),
 )
 """The layout of transformers 5."""
 
 
-def _modules(prefix: str) -> tuple[str, str, str]:
-    """Return gate, up and down of a Qwen layer's experts."""
+def modules(prefix: str) -> tuple[str, str, str]:
+    """Return gate, up and down of a layer's experts."""
     at = f"{prefix}mlp.experts.{{}}."
     return f"{at}gate_proj", f"{at}up_proj", f"{at}down_proj"
 

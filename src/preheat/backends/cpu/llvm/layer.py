@@ -15,7 +15,7 @@ from preheat.backends.cpu.llvm.pages import in_large_pages
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
-from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value
+from preheat.ops.values import Experts, Latents, Matmul, Ok, Refused, Support, Value
 
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,8 +25,17 @@ SMALL_TABLE = 1 << 24
 
 def supports(value: Value) -> Support:
     """Return whether compiled functions run the layer of ``value``."""
-    reason = next((reason for part in matmuls(value) for reason in _missing(part)), None)
+    reason = next((reason for part in matmuls(value) for reason in _missing(part)), _missing_around(value))
     return Ok() if reason is None else Refused(f"execution mode llvm: {reason}; use --execution-mode eager")
+
+
+def _missing_around(value: Value) -> str | None:
+    """Return why there is no function for a value of several layers, None if there is one."""
+    if isinstance(value, Latents):
+        return "attention over latent vectors has no function"
+    if isinstance(value, Experts) and (value.corrected or not value.routing.is_plain):
+        return "a router by sigmoids, with groups, or with a factor has no function"
+    return None
 
 
 def _missing(value: Matmul) -> Iterator[str]:

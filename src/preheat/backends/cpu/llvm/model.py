@@ -135,7 +135,7 @@ class Functions:
         fields = [part.fields(name) for name, part in _panels(layer).items()]
         if layer.routed is not None:
             fields.append(_experts(layer).fields())
-            if layer.routed.shared is not None:
+            if layer.routed.shared is not None and layer.routed.shared.gate is not None:
                 frame[LAYER_FRAME["shared_gate"]] = layer.routed.shared.gate.data_ptr()
         for name, address in chain(*fields):
             frame[LAYER_FRAME[name]] = address
@@ -293,6 +293,7 @@ def _routed(layer: LayerParts) -> Routed | None:
     panels, value = {name: each.how for name, each in _panels(layer).items()}, _experts(layer).value
     shared = None
     if layer.routed.shared is not None:
+        assert layer.routed.shared.gate is not None, "refused by supports"
         stored = cast(Stored, str(layer.routed.shared.gate.dtype).removeprefix("torch."))
         shared = Shared(panels["shared_gate_up"], panels["shared_down"], stored)
     routing = value.routing
