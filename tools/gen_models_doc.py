@@ -100,7 +100,7 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.layers[0].attention.whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    cells.append("yes")
+    cells.append("not yet" if any(spec.layers[0].attention.latent for spec in specs) else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or stacked or whole)
     return _line([*cells, "yes" if shared else "no", "mxfp4" if stacked else _offered(OPTIONS["quantization"])])

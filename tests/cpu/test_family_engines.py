@@ -35,7 +35,8 @@ ONLY_DATA = {
 """Models that differ from others by tables alone, or in the shapes and parts of their layers that others have."""
 
 DENSE: dict[str, Model] = {
-    name: model for name, model in MODELS.items() if "mix" not in name and "moe" not in name and name not in ONLY_DATA
+    name: model for name, model in MODELS.items()
+    if "mix" not in name and "moe" not in name and "kv_lora_rank" not in model[1] and name not in ONLY_DATA
 } | {
     "llama of odd sizes": ("Llama", ODD | {"mlp_bias": True}),
     "gemma 3 of odd sizes": ("Gemma3", MODELS["gemma 3"][1] | ODD),

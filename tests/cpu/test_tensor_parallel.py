@@ -45,7 +45,18 @@ from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import error_at_each_position, logits_of, random_tokens
 
-NAMES = ("llama with biases", "qwen3 moe", "qwen2 moe", "mpt", "phi3", "glm 4", "cohere 2", "granite")
+NAMES = (
+    "llama with biases",
+    "qwen3 moe",
+    "qwen2 moe",
+    "mpt",
+    "phi3",
+    "glm 4",
+    "cohere 2",
+    "granite",
+    "deepseek v3",
+    "deepseek v2 lite",
+)
 TOKENS = 24
 
 

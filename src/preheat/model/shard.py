@@ -3,7 +3,8 @@
 No torch here. Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the
 rows of the output head. Layers that produce them (queries, keys and values; gate and up; the head) are split by rows,
 layers that read them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than
-ranks. All other parts, the table of embeddings and the norms too, are on every rank.
+ranks. Latent vectors, and the layer that makes them, are on every rank. All other parts, the table of embeddings and
+the norms too, are on every rank.
 
 A layer is cut in the same way on one rank as on many, so that bits do not depend on the number of ranks. Rows are cut
 into tiles, one product each, and columns into K splits (:mod:`preheat.ops.matmul`).
@@ -20,6 +21,7 @@ from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -71,6 +73,8 @@ class _Cut:
             raise _not_yet("attention with sinks")
         if spec.whole_qk_norm is not None:
             raise _not_yet("norms of all query heads together")
+        if spec.latent is not None:
+            return self._latent(spec, spec.latent)
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._divide("attention heads", heads, self.world)
         if kv_heads % self.world and self.world % kv_heads:
@@ -89,6 +93,21 @@ class _Cut:
             qkv=self._rows(spec.qkv, blocks),
             o=self._columns(spec.o),
             alibi=spec.alibi and spec.alibi[slice(*mine)],
+        )
+
+    def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> AttentionSpec:
+        """Cut the queries, the maps of each head and the output; every rank has the latent vectors."""
+        first, last = self._mine("attention heads", spec.num_heads)
+        size, up = latent.up.key + latent.rope, latent.up
+        mine, whole = (first * size, last * size), spec.num_heads * size
+        queries, qkv = (0, whole, mine, self.k_splits), spec.qkv
+        q = latent.q and self._rows(latent.q, [queries])
+        if q is None:
+            rest = qkv.outputs - whole
+            qkv = self._rows(qkv, [queries, (whole, rest, (0, rest), 1)])
+        up = replace(up, heads=last - first, first=first)
+        return replace(
+            spec, num_heads=last - first, qkv=qkv, o=self._columns(spec.o), latent=replace(latent, q=q, up=up)
         )
 
     def mlp(self, spec: MlpSpec) -> MlpSpec:

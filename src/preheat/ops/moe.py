@@ -58,7 +58,7 @@ def scores_of(logits: Tensor, routing: Routing) -> Tensor:
     """Return the scores of all experts, fp32 [tokens, experts]."""
     if routing.scoring == "softmax":
         return torch.softmax(logits.float(), -1)
-    return logits.float().neg_().exp_().add_(1.0).reciprocal_()
+    return logits.float().neg().exp_().add_(1.0).reciprocal_()
 
 
 def within_groups(wanted: Tensor, routing: Routing) -> Tensor:

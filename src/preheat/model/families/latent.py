@@ -34,7 +34,7 @@ _EPS = 1e-6
 
 
 def glm4_moe_lite(config: Config) -> ModelSpec:
-    """Score experts by sigmoids; the first layer is dense."""
+    """Score experts by sigmoids, in groups; keys and values are one latent vector (MLA). The first layer is dense."""
     config = config.with_defaults(
         num_attention_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, q_lora_rank=768, kv_lora_rank=512,
         qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, n_routed_experts=64, n_shared_experts=1,
@@ -45,7 +45,7 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
-    """Score experts by sigmoids; the first layers are dense."""
+    """Score experts by sigmoids, in groups; keys and values are one latent vector (MLA). The first layers are dense."""
     config = config.with_defaults(
         num_attention_heads=128, max_position_embeddings=4096, q_lora_rank=1536, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1,
@@ -56,7 +56,7 @@ def deepseek_v3(config: Config) -> ModelSpec:
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    """Score experts by softmax; a group's score is its best expert's."""
+    """Score experts by softmax, in groups by their best expert; keys and values are one latent vector (MLA)."""
     config = config.with_defaults(
         num_attention_heads=32, max_position_embeddings=2048, q_lora_rank=1536, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, n_shared_experts=2,
@@ -72,6 +72,7 @@ def _model(config: Config, scoring: Scoring, *, interleaved: bool) -> ModelSpec:
     config.refuse("num_key_value_heads", heads)
     rope = config.rope(interleaved=interleaved)
     sparse, hidden = _sparse(config), config.size("hidden_size")
+    _experts(config, "", scoring)  # a model of dense layers alone states the fields too
 
     def layer(index: int) -> LayerSpec:
         prefix = LLAMA.layer.format(index)

@@ -13,10 +13,10 @@ _ENCODER = "attention that looks ahead (an encoder)"
 _HEAD = "a head that is not read: an encoder makes embeddings, scores and classes"
 _CROSS = "an encoder, and attention to its output"
 _STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
-_LATENT = "keys and values compressed to a latent vector (MLA)"
+_LATENT = "keys and values compressed to a latent vector (MLA), in another form than DeepSeek's"
 _SPARSE = "attention to keys that an indexer chooses"
 _SINKS = "attention with a sink for each head"
-_GATED_ROUTER = "a router by sigmoids with a correction, or experts that all tokens share without a gate"
+_GATED_ROUTER = "a family file: routers by sigmoids and shared experts without a gate exist on a CPU"
 _LEARNED = "learned positions, with norms that subtract a mean and add a bias"
 _CAPPED = "scores and logits that are capped softly"
 _PACKED = "query, key and value packed in one weight"
@@ -43,9 +43,9 @@ NEEDS: Mapping[str, str] = {
     "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES, "Zaya": _STATES, "xLSTM": _STATES,
     "Inkling": _STATES,
     "AXK1": _LATENT, "AXK2": _SPARSE, "Deepseek": _LATENT, "DeepseekV32": _SPARSE, "DeepseekV4": _SPARSE,
-    "Dots3": _SPARSE, "Glm4MoeLite": _LATENT, "GlmMoeDsa": _SPARSE, "HYV4": _SPARSE, "KimiK2": _LATENT,
-    "Kimi": _LATENT, "LongcatFlash": _LATENT, "MiniCPM3": _LATENT, "MiniMaxM3": _SPARSE, "Youtu": _LATENT,
-    "DeepseekForCausalLM": "experts that all tokens share, without a gate",
+    "Dots3": _SPARSE, "GlmMoeDsa": _SPARSE, "HYV4": _SPARSE, "KimiK2": _LATENT,
+    "Kimi": _LATENT, "LongcatFlash": _LATENT, "MiniCPM3": _LATENT, "MiniMaxM3": _SPARSE, "Youtu": A_ROW,
+    "DeepseekForCausalLM": _GATED_ROUTER,
     "BioGpt": _LEARNED, "GPT2": _LEARNED, "GPTNeoFor": _LEARNED, "OPT": _LEARNED, "OpenAIGPT": _LEARNED,
     "XGLM": _LEARNED, "CTRL": "positions that are sines",
     "CodeGen": _PACKED, "Falcon": _PACKED, "GPTNeoX": _PACKED, "Persimmon": "a norm with a bias for each head",
