@@ -36,11 +36,11 @@ _PREFIX = "schedule/prefix.py"
 _BATCH = "execution/input_batch.py"
 
 _MERGE = "total, norm = part[:, 0] * weight[:, 0], weight[:, 0]\n"
-_PLAN = "        first_rows = {kv_heads: _first_rows"
+_PLAN = "        first_rows = {entry: _first_rows"
 _AGAIN = """        again = (step.extend > 1) & (step.first + step.extend > tables.prompt_len[step.slots])
         self.again = torch.from_numpy(np.flatnonzero(again[row]))
 """
-_ROPE = "            apply_rope_(turned, *self._turns[id(layer.rope)])\n"
+_ROPE = "            apply_rope_(turned[..., layer.still :], *self._turns[id(layer.rope)])\n"
 _SUM = "    scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()\n    normed"
 _DECODE = "backends/cpu/decode_attention.py"
 _DECODE_MERGE = "        total, norm = weighted[0], weight[0]\n"
@@ -386,8 +386,8 @@ FAULTS = (
     ),
     Fault(
         "the weights of experts depend on the number of tokens",
-        (Edit("ops/moe.py", "[:, : routing.top_k].contiguous(), weights\n",
-              "[:, : routing.top_k].contiguous(), weights * (1 + 2**-6 * (len(logits) > 40))\n"),),
+        (Edit("ops/moe.py", "return experts, weights\n",
+              "return experts, weights * (1 + 2**-6 * (len(logits) > 40))\n"),),
         "tests/cpu/test_moe.py", engine="experts",
     ),
     Fault(
