@@ -127,6 +127,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+ENGINES: dict[str, str] = {}
+"""Options of real engines: a cache folder with the machine code, so that each source is compiled once a run."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of machine code that the servers of all processes of a run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "machine_code"
+    ENGINES["cache_dir"] = str(folder)
+    return folder
+
+
 @contextlib.contextmanager
 def serving(
     model: str,
@@ -143,7 +156,7 @@ def serving(
     that the server may open.
     """
     port = free_port()
-    settings = {"model": model, "port": port, "log_level": "warning", **options}
+    settings = {"model": model, "port": port, "log_level": "warning", **({} if engine else ENGINES), **options}
     command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     if descriptors is not None:

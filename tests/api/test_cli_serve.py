@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.parametrize("program", ["preheat serve", "preheat.entrypoints.openai.api_server"])
-def test_the_curl_line_is_printed_once_the_port_answers(program: str) -> None:
+def test_the_curl_line_is_printed_once_the_port_answers(program: str, code_folder: Path) -> None:
     command = [sys.executable, "-m", *program.split(), "--port", "0", "--num-threads", "1", "--log-level", "warning"]
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    environment = os.environ | {"PREHEAT_CACHE_DIR": str(code_folder)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:
             assert server.stderr is not None
             lines = iter(server.stderr.readline, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -39,9 +40,10 @@ def with_the_bundled_model(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("preheat serve")])
-def test_a_line_serves(line: str) -> None:
-    command = with_the_bundled_model(line)
-    with subprocess.Popen([*command, "--log-level", "warning"], stderr=subprocess.PIPE, text=True) as server:
+def test_a_line_serves(line: str, code_folder: Path) -> None:
+    command = [*with_the_bundled_model(line), "--log-level", "warning"]
+    environment = os.environ | {"PREHEAT_CACHE_DIR": str(code_folder)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:
             assert server.stderr is not None
             said = [shown := server.stderr.readline()]
@@ -76,10 +78,11 @@ def post(url: str, key: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("preheat run-batch")])
-def test_a_line_answers_a_file(line: str, tmp_path: Path) -> None:
+def test_a_line_answers_a_file(line: str, tmp_path: Path, code_folder: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
-    subprocess.run(with_the_bundled_model(line), check=True, cwd=tmp_path, timeout=120)
+    environment = os.environ | {"PREHEAT_CACHE_DIR": str(code_folder)}
+    subprocess.run(with_the_bundled_model(line), check=True, cwd=tmp_path, timeout=240, env=environment)
     (answer,) = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert json.loads(answer)["response"]["status_code"] == 200

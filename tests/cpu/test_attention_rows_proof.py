@@ -17,7 +17,7 @@ from preheat.backends.cpu import paged_attention
 from preheat.backends.cpu.paged_attention import PagedAttention, widest_tile
 from preheat.backends.cpu.tiles import Rows, plan_tiles
 
-LENGTH, DIM, BLOCK = 200, 64, 64
+LENGTH, DIM, BLOCK = 136, 64, 64
 
 
 def forget() -> None:

@@ -63,7 +63,7 @@ PLAIN = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "layers_to_tran
 @pytest.mark.parametrize("field", SLOW)
 def test_no_expression_holds_this_process_up(field, monkeypatch):
     """An expression takes little time of this process, and other threads go on."""
-    monkeypatch.setattr(expressions, "PATIENCE", 2.0)
+    monkeypatch.setattr(expressions, "PATIENCE", 0.7)
     config = AdapterConfig.of(PLAIN | {field: SLOW[field]})
     ticks, done = [], threading.Event()
     ticking = threading.Thread(target=lambda: [ticks.append(1) for _ in iter(lambda: done.wait(0.02), True)])
