@@ -60,7 +60,7 @@ def test_values_that_change_nothing_are_harmless(architecture: str) -> None:
     meant = {"q_lora_rank"} if architecture in LATENT else set()  # null says that queries are made in one product
     assert read_spec(with_field(plain, **dict.fromkeys(MODEL.keys() - stated.keys() - meant))) == base
     assert read_spec(with_field(plain, unheard_of=7)) == base
-    own = {"scoring_func"} if architecture in LATENT else set()  # other families score by softmax alone
+    own = {"scoring_func", "topk_method"} if architecture in LATENT else set()  # their routers are of another kind
     for name, values in MODEL.items():
         for value in () if name in own else values:
             found = outcome(with_field(plain, **{name: value}))
