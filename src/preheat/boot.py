@@ -6,8 +6,9 @@ Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from preheat.backends.registry import pick_backend
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.core import Ready
 from preheat.elastic import Elastic, cache_contents
+from preheat.engine.audit import Audit
 from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
@@ -29,6 +31,7 @@ from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
+from preheat.execution.memory_audit import AuditedMemory, Named, weights_of
 from preheat.execution.offload import HostTier
 from preheat.execution.sleep import sleepable_weights
 from preheat.grammar.service import Grammars, open_grammars
@@ -40,6 +43,7 @@ from preheat.model.loader import LoadedModel, load_model, obstacle
 from preheat.model.pooled_head import through
 from preheat.model.stated import stated_spec
 from preheat.model.traits import check_traits
+from preheat.model.update import tensors_of
 from preheat.model.weights_digest import WeightsDigest
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
@@ -59,6 +63,8 @@ from preheat.utils.kv_events import kv_events_config
 from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
+from preheat.verify.again import checks_again
+from preheat.verify.boot import BootCheck
 from preheat.verify.identity import contract_of, proof_of
 from preheat.verify.names import check_names
 from preheat.warmup.cold_monitor import ColdMonitor
@@ -104,9 +110,14 @@ def boot(
 
 def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     """Boot on an open device. Other ranks are already loading their shards."""
-    hashing = _hashing(given.device.settings)
+    with _hashing(given.device.settings) as digest:
+        return _boot_hashing(given, before_ready, digest)
+
+
+def _boot_hashing(given: Given, before_ready: Callable[[], None], digest: WeightsDigest | None) -> Loop:
+    """Boot while threads hash the weights that the loader reads."""
     opening = _open_grammars(given.device)
-    loaded = _load(given)
+    loaded = _load(given, digest)
     fitted = _fit(given, loaded)
     planned = _recorded(given, loaded, fitted)
     grammars = "nothing is generated" if loaded.pools else opening.result()
@@ -117,7 +128,7 @@ def _boot(given: Given, before_ready: Callable[[], None]) -> Loop:
     _keep(given, planned)
     given.share.agree(parts.executor, planned.plan)
     _judge(given.device.settings, planned.record)
-    contract = _contract(given, planned, hashing)
+    contract = _contract(given, planned, digest)
     loop = _loop(given, loaded, planned, parts, contract)
     before_ready()
     _trim(given.device.backend)  # of the profiling run and of warm-up
@@ -165,13 +176,15 @@ def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
     return obstacle(settings, backend)
 
 
-def _load(given: Given) -> Loaded:
+def _load(given: Given, digest: WeightsDigest | None) -> Loaded:
     """Load the weights of the model, the draft model and the adapters."""
     (settings, backend, _), share, steps, *_ = given
     loading = f"Pre-loading model weights on {backend.device}"
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
         with sleepable_weights(settings, backend):
-            model = load_model(settings, backend, share.collective)
+            model = load_model(settings, backend, share.collective, read=digest.read if digest else None)
+        if digest is not None:
+            digest.loaded()
         draft = load_draft(settings, backend, model)
         others_free = share.loaded()
         adapters = open_adapters(settings, model, share.reading)
@@ -198,17 +211,22 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
     return fitted
 
 
-def _hashing(settings: Settings) -> Callable[[], str]:
-    """Begin to hash the checkpoint's weights; the result waits for their digest, or says which random ones they are."""
+@contextmanager
+def _hashing(settings: Settings) -> Iterator[WeightsDigest | None]:
+    """Hash the checkpoint's weights in threads during a block; None for random weights."""
     if settings.load_format == "dummy":
-        return lambda: f"random, seed {settings.seed or 0}"
-    return WeightsDigest(weight_files(find_model(settings))).result
+        yield None
+        return
+    with closing(WeightsDigest(weight_files(find_model(settings)))) as digest:
+        yield digest
 
 
-def _contract(given: Given, planned: Planned, hashing: Callable[[], str]) -> Contract:
+def _contract(given: Given, planned: Planned, digest: WeightsDigest | None) -> Contract:
     """Return the engine's parts of the contract; the digest of the weights is mostly there."""
+    settings = given.device.settings
     with given.steps("Waiting for the digest of the weights", detail=True):
-        contract = contract_of(given.device.settings, planned.record.proof.parts, hashing())
+        weights = f"random, seed {settings.seed or 0}" if digest is None else digest.result()
+    contract = contract_of(settings, planned.record.proof.parts, weights)
     logger.info("Contract %s: weights %s, sampler %s", contract.id, contract.weights, contract.sampler)
     return contract
 
@@ -427,7 +445,27 @@ def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, contract
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)
     _publish_events(settings, loop)
+    if settings.audit_every is not None:
+        with given.steps("Taking digests of the memory", detail=True):
+            operator.audit = loop.audit = _audit(settings, loaded, parts, monitor, check)
     return loop
+
+
+def _audit(
+    settings: Settings, loaded: Loaded, parts: Parts, monitor: ColdMonitor, check: Callable[[], BootCheck]
+) -> Audit:
+    """Return the audit of everything that the engine holds now."""
+    model, adapters, pool = loaded.model, loaded.model.adapters, parts.scheduler.pool
+
+    def fixed() -> Iterator[Named]:
+        yield from weights_of(model)
+        yield from (("a table of positions", table) for table in parts.executor.decoder.tables())
+        if loaded.draft is not None:
+            yield from (("the draft model", tensor) for tensor in tensors_of(loaded.draft.weights))
+
+    memory = AuditedMemory(fixed, adapters.tensors if adapters else tuple, parts.executor.cache, pool)
+    rows = checks_again(check, monitor, parts.scheduler, memory.adapters_changed)
+    return Audit(memory, settings.audit_every or 0.0, rows)
 
 
 def _publish_events(settings: Settings, loop: Loop) -> None:

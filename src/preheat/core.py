@@ -545,7 +545,7 @@ class Command(msgspec.Struct, tag="command"):
     id: int
     name: Literal[
         "pause", "resume", "update_weights", "sleep", "wake_up",
-        "init_weight_transfer_engine", "start_weight_update", "finish_weight_update",
+        "init_weight_transfer_engine", "start_weight_update", "finish_weight_update", "audit",
     ]  # fmt: skip
     mode: Literal["abort", "wait", "keep"] = "abort"
     level: int = 1
@@ -650,8 +650,20 @@ class Stats(msgspec.Struct, tag="stats"):
     accepted_tokens: int = 0
     accepted_per_pos: list[int] = []  # accepted tokens, by their position among a row's drafts
     grammars: GrammarStats | None = None
+    audit: AuditStats | None = None  # sent after a pass
     engine: int = 0  # the replica; the server sets it
     corrupted_requests: int = 0  # requests that ended because of numbers that are not finite
+
+
+class AuditStats(msgspec.Struct):
+    """Counters of the audit. ``checks`` are checks of the boot that ran; ``slowest`` is the longest turn in seconds."""
+
+    passes: int = 0
+    slices: int = 0
+    checks: int = 0
+    faults: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
 
 
 class GrammarStats(msgspec.Struct):

@@ -19,6 +19,7 @@ from preheat.backends.base import Backend, SleepMemory
 from preheat.backends.names import HOST
 from preheat.combinations import check, traits_of
 from preheat.core import Command, EngineState
+from preheat.engine.audit import Audit
 from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError, SettingsError
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import BlockCache
@@ -90,6 +91,7 @@ class Elastic:
         self._lacking = False  # whether weights are missing since they were dropped
         self._digest: str | None = None  # the expected digest of the next check
         self._transfers = Transfers(settings, backend, model)
+        self.audit: Audit | None = None
         self.state = EngineState(digest=monitor.record.proof.digest, contract=contract)
 
     def beside(self, command: Command) -> Callable[[], None] | None:
@@ -133,6 +135,8 @@ class Elastic:
             raise
         finally:
             self._monitor.forget()
+            if self.audit is not None and not self._dropped:
+                self.audit.retake()
         self._lacking, self._digest = False, None
         self.state.weight_version = command.version or str(self._changes)
         self.state.blocked_reason = ""
@@ -188,6 +192,8 @@ class Elastic:
     def sleep(self, level: int) -> None:
         """Release memory. Running sequences keep their tokens; the rest is computed again after the sleep."""
         if level:
+            if self.audit is not None:
+                self.audit.suspend()
             self._forget()
             self._digest = self.state.digest or None  # a boot without warm-up has none
         for tag, keep in LEVELS[level].items():
@@ -212,6 +218,8 @@ class Elastic:
             return False
         if self._digest is not None or not self.state.digest:
             self._prove()
+        if self.audit is not None:
+            self.audit.retake()
         return True
 
     def _drop(self, tag: str, *, keep: bool) -> None:

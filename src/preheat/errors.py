@@ -184,6 +184,20 @@ class EngineDead(PreheatError):
     code = "engine_dead"
 
 
+class MemoryFault(EngineDead):
+    """Memory has other contents than when its digest was taken."""
+
+    code = "memory_fault"
+
+    @classmethod
+    def at(cls, place: str) -> MemoryFault:
+        """Return the error of a place in memory, or of a result."""
+        return cls(
+            f"The audit found a fault: {place}. Answers may be wrong, so the engine stops: start it again, and test "
+            "the memory of this machine if the fault returns"
+        )
+
+
 class RankDied(EngineDead):
     """One of the processes that share the model has died, and so have all."""
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from preheat.core import FinishReason, GrammarStats, SamplingParams, Stats
+from preheat.core import AuditStats, FinishReason, GrammarStats, SamplingParams, Stats
 from preheat.utils.log import one_line
 
 _TOKEN_SECONDS = (
@@ -95,6 +95,13 @@ _DRAFTS: tuple[_Row, ...] = (
     ("spec_decode_num_draft_tokens", "Draft tokens.", attrgetter("draft_tokens")),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", attrgetter("accepted_tokens")),
 )
+_AUDIT: tuple[_Row, ...] = (
+    ("audit_passes", "Passes over weights, tables and published blocks.", attrgetter("passes")),
+    ("audit_slices", "Slices of memory that were compared with their digests.", attrgetter("slices")),
+    ("audit_checks", "Checks of the boot that ran again.", attrgetter("checks")),
+    ("audit_faults", "Slices or checks that differed.", attrgetter("faults")),
+    ("audit_seconds", "Time of the audit between steps.", attrgetter("seconds")),
+)
 _GRAMMARS: tuple[_Row, ...] = (
     ("grammars_compiled", "Grammars of structured outputs that were compiled.", attrgetter("compiled")),
     ("grammars_reused", "Requests with a grammar that was already compiled.", attrgetter("reused")),
@@ -115,6 +122,7 @@ class EngineFigures:
 
     stats: Stats = field(default_factory=Stats)
     grammars: GrammarStats = field(default_factory=GrammarStats)
+    audit: AuditStats | None = None
     items: Mapping[str, int] = field(default_factory=dict)
     cold: Mapping[str, int] = field(default_factory=dict)
     misses: int = 0
@@ -189,6 +197,7 @@ class Metrics(Collector):
         engine = self.engines[stats.engine]
         before, engine.stats = engine.stats, stats
         engine.grammars = stats.grammars or engine.grammars  # sent only when they changed
+        engine.audit = stats.audit or engine.audit
         tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
         if tokens:
             self.step_tokens.observe(tokens)
@@ -287,6 +296,9 @@ class Metrics(Collector):
             name = "spec_decode_num_accepted_tokens_per_pos"
             places = [{str(place): count for place, count in enumerate(each.accepted_per_pos)} for each in stats]
             yield counter(name, "Draft tokens accepted, by position among a row's drafts.", places, "position")
+        if audits := [each.audit for each in self.engines if each.audit is not None]:
+            for name, text, of in _AUDIT:
+                yield counter(name, text, [of(each) for each in audits])
         for name, text, of in _GRAMMARS:
             yield counter(name, text, [of(each) for each in grammars])
         slowest = [each.slowest_mask for each in grammars]

@@ -453,6 +453,11 @@ class Settings:
     answer_cache_check_every: int = _general(
         100, "One in this many requests with a kept answer is computed again and compared.", low=1
     )
+    audit_every: float | None = _general(
+        None,
+        "Read weights, tables and cached blocks against their digests, once in this many seconds: see docs/audit.md.",
+        low=1e-3,
+    )
     receipts_log: str | None = _general(
         None,
         "A file for the receipts of all answers that have one, as JSON lines; 8 files of 64 MiB are kept. It holds "

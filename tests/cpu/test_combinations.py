@@ -147,6 +147,7 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
         "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{made.folder}/events"}
     },
     "split": lambda made: {"bucketing_policy": "split"},
+    "audit": lambda made: {"audit_every": 0.01},
     "receipts": lambda made: {"receipts": True},
     "answer_cache": lambda made: {"answer_cache_size": 0.01},
     **{

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.model import weights_digest
 from preheat.model.files import BUNDLED_PATH, weight_files
+from preheat.model.formats import Piece
+from preheat.model.sources import SafetensorsFiles
 from preheat.model.weights_digest import WeightsDigest
 from preheat.settings import Settings
 from preheat.startup import boot_engine, boot_front
@@ -69,6 +73,43 @@ def test_a_file_in_another_format_counts_as_a_whole(tmp_path: Path) -> None:
         (tmp_path / WEIGHTS).write_bytes(content)
         found.add(digest(tmp_path))
     assert len(found) == 4
+
+
+def test_the_loader_gives_its_bytes_to_the_digest(
+    shallow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tensors that no loader reads come from the file, and the digest is that of the files alone."""
+    right, reread = digest(Path(shallow)), list[str | None]()
+    of_file = weights_digest._digest
+    monkeypatch.setattr(weights_digest, "_digest", lambda piece: reread.append(piece.name) or of_file(piece))
+    options = {**OPTIONS, "model": shallow, "execution_mode": "eager"}
+    assert Engine(boot_engine, Settings.load(options)).ready.contract.weights == right and not reread
+
+    tensors = load_file(Path(shallow) / WEIGHTS)
+    save_file(tensors | {"model.rotary_emb.inv_freq": torch.ones(3)}, tmp_path / WEIGHTS)  # harmless, and never read
+    started = WeightsDigest(weight_files(tmp_path))
+    files = SafetensorsFiles(tmp_path, lambda source, out: None, read=started.read)
+    for name, tensor in tensors.items():
+        files.fill(name, tensor[: len(tensor) // 2].clone(), Piece(tuple(tensor.shape), (0, len(tensor) // 2)))
+    assert started.result() == digest(tmp_path) != right
+    assert reread[0] == "model.rotary_emb.inv_freq"
+
+
+def test_a_loader_with_other_bytes_gives_another_digest(shallow: str) -> None:
+    started = WeightsDigest(weight_files(Path(shallow)))
+    for name, tensor in load_file(Path(shallow) / WEIGHTS).items():
+        data = tensor.reshape(-1).view(torch.uint8)
+        data[-1] ^= name == "model.norm.weight"
+        started.read(name, lambda data=data: data.numpy().data)
+    assert started.result() != digest(Path(shallow))
+
+
+def test_a_boot_that_fails_hashes_nothing_more(shallow: str) -> None:
+    started = WeightsDigest(weight_files(Path(shallow)))
+    started.close()
+    started.read("model.norm.weight", lambda: pytest.fail("read"))
+    started.loaded()
+    assert not started._lines
 
 
 ONE = Contract(weights="w", numerics={"dtype": "bfloat16", "versions": {"torch": "2.12"}}, template="t")

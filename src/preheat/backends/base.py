@@ -242,6 +242,13 @@ class AdapterSlots(Protocol):
         """Remove the adapter in ``slot`` from this layer."""
 
 
+class ReadableSlots(AdapterSlots, Protocol):
+    """Adapter slots in the host's memory, which an audit reads."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the matrices of all adapter slots."""
+
+
 class LayerWeights(NamedTuple):
     """The numbers of a layer.
 
@@ -627,6 +634,9 @@ class LayerFunctions(Protocol):
         Of the last layer only the front runs: the output of its attention [tokens, heads * dim] is returned, valid
         until the next call. Rows that pad a step are not computed.
         """
+
+    def tables(self) -> Iterable[Tensor]:
+        """Return the tables that functions read and no step writes."""
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return hidden states [rows, hidden] after the last layer and the final norm; ``residual`` is overwritten."""

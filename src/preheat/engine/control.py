@@ -162,6 +162,8 @@ class Control:
             raise InvalidRequest(
                 f"{self._beside.command.name} is waiting for the trainer: send {command.name} when it has ended"
             )
+        if command.name == "audit":
+            return self._audit(command)
         if command.name in ("pause", "sleep") and not self._halt(command):
             self._waiting = command
             return False
@@ -171,6 +173,15 @@ class Control:
                 self._beside = Beside.start(command, work)
                 return False
         return self._act(command)
+
+    def _audit(self, command: Command) -> bool:
+        """Ask for a pass of the audit; its end answers the command."""
+        if (audit := self._loop.audit) is None:
+            raise InvalidRequest("this engine takes no digests of its memory: start it with --audit-every SECONDS")
+        if self.paused:
+            raise InvalidRequest("the engine is paused or sleeps, and reads no memory: resume or wake it first")
+        audit.ask(lambda: self._answer(command))
+        return False
 
     def _halt(self, command: Command) -> bool:
         """Stop stepping; return False if running requests must end first."""

@@ -42,6 +42,7 @@ from preheat.core import (
     UnloadAdapter,
 )
 from preheat.engine.admission import Admission
+from preheat.engine.audit import Audit
 from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import EngineDead, PreheatError, WireError
@@ -141,6 +142,8 @@ class Loop:
         self.admission = Admission(scheduler, grammars, adapters, self._reject, transport.put)
         self.control = Control(self, operator)
         self.kv_publisher: KvPublisher | None = None
+        self.audit: Audit | None = None
+        self._audits_reported = 0
 
     @property
     def idle(self) -> bool:
@@ -164,7 +167,9 @@ class Loop:
             return 0.0
         if self.control.receiving:
             return 0.0  # the control waits itself
-        return TICK if self.admission.pending else None
+        if self.admission.pending:
+            return TICK
+        return None if self.audit is None or self.control.paused else self.audit.patience()
 
     def finish(self) -> None:
         """Step until idle or paused, whatever arrives meanwhile."""
@@ -185,7 +190,20 @@ class Loop:
         self.control.proceed()
         if self.scheduler.pool.events is not None:
             self.scheduler.pool.events.flush()
+        if self.audit is not None and not self.control.paused:
+            self._turn(self.audit)
         return runs
+
+    def _turn(self, audit: Audit) -> None:
+        """Let the audit read a slice, and report its figures after a pass or a fault."""
+        try:
+            audit.turn(idle=self.idle and not self._in_flight)
+        finally:
+            if (told := audit.stats.passes + audit.stats.faults) != self._audits_reported:
+                self._audits_reported = told
+                stats = self._stats()
+                stats.audit = copy(audit.stats)
+                self.transport.put(Delta(stats=stats))
 
     def _step(self) -> None:
         self._compact()
@@ -209,6 +227,8 @@ class Loop:
         try:
             if schedule.loads:
                 self.call("load_adapters", self.executor.load_adapters, schedule.loads)
+                if self.audit is not None:
+                    self.audit.memory.adapters_changed()
             batch = self.call("pack", self.packer.pack, schedule)
             if self.scheduler.slots.grammars and batch.sampling.masked is not None:
                 step.launched = self._launch_masked(step, batch)

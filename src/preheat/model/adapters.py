@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from preheat.backends.base import (
     Embedding,
     ExpertsLayer,
     Layer,
+    ReadableSlots,
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
@@ -26,6 +27,7 @@ from preheat.ops.embedding import rounded
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import TILE, Dtype
 from preheat.settings import Settings
+from preheat.utils.text import some
 
 Packed = Sequence[Any]
 """An adapter on the host in the form of a slot.
@@ -71,6 +73,15 @@ class ModelAdapterSlots:
     def bytes(self) -> int:
         """Bytes of all adapter slots on the device."""
         return sum(layer.bytes for layer in self._layers)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the memory of all adapter slots, each with the modules of its layer."""
+        names: dict[int, list[str]] = {}
+        for name, module in self._modules.items():
+            names.setdefault(module.layer, []).append(name)
+        for number, layer in enumerate(self._layers):
+            for tensor in cast(ReadableSlots, layer).tensors():
+                yield f"the adapter slots of {some(names[number])}", tensor
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,13 @@ class Decoder:
         self._last = len(weights.layers) - 1
         self._eager = project, after_attention
         self._built = build(project), build(after_attention)
+
+    def tables(self) -> Iterator[Tensor]:
+        """Yield the tables of positions, and the tables of functions. No step writes them."""
+        for tables in (self.ropes, self.alibi, self.growth):
+            yield from (table for table in tables if table is not None)
+        if self.functions is not None:
+            yield from self.functions.tables()
 
     def layers(
         self,

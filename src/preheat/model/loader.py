@@ -54,7 +54,7 @@ from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard
-from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
+from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
     TIED_HEAD,
     AttentionSpec,
@@ -120,11 +120,16 @@ class LoadedModel:
 
 
 def load_model(
-    settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0
+    settings: Settings,
+    backend: Backend,
+    collective: Collective | None = None,
+    stage: int = 0,
+    read: Read | None = None,
 ) -> LoadedModel:
     """Load the settings' model on the backend's device.
 
-    ``stage`` is the stage to load of a pipeline. With a ``collective`` only its rank's shard is loaded.
+    ``stage`` is the stage to load of a pipeline. With a ``collective`` only its rank's shard is loaded. ``read`` is
+    told of each stored tensor that is read.
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     spec, name, remark = _stated(settings, backend, folder)
@@ -148,7 +153,7 @@ def load_model(
     weights = load_weights(
         whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
         formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
-        adapter_slots=adapter_slots, stage=(stage, settings.pipeline_parallel_size),
+        adapter_slots=adapter_slots, stage=(stage, settings.pipeline_parallel_size), read=read,
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
@@ -226,6 +231,7 @@ def load_weights(
     collective: Collective | None = None,
     adapter_slots: ModelAdapterSlots | None = None,
     stage: tuple[int, int] = (0, 1),
+    read: Read | None = None,
 ) -> Weights:
     """Return the weights of ``spec`` in ``dtype`` on the backend's device.
 
@@ -233,7 +239,8 @@ def load_weights(
     stored in any of the ``formats``. ``on_host``: each layer is read and prepared on the host, and then copied to the
     device in its final form. If the checkpoint has scales, a digest of them is appended to ``scales``. With a
     ``collective`` only its rank's shard is read and returned. Linear layers get ``adapter_slots``.
-    ``stage`` is the number of a pipeline's stage and the number of stages.
+    ``stage`` is the number of a pipeline's stage and the number of stages. ``read`` is told of each stored tensor that
+    is read.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
@@ -249,7 +256,9 @@ def load_weights(
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as upload:
-        files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders)
+        files = SafetensorsFiles(
+            directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders, read=read
+        )
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
             files,

@@ -58,6 +58,9 @@ def _sum(out: Tensor) -> Tensor | None:
 
 Part = tuple[int | slice, ...]
 
+Read = Callable[[str, Callable[[], memoryview]], None]
+"""Told the name of each stored tensor that is read, with a function that returns all its bytes."""
+
 
 class _Place(NamedTuple):
     """A ``part`` of the tensor ``stored`` in a safetensors ``file``.
@@ -74,6 +77,11 @@ class _Place(NamedTuple):
         if not part:
             return cast(Tensor, self.file.get_tensor(self.stored))
         return cast(Tensor, self.file.get_slice(self.stored)[part])
+
+    def data(self) -> memoryview:
+        """Return the bytes of the whole stored tensor, where the file is mapped."""
+        whole = cast(Tensor, self.file.get_tensor(self.stored))
+        return whole.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _within(part: Part, piece: Piece) -> Part:
@@ -109,7 +117,7 @@ class StoredTensors:
     """The tensors of open ``files``.
 
     ``shapes`` are the tensors' shapes by name, after ``renames``. ``copy(source, out)`` copies a tensor. ``origin``
-    names the source in errors.
+    names the source in errors. ``read`` is told of each tensor that fills another.
     """
 
     def __init__(
@@ -118,8 +126,9 @@ class StoredTensors:
         files: Iterable[Any],
         copy: Callable[[Tensor, Tensor], object],
         renames: Sequence[Rename] = (),
+        read: Read | None = None,
     ) -> None:
-        self._copy, self._origin = copy, origin
+        self._copy, self._origin, self._read = copy, origin, read
         self._places: dict[str, _Place] = {}
         self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
         self._scales: dict[str, int] = {}
@@ -147,7 +156,10 @@ class StoredTensors:
             self._fill(name, part, replace(whole, rows=(first, first + len(part))))
 
     def _fill(self, name: str, out: Tensor, piece: Piece | None) -> None:
-        source = self._places[name].read(piece)
+        place = self._places[name]
+        if self._read is not None:
+            self._read(place.stored, place.data)
+        source = place.read(piece)
         if source.numel() == 1:
             source = source.view(out.shape)  # a number may be stored with any number of dimensions
         self._copy(source, out)
@@ -220,11 +232,12 @@ class SafetensorsFiles(StoredTensors):
         *,
         below: str | Path | None = None,
         folders: Sequence[str] = (),
+        read: Read | None = None,
     ) -> None:
         files = [open_tensors(path) for path in weight_files(directory, below)]
         for each in folders:
             files += [_Below(open_tensors(path), each) for path in weight_files(directory / each, below)]
-        super().__init__(directory, files, copy, renames)
+        super().__init__(directory, files, copy, renames, read)
         if missing := sorted(indexed_names(directory, below) - self.stored):
             raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
 

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint's weights: every byte of every tensor, in threads beside the boot.
+"""The digest of a checkpoint's weights: every byte of every tensor, as the loader reads it.
 
 Definition. A tensor's line is its name, dtype, shape and the sha256 of its bytes. The digest is the sha256 of all lines
 in the order of names, cut to 32 hexadecimal digits. So it does not depend on how tensors are divided among files. A
@@ -8,14 +8,15 @@ file that is not in safetensors counts as one tensor with the file's name.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from preheat.utils.files import open_file
 
@@ -30,8 +31,9 @@ THREADS = 4
 
 
 class _Piece(NamedTuple):
-    """A tensor's bytes in a file, and the line's part that describes the tensor."""
+    """A tensor's bytes in a file, and the line's part that describes the tensor. A whole file has no ``name``."""
 
+    name: str | None
     path: Path
     first: int
     size: int
@@ -39,30 +41,45 @@ class _Piece(NamedTuple):
 
 
 class WeightsDigest:
-    """The digest of ``files``, being computed from now on; :meth:`result` waits for it.
+    """The digest of ``files``; :meth:`result` waits for it.
 
-    Threads take one tensor after another, so a checkpoint of one file is hashed by all of them, too.
+    A loader gives each tensor to :meth:`read` as it reads the tensor, so bytes come from the disk once. Tensors that
+    no loader reads are hashed from the files, after :meth:`loaded`. Threads take one tensor after another.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._pieces, self._lock = (piece for path in files for piece in _pieces(path)), threading.Lock()
+        self._left: dict[str, _Piece] = {}
+        self._lines: list[Future[str]] = []
         count = max(min(THREADS, (os.cpu_count() or 1) // 2), 1)
-        pool = ThreadPoolExecutor(count, "weights-digest", _yield_to_others)
-        self._lines: list[Future[list[str]]] = [pool.submit(self._work) for _ in range(count)]
-        pool.shutdown(wait=False)  # the threads end with their work
+        self._pool = ThreadPoolExecutor(count, "weights-digest", _yield_to_others)
+        for piece in (piece for path in files for piece in _pieces(path)):
+            if piece.name is None or self._left.setdefault(piece.name, piece) is not piece:
+                self._submit(piece)
+
+    def read(self, name: str, data: Callable[[], memoryview]) -> None:
+        """Hash tensor ``name``, all ``data`` of which a loader has in memory. A tensor that is known is skipped."""
+        if (piece := self._left.pop(name, None)) is not None:
+            self._submit(piece, data())
+
+    def loaded(self) -> None:
+        """Hash the tensors that were not read: those of other ranks, and unused ones."""
+        while self._left:
+            self._submit(self._left.popitem()[1])
+        self._pool.shutdown(wait=False)  # the threads end with their work
+
+    def close(self) -> None:
+        """Begin nothing more, as after a boot that failed."""
+        self._left.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def result(self) -> str:
         """Return the digest. Raises OSError for a file that cannot be read."""
-        lines = sorted(line for future in self._lines for line in future.result())
+        self.loaded()
+        lines = sorted(line.result() for line in self._lines)
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
-    def _work(self) -> list[str]:
-        """Return the lines of the tensors that this thread has taken."""
-        return [f"{piece.said} {_digest(piece)}\n" for piece in iter(self._next, None)]
-
-    def _next(self) -> _Piece | None:
-        with self._lock:
-            return next(self._pieces, None)
+    def _submit(self, piece: _Piece, data: memoryview | None = None) -> None:
+        self._lines.append(self._pool.submit(_line, piece, data))
 
 
 def _yield_to_others() -> None:
@@ -72,29 +89,50 @@ def _yield_to_others() -> None:
 
 
 def _pieces(path: Path) -> Iterator[_Piece]:
-    """Yield the tensors of a file, or the file as a whole."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        header = _header(file.read(length)) if length <= min(HEADER_BYTES, size) else None
+    """Yield the tensors of a file, or the file as a whole. A file that cannot be read raises at its turn."""
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            header = _header(file.read(length)) if length <= min(HEADER_BYTES, size) else None
+    except OSError:
+        size, header = 0, None
     if header is None:
-        yield _Piece(path, 0, size, path.name)
+        yield _Piece(None, path, 0, size, path.name)
         return
     for name, tensor in header.items():
-        if name != "__metadata__":
-            first, last = tensor["data_offsets"]
-            yield _Piece(path, 8 + length + first, last - first, f"{name} {tensor['dtype']} {tensor['shape']}")
+        first, last = tensor.data_offsets
+        yield _Piece(name, path, 8 + length + first, last - first, f"{name} {tensor.dtype} {tensor.shape}")
 
 
-def _header(data: bytes) -> dict[str, dict[str, list[int]]] | None:
+class _Tensor(msgspec.Struct):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _header(data: bytes) -> dict[str, _Tensor] | None:
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        found: dict[str, msgspec.Raw] = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        return {name: msgspec.json.decode(tensor, type=_Tensor) for name, tensor in found.items()}
+    except (msgspec.MsgspecError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+
+
+def _line(piece: _Piece, data: memoryview | None) -> str:
+    """Return the line of a tensor: of its ``data`` in memory, or of its bytes in the file."""
+    if data is None:
+        return f"{piece.said} {_digest(piece)}\n"
+    if data.nbytes != piece.size:
+        raise OSError(f"{piece.path}: tensor {piece.name} has {data.nbytes:,} bytes in memory, not {piece.size:,}")
+    return f"{piece.said} {hashlib.sha256(data).hexdigest()}\n"
 
 
 def _digest(piece: _Piece) -> str:
+    """Return the sha256 of the bytes in the file."""
     found, left = hashlib.sha256(), piece.size
     with open_file(piece.path) as file:
         file.seek(piece.first)

@@ -11,7 +11,7 @@ allocated, published or moved.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Ids
 from typing import Protocol
 
@@ -51,6 +51,8 @@ class BlockPool:
     """
 
     tier: Tier | None = None
+    published: deque[bytes] | None = None
+    """Hashes that were published, for an audit that takes them."""
     events: KvEvents | None = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -123,11 +125,17 @@ class BlockPool:
             return False
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
+        if self.published is not None:
+            self.published.append(block_hash)
         return True
 
     def find(self, block_hash: bytes) -> int | None:
         """Return the used or cached block with the hash ``block_hash``, or None."""
         return self._block_of.get(block_hash)
+
+    def published_hashes(self) -> list[bytes]:
+        """Return the hashes that :meth:`find` finds."""
+        return [*self._block_of]
 
     def count_cached(self, blocks: Ids[int]) -> int:
         """Return how many of ``blocks`` are free: sharing them lowers :attr:`num_free`."""

@@ -202,7 +202,10 @@ OPERATIONS = (
     Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
     Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
     Operation("/version", status.version, answers.Version),
-    Operation("/health", status.health, answers.Status, None, (503, 504), instead={503: answers.Starting}),
+    Operation(
+        "/health", status.health, answers.Status, None, (400, 503, 504), instead={503: answers.Starting},
+        queries=("deep",),
+    ),
     Operation(
         "/ping", status.ping, answers.Status, None, (503, 504), methods=("get", "post"), instead={503: answers.Starting}
     ),

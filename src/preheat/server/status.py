@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import preheat
-from preheat.core import Progress
+from preheat.core import Outcome, Progress
 from preheat.errors import InvalidRequest, ModelNotFound
 from preheat.frontend.encoding import counted
 from preheat.frontend.frontend import Frontend
@@ -53,7 +53,33 @@ async def health(request: Request) -> Response:
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
     service.check_health()
+    if _deep(request):
+        await _audited(service)
     return _json(answers.Status("ok"))
+
+
+def _deep(request: Request) -> bool:
+    """Return whether the query asks for a pass of the audit. Raises InvalidRequest for another value than 0 or 1."""
+    asked = request.query_params.get("deep", "0")
+    if asked not in ("0", "1"):
+        raise InvalidRequest(f"deep must be 0 or 1, not {asked!r}", param="deep")
+    return asked == "1"
+
+
+async def _audited(service: Service) -> None:
+    """Wait for a pass of the audit. Raises InvalidRequest without one, and EngineDead for a fault."""
+    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    def done(told: Outcome) -> None:
+        if not outcome.done():  # the client may have left
+            outcome.set_result(told)
+
+    service.booted.command("audit", done)
+    while not outcome.done():  # a dead engine answers nothing
+        await asyncio.wait([outcome], timeout=PATIENCE)
+        service.check_health()
+    if (error := outcome.result().error) is not None:
+        raise error.restore()
 
 
 async def live(_: Request) -> Response:

@@ -34,6 +34,7 @@ FACTS = Facts(
     lacks={
         ("encoder",): "its attention kernels read no key behind a token",
         ("pipeline",): "nobody has tried stages there",
+        ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",
         ("tensor_parallel", "pooling"): "nobody has tried it there",
     },

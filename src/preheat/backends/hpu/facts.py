@@ -42,6 +42,7 @@ FACTS = Facts(
         ("several_models",): "a card belongs to one process",
         ("updates",): "the bridge may have folded the weights into its recipes",
         ("pipeline",): "nobody has tried stages there",
+        ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",
         ("tensor_parallel", "text_drafts"): "nobody has tried it there",
         ("eagle3",): "its programs have never run with an EAGLE-3 head",

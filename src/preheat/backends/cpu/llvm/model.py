@@ -122,7 +122,8 @@ class Functions:
         attended, self._hidden = torch.zeros(rows, kind.heads * kind.dim), torch.zeros(2, rows, kind.hidden)
         stream, normed = (each.data_ptr() for each in self._hidden)
         self._last[LAYER_FRAME["norm"]] = norm.numbers.data_ptr()
-        self._last[LAYER_FRAME["taken_x"]], self._last[LAYER_FRAME["taken_attended"]] = stream, self._keep(attended)
+        self._last[LAYER_FRAME["taken_x"]], self._last[LAYER_FRAME["taken_attended"]] = stream, attended.data_ptr()
+        self._taken_attended = attended  # written by every step
         last = self._last.ctypes.data
         self._ends = zeros(3 * JOB_WORDS, np.int64).reshape(3, JOB_WORDS)
         self._ends[0] = self.code.address("take"), last, 0, 0
@@ -168,8 +169,12 @@ class Functions:
         frame[LAYER_FRAME["cache"]] = attention.cache.data_ptr()
         return frame
 
+    def tables(self) -> list[Tensor]:
+        """See :class:`preheat.backends.base.LayerFunctions`."""
+        return self._kept
+
     def _keep(self, tensor: Tensor) -> int:
-        """Keep a tensor that a frame points to, and return its address."""
+        """Keep a table that a frame points to and no step writes, and return its address."""
         self._kept.append(tensor)
         return tensor.data_ptr()
 
