@@ -45,7 +45,7 @@ from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.plan import commands
-from preheat.plan.modes import resolve, with_defaults
+from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.whole_texts import for_whole_texts
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
@@ -218,14 +218,17 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     """Return the plan of these settings, as text or JSON.
 
     It needs only the model's config: no weights, no torch. The device is not examined: the plan assumes bfloat16
-    arithmetic and room for every sequence.
+    arithmetic and room for every sequence. Raises SettingsError for options that a boot on the device refuses.
     """
     facts = facts_of(settings.device)
-    check_traits(with_defaults(settings, facts), facts)
+    check_options(settings, facts)
+    mode = resolve(facts, settings)
+    may_change = instead(facts, settings) is not None
+    check_traits(with_defaults(settings, facts), facts, None if may_change else mode)
     spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings))
     if spec.encodes:
         settings = for_whole_texts(settings, facts, spec.max_position_embeddings)
-    here = facts.in_mode(resolve(facts, settings))
+    here = facts.in_mode(mode)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)
     check_supported(spec, dtype, partial(supports, facts))

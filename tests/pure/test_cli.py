@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat import __version__
+from preheat.backends.registry import FACTS
 from preheat.cli import _bias, _parser, _read_prompts, curl, main, served
 from preheat.core import CALLERS_FIELDS, SAMPLING_FIELDS, SamplingParams
 from preheat.errors import SettingsError
-from preheat.settings import Settings
+from preheat.settings import OPTIONS, Settings
+from preheat.startup import planned
 
 
 def test_every_sampling_parameter_has_a_flag():
@@ -183,6 +185,19 @@ def test_the_options_of_planning_reach_the_plan(capsys):
     assert plan["policy"] == "split"
     assert {shape["rows"] for shape in decodes} == {1, 2, 4}
     assert max(shape["longest"] for shape in decodes) == 1024
+
+
+@pytest.mark.parametrize(("device", "name"), [(each.name, name) for each in FACTS.values() for name in each.rejected])
+def test_the_plan_refuses_an_option_that_the_device_rejects(device, name):
+    turned = not OPTIONS[name].default
+    with pytest.raises(SettingsError, match=f"{name} cannot be turned"):
+        planned(Settings.load({"device": device, name: turned}))
+
+
+def test_the_plan_refuses_a_mode_that_the_ranks_cannot_use(capsys):
+    line = "plan --device cpu --execution-mode llvm --tensor-parallel-size 2"
+    assert main(line.split()) == 2
+    assert "compiled layers exchange nothing with other ranks" in capsys.readouterr().err
 
 
 def test_overrides_reach_the_plan(capsys):
