@@ -100,11 +100,11 @@ class Server:
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"/metrics has no {name}")
 
-    def wait_until_open(self, seconds: float = 60) -> None:
+    def wait_until_open(self, seconds: float = 120) -> None:
         """Wait until the port is open."""
         self._wait_for("/live", seconds)
 
-    def wait_until_ready(self, seconds: float = 60) -> None:
+    def wait_until_ready(self, seconds: float = 120) -> None:
         """Wait until the server takes requests."""
         self._wait_for("/ready", seconds)
 

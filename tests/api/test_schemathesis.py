@@ -12,12 +12,15 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from preheat.server import openapi
 from tests.meta.source import ROOT
 
 METHODS = {"get", "put", "post", "delete", "options", "head", "patch", "trace"}
 
 
+@pytest.mark.timeout(900)  # a minute of work in a test, on a machine that may have other work
 def test_the_document_holds_for_every_operation() -> None:
     command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-p", "schemathesis", "tests/api/document_holds.py"]

@@ -13,14 +13,11 @@ import struct
 from functools import partial
 from itertools import count
 
-import peft
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
-from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import AdapterError
@@ -51,6 +48,8 @@ def write(folder, model, *, seed=0, **fields):
 
     The layers are read back by PEFT, since it sorts the patterns of a config when it saves them.
     """
+    import peft  # here: it takes seconds, and most processes of a run need it never
+
     torch.manual_seed(seed)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, **fields}))
     made.save_pretrained(folder)
@@ -145,8 +144,12 @@ FIELDS = st.fixed_dictionaries(
 
 
 @given(FIELDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_configs_mean_the_same_as_in_peft(fields):
+    import peft
+    from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
     if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
         fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
     theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
@@ -382,6 +385,8 @@ def stacked(folder, **fields):
 
     Returns the model's spec, and PEFT's change of each parameter.
     """
+    import peft
+
     model, spec = model_of("mixtral")
     torch.manual_seed(0)
     made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "init_lora_weights": False, **fields}))

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -65,6 +64,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) -> None:
+    import peft  # here: it takes seconds, and most processes of a run need it never
+
     torch.manual_seed(seed)
     model = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM", **config)
@@ -78,6 +79,8 @@ def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) ->
 
 @cache
 def reference(base: Path, adapter: Path | None) -> Any:
+    import peft
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
 
@@ -85,6 +88,8 @@ def reference(base: Path, adapter: Path | None) -> Any:
 @cache
 def merged(folder: Path, name: str) -> Any:
     """Return the model with an adapter merged into its weights, in float64."""
+    import peft
+
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager").double()
     return peft.PeftModel.from_pretrained(base, folder / name).double().merge_and_unload().eval()
 

@@ -107,6 +107,7 @@ def has_index(folder: Path) -> bool:
     return not subprocess.run(tried, check=False, capture_output=True, timeout=60).returncode
 
 
+@pytest.mark.timeout(900)  # a minute of work, and a download
 @pytest.mark.skipif(
     not (all(map(shutil.which, ("unshare", "setpriv", "ip", "mount"))) and may_mount()),
     reason="needs root and namespaces of its own",

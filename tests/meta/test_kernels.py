@@ -9,12 +9,13 @@ import pytest
 
 from tests.meta.source import ROOT
 
-PROCESSES = 2
+PROCESSES = 3
 """Number of processes. Each one needs seconds to import torch and Triton, as long as five files of tests take."""
 
 FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
 
 
+@pytest.mark.timeout(900)  # minutes of work in a test, on a machine that may have other work
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
 @pytest.mark.parametrize("files", [FILES[first::PROCESSES] for first in range(PROCESSES)], ids=" ".join)
 def test_the_kernels_in_the_interpreter(files):

@@ -201,7 +201,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     """A stream equals the whole answer, for any tokens, cut anywhere, with every parser.

@@ -103,12 +103,12 @@ def plan_of(at: Limits, how: PlanOptions, **more) -> Plan:
         raise
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(limits, options(), st.data())
 def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, how, data):
     plan = plan_of(at, how)
     for phase in plan.dispatcher.phases:
-        for _ in range(4):
+        for _ in range(8):
             need = draw_need(data, phase, at, how.enable_prefix_caching, how.verify_widths)
             shape = plan.fit(need)
             assert shape.holds(need)
@@ -116,7 +116,7 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
             assert Program("forward", shape) in {item.program for item in plan.items}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(limits, options(), st.data())
 def test_closed_fit_chooses_the_cheapest_of_the_plan_and_reports_misses(at, how, data):
     misses = []
@@ -136,7 +136,7 @@ def test_closed_fit_chooses_the_cheapest_of_the_plan_and_reports_misses(at, how,
     assert plan.dispatcher.buckets == before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(limits, st.sampled_from(STRATEGIES), st.data())
 def test_reach_rows_that_share_a_prefix_have_a_bucket_of_their_size(at, strategy, data):
     """Rows that share a prefix have a bucket of their size.
@@ -160,7 +160,7 @@ def test_reach_rows_that_share_a_prefix_have_a_bucket_of_their_size(at, strategy
         assert shape.blocks < 2 * need.blocks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(limits, options())
 def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):
     plan = plan_of(at, how)
@@ -168,7 +168,7 @@ def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):
         assert plan.fit(plan.dispatcher.example(shape)) == shape
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(limits, options())
 def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
     plan = plan_of(at, how)
