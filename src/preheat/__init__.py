@@ -14,6 +14,8 @@ from preheat.utils.module_aliases import AliasFinder
 __version__ = "0.1.0"
 __version_tuple__ = tuple(int(part) if part.isdigit() else part for part in __version__.split("."))
 
+WINDOWS = "preheat runs on Linux and macOS: on Windows use WSL2 (`wsl --install`), and install preheat inside of it"
+
 if TYPE_CHECKING:
     from preheat import reference as reference
     from preheat.async_llm import AsyncLLM as AsyncLLM
@@ -153,6 +155,8 @@ sys.meta_path.append(AliasFinder("preheat", "preheat.vllm_modules"))
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'preheat' has no attribute {name!r}")
+    if sys.platform == "win32":
+        raise ImportError(WINDOWS)
     home = importlib.import_module(_HOME[name])
     value = home if _HOME[name] == f"{__name__}.{name}" else getattr(home, name)
     globals()[name] = value

@@ -8,6 +8,11 @@ import signal
 import sys
 import threading
 
+from preheat import WINDOWS
+
+if sys.platform == "win32":
+    sys.exit(WINDOWS)
+
 from preheat.utils.log import leave, protect_stderr
 
 INTERRUPTED = 130

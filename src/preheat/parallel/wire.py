@@ -94,10 +94,12 @@ def _socket(connection: Connection) -> socket.socket:
 def _set_up(caller: socket.socket) -> None:
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+    idle = socket.TCP_KEEPIDLE if hasattr(socket, "TCP_KEEPIDLE") else socket.TCP_KEEPALIVE  # macOS has another name
+    caller.setsockopt(socket.IPPROTO_TCP, idle, _IDLE)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
 
 
 def _limit(connection: Connection, seconds: int) -> None:

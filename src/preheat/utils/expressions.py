@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 SECONDS = 3
@@ -104,7 +105,8 @@ def main() -> None:
     import resource
 
     _limit(resource.RLIMIT_CPU, SECONDS)
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    with suppress(*() if sys.platform == "linux" else (OSError, ValueError)):  # macOS knows no limit of addresses
+        _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
     asked, names = json.load(sys.stdin)
     for _, texts, whole in asked:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +22,9 @@ RESET_PEAK = "5"
 """The value that makes the kernel forget the peak of the resident set, written to clear_refs."""
 
 
+MEMINFO, STATM, STATUS = Path("/proc/meminfo"), Path("/proc/self/statm"), Path("/proc/self/status")
+"""Files of Linux; macOS has none of them."""
+
 CGROUPS = Path("/sys/fs/cgroup")
 MEMORY_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -30,14 +36,29 @@ part of the use that is file cache; the kernel drops it when memory is short."""
 
 def free_memory() -> int:
     """Return the memory that the kernel calls available, without swapping, within a container's limits."""
-    size = _kib(Path("/proc/meminfo"), "MemAvailable:")
+    size = _kib(MEMINFO, "MemAvailable:") if MEMINFO.exists() else free_pages(_told("vm_stat"))
     if size is None:
-        raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")
+        raise OSError("neither /proc/meminfo nor vm_stat names the free memory; set --kv-cache-memory-bytes")
     try:
         groups = Path("/proc/self/cgroup").read_text()
     except OSError:
         groups = ""
     return min([size, *left_in_groups(groups, CGROUPS)])
+
+
+def free_pages(told: str) -> int | None:
+    """Return the bytes that macOS has free, or would free without swapping: ``told`` is the output of vm_stat."""
+    size = re.search(r"page size of (\d+) bytes", told)
+    counts = dict(re.findall(r"^Pages (free|inactive|speculative|purgeable):\s+(\d+)", told, re.M))
+    return int(size[1]) * sum(map(int, counts.values())) if size and "free" in counts else None
+
+
+def _told(*command: str) -> str:
+    """Return the output of a program of the system; empty if there is none."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def left_in_groups(groups: str, mount: Path) -> list[int]:
@@ -76,7 +97,16 @@ def total_memory() -> int:
 
 def used_memory() -> int:
     """Return the resident set of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+    if STATM.exists():
+        return int(STATM.read_text().split()[1]) * PAGE_BYTES
+    told = _told("ps", "-o", "rss=", "-p", str(os.getpid())).strip()
+    return int(told) * 1024 if told.isdigit() else _greatest_ever()
+
+
+def _greatest_ever() -> int:
+    """Return the peak of the resident set of this process; macOS counts in bytes, Linux in KiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def give_back_large_blocks() -> None:
@@ -116,9 +146,9 @@ def peak_memory(run: Callable[[], None]) -> int:
     except OSError:
         pass
     run()
-    peak = _kib(Path("/proc/self/status"), "VmHWM:")
+    peak = _kib(STATUS, "VmHWM:") if STATUS.exists() else None
     if peak is None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = _greatest_ever()
     return max(peak - before, 0)
 
 
