@@ -102,7 +102,7 @@ def watched(seen: Seen) -> Iterator[None]:
 def _bound(kernel: Any, args: tuple[Any, ...], grid: Any, more: dict[str, Any]) -> Launch:
     """Bind a launch as ``triton.JITFunction.run`` does."""
     more = {"debug": False, "instrumentation_mode": "", **more}
-    *_, backend, binder = kernel.device_caches[0]
+    *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
     bound, specialization, options = binder(*args, **more)
     packed, signature, constants, attrs = kernel._pack_args(backend, more, bound, specialization, options)
     grid = grid(bound) if callable(grid) else grid
@@ -138,7 +138,7 @@ def card(capability: Capability = CAPABILITY) -> Iterator[None]:
 
     simulated = CARDS[capability]
     active = SimpleNamespace(
-        get_current_device=lambda: 0,
+        get_current_device=lambda: simulated.capability[0] * 10 + simulated.capability[1],  # kernels keep a binder each
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target(capability),
         get_device_capability=lambda device: capability,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -94,7 +95,7 @@ def _socket(connection: Connection) -> socket.socket:
 def _set_up(caller: socket.socket) -> None:
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = socket.TCP_KEEPIDLE if hasattr(socket, "TCP_KEEPIDLE") else socket.TCP_KEEPALIVE  # macOS has another name
+    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE  # macOS has another name
     caller.setsockopt(socket.IPPROTO_TCP, idle, _IDLE)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_warps
+from triton.language.target_info import current_target
 from triton.runtime._async_compile import active_mode
 from triton.runtime.errors import TritonError
+from triton.runtime.jit import constexpr_function
 
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.triton_cache import keep_libraries
@@ -69,20 +71,31 @@ def begin_late(overlap: tl.constexpr):
         gdc_wait()
 
 
+@constexpr_function
+def multiplied_by_tcgen05(outputs, warps):
+    """Whether a product of ``outputs`` and a program of ``warps`` use the matrix unit of 10.0."""
+    found = current_target()
+    return found is not None and found.backend == "cuda" and found.arch // 10 == 10 and outputs >= 64 and warps >= 4
+
+
 @triton.jit
-def widened(numbers, dtype: tl.constexpr):
+def widened(numbers, dtype: tl.constexpr, FIRST: tl.constexpr = False):
     """Return ``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.
 
     Triton follows an operand back to its load. Where the loaded dtype is narrower, Triton deals out the inputs of
     ``mma.sync`` in another order, so that each thread loads whole words. Other instructions keep the order: sums would
     differ in the last bit. A move that the compiler cannot see through ends the search.
 
+    ``FIRST``: numbers are the first operand, [outputs, inputs]. The matrix unit of 10.0 (tcgen05) reads it from memory,
+    where its order is fixed, and the compiler of its loops takes no move with side effects.
+
     Numbers of float8 go through fp32, which is exact. Hopper then compiles without F2F, an instruction for each number
     between fp16 and bfloat16.
     """
     wide = (numbers.to(tl.float32) if numbers.dtype.is_fp8() else numbers).to(dtype)
     if COMPILED and wide.dtype.primitive_bitwidth == 16:
-        wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=False, pack=2)
+        PURE: tl.constexpr = FIRST and multiplied_by_tcgen05(wide.shape[0], num_warps())
+        wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=PURE, pack=2)
     return wide
 
 

@@ -182,7 +182,7 @@ def decoded(numbers, scale, zero, zeros, dtype: tl.constexpr):
     """Return weights [outputs, inputs] in ``dtype`` from codes as fp32 ``numbers``."""
     if zeros is not None:
         numbers -= zero
-    return widened(numbers * scale, dtype)
+    return widened(numbers * scale, dtype, True)
 
 
 @triton.jit

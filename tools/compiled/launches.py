@@ -1,0 +1,183 @@
+"""Launches of every portable kernel on a simulated card, in the configurations of the rules.
+
+The backend's own host code launches them with tensors of torch's device "meta": see :mod:`tools.oracles.card`. Nothing
+runs. Kernels written in Gluon are left out: they are for Hopper alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda import paged_attention as paged
+from preheat.backends.cuda.activation import activate, clip, silu_and_mul
+from preheat.backends.cuda.card import Card as Hardware
+from preheat.backends.cuda.collective import add_ranks
+from preheat.backends.cuda.digest import digest_rows
+from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.lacking import lacking
+from preheat.backends.cuda.moe_shared import add_shared
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.quantize import quantize_rows, silu_and_quantize
+from preheat.backends.cuda.rotary import rope_and_write
+from preheat.backends.cuda.sampler import CudaSampler
+from preheat.core import Level
+from preheat.ops.float8 import DTYPES
+from preheat.ops.values import Cache
+from tools.oracles.card import META, Launch, Seen, watched
+from tools.oracles.layers import SCHEMES, Card, traces
+
+Work = Callable[[], object]
+
+HEADS = ((32, 8, 128), (14, 2, 64), (8, 4, 256))
+"""Query heads, KV heads and numbers of a head."""
+
+STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, **DTYPES}
+
+
+def launches(hardware: Hardware, only: str = "") -> dict[str, Launch]:
+    """Return the launches that compile to different programs, by name.
+
+    ``only`` is a regular expression for the names of layers and groups.
+    """
+    found: dict[str, Launch] = {}
+    known: set[str] = set()
+    for where, each in _all(hardware, lambda name: re.search(only, name) is not None):
+        if isinstance(each.kernel, GluonJITFunction) or each.key in known:
+            continue
+        known.add(each.key)
+        name = f"{each.name}, {where}"
+        again = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found[f"{name} #{again + 1}" if again else name] = each
+    return found
+
+
+def sample(found: Mapping[str, Launch]) -> dict[str, Launch]:
+    """Return one launch of each kernel and form of weights: the one with the largest tile and the most stages."""
+    chosen: dict[tuple[str, ...], tuple[int, str]] = {}
+    for name, each in found.items():
+        group, size = _group(each)
+        if size > chosen.get(group, (0, ""))[0]:
+            chosen[group] = size, name
+    return {name: found[name] for _, name in chosen.values()}
+
+
+def _group(launch: Launch) -> tuple[tuple[str, ...], int]:
+    """Return the kernel of ``launch`` with its types and forms, and the size of its tile times its stages."""
+    values = {launch.kernel.arg_names[path[0]]: value for path, value in launch.constants.items()}
+    forms = [str(getattr(values.get(name), "__name__", values.get(name))) for name in ("PRODUCT", "KIND")]
+    kinds = [str(launch.signature.get(name)) for name in ("x", "w", "q", "cache", "logits")]
+    size = launch.options.num_stages
+    for name in ("CUT", "ROWS", "WIDTH", "DIM", "SIZE", "COLUMNS"):
+        size *= prod(_numbers(values.get(name)))
+    return (launch.name, *forms, *kinds), size
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    value = getattr(value, "value", value)
+    values = value if isinstance(value, tuple) else (value or 1,)
+    return tuple(int(getattr(each, "value", each)) for each in values)
+
+
+def _all(hardware: Hardware, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Launch]]:
+    refused = _refused_schemes(hardware)
+    layers = traces(Card(hardware), lambda name: wanted(name) and not any(f", {each}," in name for each in refused))
+    for where, seen in layers:
+        if broken := [event for event in seen.events if isinstance(event, str) and re.match(r"\w*Error: ", event)]:
+            raise RuntimeError(f"{where}: {broken[0]}")
+        yield from ((where, each) for each in seen.launches)
+    for where, work in (*attention(hardware), *rows(hardware), *sampler()):
+        if wanted(where):
+            seen = Seen()
+            with watched(seen):
+                work()
+            yield from ((where, each) for each in seen.launches)
+
+
+def _refused_schemes(hardware: Hardware) -> list[str]:
+    """Return the names of schemes that the card refuses."""
+    return [name for name, scheme in SCHEMES.items() if scheme and scheme.code == "fp8" and not hardware.float8]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def _whole(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int32)
+
+
+def attention(hardware: Hardware) -> Iterator[tuple[str, Work]]:
+    """Yield attention of prompts and of decoding rows, and the writing of keys and values."""
+    for (heads, kv, dim), (model, stored) in product(
+        HEADS, (("bfloat16", "bfloat16"), ("bfloat16", "fp8_e4m3"), ("bfloat16", "fp8_e5m2"), ("float32", "float32"))
+    ):
+        if lacking(hardware, Cache(head_dim=dim, dtype=stored, model=model)):  # type: ignore[arg-type]
+            continue
+        cache, dtype = _empty(1024, 2, kv, 64, dim, dtype=STORED[stored]), STORED[model]
+        q, out = _empty(2048, heads, dim, dtype=dtype), _empty(2048, heads * dim, dtype=dtype)
+        places = cache, _whole(64, 512), _whole(2048), _whole(2048), _whole(64, 2), _whole(1), out
+        value_scale = None if stored == model else 1.0
+        name = f"heads {heads}/{kv} of {dim}, {model}, cache {stored}"
+        for rows_, width in ((1, 1), (64, 1), (8, 4)):
+            space = paged.Workspace(64, 2048, heads, dim, META)
+            yield f"decode {name}, {rows_} rows of {width}", lambda q=q, p=places, s=space, v=value_scale, r=rows_, w=width: (  # noqa: E501
+                paged.decode_attention(q, *p, s, 0.1, None, rows=r, width=w, value_scale=v))  # fmt: skip
+        config = paged.prefill_config(dim, dtype, hardware)
+        for window in (None, 4096):
+            yield f"prefill {name}, window {window}", lambda q=q, p=places, v=value_scale, w=window, c=config: (
+                paged.prefill_attention(q, *p, 0.1, w, value_scale=v, config=c))  # fmt: skip
+        yield f"rope {name}", lambda c=cache, d=dtype, s=(None if value_scale is None else (1.0, 1.0)), h=(heads, kv, dim): (  # noqa: E501
+            _rope(c, d, s, *h))  # fmt: skip
+
+
+def _rope(cache: Tensor, dtype: torch.dtype, scales: tuple[float, float] | None, heads: int, kv: int, dim: int) -> None:
+    qkv, table = _empty(2048, heads + 2 * kv, dim, dtype=dtype), _empty(8192, 2, dim, dtype=dtype)
+    norm = _empty(heads + kv, dim, dtype=dtype)
+    rope_and_write(qkv, table, _whole(2048), _whole(2048), _whole(64, 512), cache, heads, kv, norm, 1e-6, scales=scales)
+
+
+def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:
+    """Yield kernels that work on rows."""
+    for size in (1024, 4096, 8192):
+        x = _empty(8, size)
+        for kind in ("rms", "rms_plus_one", "layer"):
+            norm = CudaNorm(_empty(size), 1e-6, kind, _empty(size) if kind == "layer" else None)  # type: ignore[arg-type]
+            yield f"norm {kind} {size}", lambda n=norm, x=x: (n(x), n.add(x, x))
+        if hardware.float8:
+            norm = CudaNorm(_empty(size), 1e-6)
+            for how in ("token", "block"):
+                yield f"norm {size}, codes for each {how}", lambda n=norm, x=x, h=how: n.quantized(
+                    x, x, QuantizedInput(h, None))  # fmt: skip
+        yield f"shared experts {size}", lambda x=x, s=size: add_shared(x, x, _empty(1, s), x)
+    yield "embedding", lambda: embed(_whole(8), _whole(8), _whole(9), _empty(1000, 4096), _empty(8, 4096), scale=2.0)
+    yield "chosen rows", lambda: take_rows(_empty(8, 4096), _whole(4))
+    for activation in ("gelu_tanh_and_mul", "gelu", "gelu_tanh", "quick_gelu"):
+        yield f"activation {activation}", lambda a=activation: activate(_empty(8, 8192), a)
+    yield "activation silu_and_mul", lambda: silu_and_mul(_empty(8, 8192))
+    yield "clip", lambda: clip(_empty(8, 4096), 1.0)
+    if hardware.float8:
+        for how in ("token", "block"):
+            yield f"codes for each {how}", lambda h=how: quantize_rows(_empty(8, 4096), h, None)
+        yield "activation and codes", lambda: silu_and_quantize(_empty(8, 24576), "token", None)
+    yield "digest", lambda: digest_rows(_empty(8, 151936, dtype=torch.float32))
+    for world in (2, 4):
+        yield f"sum of {world} ranks", lambda w=world: add_ranks(
+            _empty(w, 8, 4096, dtype=torch.float32), None, torch.bfloat16)  # fmt: skip
+
+
+def sampler() -> Iterator[tuple[str, Work]]:
+    """Yield the kernels that draw tokens; their tensors lie on the host."""
+    made = CudaSampler(4, 151936, CpuBackend(), 8, False, max_logprobs=20, masked=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, name = torch.empty(8, 151936, dtype=dtype), str(dtype).removeprefix("torch.")
+        for level in Level:
+            yield f"draw {level.name.lower()}, {name}", lambda lv=level, lg=logits: made.sample(lv, lg)
+        yield f"report, {name}", lambda lg=logits: made.compile(lg)
