@@ -95,8 +95,10 @@ def _socket(connection: Connection) -> socket.socket:
 def _set_up(caller: socket.socket) -> None:
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE  # macOS has another name
-    caller.setsockopt(socket.IPPROTO_TCP, idle, _IDLE)
+    if sys.platform == "darwin":
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, _IDLE)
+    else:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
