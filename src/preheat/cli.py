@@ -27,7 +27,7 @@ import msgspec
 from preheat import __version__, client
 from preheat.backends.registry import facts_of
 from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
-from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.errors import EngineDead, InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.input_processor import check_params
 from preheat.plan import commands as plan_commands
 from preheat.plan.modes import with_defaults
@@ -546,6 +546,8 @@ def _replay(values: dict[str, Any]) -> int:
 
     receipts = replay.read_receipts(path)
     engine, wrong = Engine(boot_engine, settings), 0
+    if len(receipts) > 1 and at is None and not whatever:
+        return _replay_log(receipts, engine, as_json=as_json)
     for receipt in receipts:
         if not whatever:
             replay.check_contract(receipt, engine)
@@ -556,6 +558,28 @@ def _replay(values: dict[str, Any]) -> int:
             _say(str(found) if isinstance(found, replay.Outcome) else "\n".join(found.lines()))
         wrong += not found.equal
     return FAILURE if wrong else 0
+
+
+def _replay_log(receipts: Sequence[Any], engine: Any, *, as_json: bool) -> int:
+    """Replay a log of receipts: a line for each, and the number of equal answers."""
+    from preheat.verify import replay
+
+    equal = 0
+    for number, receipt in enumerate(receipts, 1):
+        try:
+            replay.check_contract(receipt, engine)
+            found = replay.replay(receipt, engine)
+        except EngineDead:
+            raise
+        except PreheatError as error:
+            found = replay.Outcome(len(receipt.tokens), 0, error.message)
+        equal += found.equal
+        if as_json:
+            print(msgspec.json.encode(found).decode())
+        else:
+            _say(f"{number:>6} {receipt.chain[:8]} {found}")
+    _say(f"{equal} of {len(receipts)} answers are equal")
+    return 0 if equal == len(receipts) else FAILURE
 
 
 def _bench(words: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -129,6 +129,13 @@ class EngineFigures:
     warmup_seconds: float = 0.0
 
 
+class LogFigures(Protocol):
+    """Counts of a log of receipts."""
+
+    written: int
+    lost: int
+
+
 @dataclass(slots=True)
 class AnswerCacheFigures:
     """Figures of the answer cache: requests by what became of them, and the bytes that it holds."""
@@ -162,6 +169,7 @@ class Metrics(Collector):
         self.cache_config: Mapping[str, object] = {}
         self.adapters: Mapping[str, str] = {}
         self.answer_cache: AnswerCacheFigures | None = None  # None: it is off
+        self.receipt_log: LogFigures | None = None
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
         self.ignored: Counter[str] = Counter()  # by field
@@ -240,6 +248,9 @@ class Metrics(Collector):
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        if (log := self.receipt_log) is not None:
+            yield counter("receipts_written", "Receipts written to the log.", log.written)
+            yield counter("receipts_lost", "Receipts that the log lacks, as the disk was full or slow.", log.lost)
         if (kept := self.answer_cache) is not None:
             yield counter("answer_cache_hits", "Requests answered from the answer cache.", kept.hits)
             yield counter("answer_cache_misses", "Requests whose answers the answer cache lacked.", kept.misses)

@@ -450,6 +450,10 @@ class Settings:
         "Memory for whole answers, in GiB, given again to equal greedy or seeded requests: see docs/answer-cache.md.",
         low=1e-6,
     )
+    answer_cache_dir: str | None = _general(
+        None, "A folder that keeps the answers of the answer cache for later boots: see docs/answer-cache.md."
+    )
+    answer_cache_dir_size: float = _general(1.0, "Size of `answer_cache_dir` at most, in GiB.", low=1e-6)
     answer_cache_check_every: int = _general(
         100, "One in this many requests with a kept answer is computed again and compared.", low=1
     )

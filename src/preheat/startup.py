@@ -23,6 +23,7 @@ from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_cache import AnswerCache
+from preheat.frontend.answer_folder import AnswerFolder
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend, FrontendOptions
@@ -123,9 +124,17 @@ def boot_front(
 
 def _answers(settings: Settings) -> AnswerCache | None:
     if settings.answer_cache_size is None:
+        if settings.answer_cache_dir is not None:
+            raise SettingsError(
+                "answer_cache_dir keeps the answers of the answer cache, and there is none: give answer_cache_size",
+                param="answer_cache_dir",
+            )
         return None
     size = int(settings.answer_cache_size * 2**30)
-    return AnswerCache(size, settings.answer_cache_check_every, AnswerCacheFigures())
+    folder = None
+    if settings.answer_cache_dir is not None:
+        folder = AnswerFolder(settings.answer_cache_dir, int(settings.answer_cache_dir_size * 2**30))
+    return AnswerCache(size, settings.answer_cache_check_every, AnswerCacheFigures(), folder)
 
 
 def _receipts(settings: Settings) -> Receipts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,8 +13,10 @@ from msgspec.structs import replace
 
 from preheat import LLM
 from preheat.core import SamplingParams, StructuredOutputsParams
+from preheat.errors import SettingsError
 from preheat.frontend import answer_cache
 from preheat.frontend.answer_cache import OVERHEAD, AnswerCache, Kept
+from preheat.frontend.answer_folder import AnswerFolder
 from preheat.metrics import AnswerCacheFigures
 
 OPTIONS = {"max_num_seqs": 8, "max_model_len": 128, "block_size": 16, "skip_warmup": True, "boot_check": "off",
@@ -155,3 +159,58 @@ def test_a_cancelled_answer_is_not_kept(llm: LLM, cache: AnswerCache) -> None:
     llm.loop.finish()
     assert not cache._entries
     assert ask(llm, PLAIN)[1] > 0
+
+
+def folder_of(path: Path, size: int = 10**6) -> AnswerFolder:
+    return AnswerFolder(str(path), size)
+
+
+def test_the_next_boot_has_the_answers_and_damaged_files_are_misses(llm: LLM, tmp_path: Path) -> None:
+    def begin(check_every: int = 10**9) -> AnswerCache:
+        llm.frontend.answers = AnswerCache(10**7, check_every, AnswerCacheFigures(), folder_of(tmp_path))
+        return llm.frontend.answers
+
+    cache, asked = begin(), KINDS["seeded"]
+    live, steps = ask(llm, asked)
+    assert steps
+    cache._folder.close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == asked.n
+    cache = begin()
+    assert ask(llm, asked) == (live, 0) and cache.figures.hits == 1
+    assert ask(llm, asked) == (live, 0)
+    cache = begin(check_every=1)  # computed again and compared
+    assert ask(llm, asked)[0] == live and cache.figures.checked == 1 and not cache.figures.different
+    cache._folder.close()
+    whole = [each.read_bytes() for each in files]
+    for number, file in enumerate(files):
+        wrong = bytearray(whole[number])
+        wrong[-1 - number] ^= 1
+        file.write_bytes(wrong)
+        cache = begin()
+        said, steps = ask(llm, asked)
+        assert said == live and steps and cache.figures.misses == 1
+        cache._folder.close()
+    assert sorted(tmp_path.iterdir()) == files and [each.read_bytes() for each in files] == whole
+
+
+def test_only_regular_files_are_read_and_the_size_is_bounded(tmp_path: Path) -> None:
+    keys = [bytes([number]) * 16 for number in range(8)]
+    folder = folder_of(tmp_path / "a", 100)
+    for key in keys:
+        folder.put(key, b"x" * 30)
+    folder.close()
+    assert folder.bytes <= 100 and [folder.get(key) for key in keys] == [None] * 6 + [b"x" * 30] * 2
+    right = tmp_path / "a" / f"{keys[7].hex()}.answer"
+    other = tmp_path / "b"
+    other.mkdir()
+    (other / right.name).symlink_to(right)
+    os.mkfifo(other / f"{keys[6].hex()}.answer")
+    (other / f"{keys[5].hex()}.answer").mkdir()
+    found = folder_of(other)
+    assert not found.bytes and not any(map(found.get, keys))
+    found._sizes[right.name] = 1  # put there after the boot
+    assert found.get(keys[7]) is None
+    found.close()
+    with pytest.raises(SettingsError, match="answer_cache_dir"):
+        folder_of(right)

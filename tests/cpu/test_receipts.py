@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
@@ -128,7 +130,9 @@ def test_the_command_reads_a_log_and_an_answer(
     log.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in receipts[:2]))
     answer.write_bytes(msgspec.json.encode({"choices": [{"receipt": receipts[0]}, {"receipt": None}]}))
     assert main(["replay", "--receipt", str(log), *flags]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["equal", "equal"]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].split()[-1] for line in lines] == ["equal", "equal"]
+    assert last == "2 of 2 answers are equal"
     assert len(replay.read_receipts(str(answer))) == 1
     answer.write_bytes(msgspec.json.encode(changed_token(receipts[0])))
     with pytest.raises(SettingsError, match="its chain does not belong to its tokens and digests"):
@@ -151,7 +155,7 @@ def test_every_answer_may_get_a_receipt_and_none_is_given_where_it_could_not_hol
     llm = LLM(**options, receipts=True, receipts_log=str(path))
     (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], replace(PLAIN, receipt=False), use_tqdm=False)
     assert output.outputs[0].receipt is not None
-    llm.frontend.receipts._log.close()
+    llm.frontend.receipts.log.close()
     (logged,) = replay.read_receipts(str(path))
     assert msgspec.json.encode(logged) == msgspec.json.encode(output.outputs[0].receipt)
     llm.frontend.receipts._lacking = "receipts and pooling do not work together"
@@ -187,3 +191,17 @@ def test_the_log_rotates_and_keeps_eight_files(tmp_path: Path) -> None:
     assert found == list(range(40))[-len(found):] and len(found) > 10  # fmt: skip
     with pytest.raises(SettingsError, match="receipts_log /proc/none/r cannot be written"):
         ReceiptLog("/proc/none/r")
+
+
+def test_a_full_disk_is_counted_and_a_cut_line_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, write = ReceiptLog(str(tmp_path / "r")), os.write
+    for number, left in enumerate((None, 3, None)):
+        monkeypatch.setattr(os, "write", lambda to, data, left=left: write(to, data[:left]))
+        log.write(b'{"n":%d}' % number)
+        while log.written + log.lost <= number:
+            time.sleep(0.001)
+    log.close()
+    assert (log.written, log.lost) == (2, 1) and "the line is not whole" in caplog.text
+    assert replay._parsed((tmp_path / "r").read_text()) == [{"n": 0}, {"n": 2}]

@@ -1,4 +1,4 @@
-"""The answer cache: whole answers in memory, given again to an equal request.
+"""The answer cache: whole answers in memory and on disk, given again to an equal request.
 
 A key covers the contract and the engine's request: tokens, parameters, seed, choice and salt. Greedy and seeded
 requests have one answer, so the kept one is the answer. A request without a seed has a new one each time and is not
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from preheat.core import Delta, Finish, Request, TokenLogprobs
+from preheat.frontend.answer_folder import AnswerFolder
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.metrics import AnswerCacheFigures
 from preheat.utils.contract import Contract
@@ -58,10 +59,12 @@ class Pending:
 
 
 class AnswerCache:
-    """Answers of at most ``size`` bytes; the least recently used ones go first."""
+    """Answers of at most ``size`` bytes; the least recently used ones go first. ``folder`` keeps them on disk too."""
 
-    def __init__(self, size: int, check_every: int, figures: AnswerCacheFigures) -> None:
-        self._size, self._check_every, self.figures = size, check_every, figures
+    def __init__(
+        self, size: int, check_every: int, figures: AnswerCacheFigures, folder: AnswerFolder | None = None
+    ) -> None:
+        self._size, self._check_every, self.figures, self._folder = size, check_every, figures, folder
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
         self._pending: dict[int, Pending] = {}
 
@@ -73,13 +76,14 @@ class AnswerCache:
         if not _has_one_answer(state):
             return None
         keys = [_key(request, contract) for request in requests]
-        found = [self._entries.get(key) for key in keys]
+        found = [self._find(key) for key in keys]
         kept = [entry for entry in found if entry is not None]
         checks = len(kept) == len(keys) and (self.figures.hits + self.figures.checked + 1) % self._check_every == 0
         if len(kept) == len(keys) and not checks:
             self.figures.hits += 1
             for key in keys:
-                self._entries.move_to_end(key)
+                if key in self._entries:  # one that is on disk only may be too large for memory
+                    self._entries.move_to_end(key)
             return _deltas(requests, kept)
         self.figures.checked += checks
         self.figures.misses += not checks
@@ -111,6 +115,15 @@ class AnswerCache:
             self.figures.different += 1
             logger.error("A kept answer differs from the live one; the engine, or the memory of the cache, is faulty")
         self._keep(pending.key, entry)
+        if self._folder is not None:
+            self._folder.put(pending.key, entry)
+
+    def _find(self, key: bytes) -> bytes | None:
+        """Return the kept answer in memory, or from the folder."""
+        entry = self._entries.get(key)
+        if entry is None and self._folder is not None and (entry := self._folder.get(key)) is not None:
+            self._keep(key, entry)
+        return entry
 
     def _keep(self, key: bytes, entry: bytes) -> None:
         if old := self._entries.pop(key, None):

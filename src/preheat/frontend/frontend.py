@@ -126,6 +126,7 @@ class Frontend:
         )
         self.receipts, self.answers = options.receipts or Receipts(), options.answers
         self.metrics.answer_cache = None if self.answers is None else self.answers.figures
+        self.metrics.receipt_log = self.receipts.log
         self.output = OutputProcessor(
             send, self.metrics, log=options.log_requests, traces=options.traces, ended=self._end
         )

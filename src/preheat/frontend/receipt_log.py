@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import queue
@@ -30,7 +31,7 @@ class ReceiptLog:
     def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._most = Path(path).expanduser(), most_bytes
         self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
-        self._dropped = 0
+        self._torn, self.written, self.lost = False, 0, 0
         try:
             self._append(b"")
         except OSError as error:
@@ -46,9 +47,7 @@ class ReceiptLog:
         try:
             self._waiting.put_nowait(receipt + b"\n")
         except queue.Full:
-            self._dropped += 1
-            if self._dropped.bit_count() == 1:  # at 1, 2, 4 and so on
-                logger.warning("%s is too slow: %d receipts were dropped so far", self._path, self._dropped)
+            self._lose("the disk is too slow")
 
     def close(self) -> None:
         """Wait until all receipts are written."""
@@ -61,14 +60,25 @@ class ReceiptLog:
             try:
                 self._append(line)
             except OSError as error:  # a full disk: later lines may be written again
-                logger.warning("A receipt could not be written to %s: %s", self._path, why_unread(error))
+                self._lose(why_unread(error))
+            else:
+                self.written += 1
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost.bit_count() == 1:  # at 1, 2, 4 and so on
+            logger.warning("%d receipts could not be written to %s so far: %s", self.lost, self._path, why)
 
     def _append(self, line: bytes) -> None:
         """Append ``line`` with one write, so that lines of several processes stay whole."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, 0o600)
         try:
-            os.write(descriptor, line)
+            data = b"\n" + line if self._torn else line
+            written = os.write(descriptor, data)
+            self._torn = written < len(data)
+            if self._torn:
+                raise OSError(errno.ENOSPC, "the disk is full, and the line is not whole")
             full = os.fstat(descriptor).st_size >= self._most
         finally:
             os.close(descriptor)

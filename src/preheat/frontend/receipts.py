@@ -71,7 +71,7 @@ class Receipts:
     """
 
     def __init__(self, *, always: bool = False, lacking: str = "", log: ReceiptLog | None = None) -> None:
-        self.always, self._lacking, self._log = always, lacking, log
+        self.always, self._lacking, self.log = always, lacking, log
 
     def check(self, state: RequestState) -> None:
         """Raise InvalidRequest if ``state`` asks for a receipt and cannot have one."""
@@ -102,8 +102,8 @@ class Receipts:
             chain=chain_of(choice.token_ids, digests),
             mixed=proof.contract != contract,
         )
-        if self._log is not None:
-            self._log.write(msgspec.json.encode(choice.receipt))
+        if self.log is not None:
+            self.log.write(msgspec.json.encode(choice.receipt))
 
 
 class Proof:

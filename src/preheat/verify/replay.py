@@ -6,6 +6,7 @@ One step alone runs behind the tokens before it, as the law of :mod:`preheat.sch
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from preheat.frontend.receipts import Receipt, chain_of
 from preheat.utils.contract import Contract, Difference, first_difference
 from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
 from preheat.verify.drive import Engine
+
+logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -88,7 +91,16 @@ def _parsed(text: str) -> list[Any]:
     try:
         return [msgspec.json.decode(text)]
     except msgspec.DecodeError:
-        return [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
+        return [value for line in text.splitlines() if line.strip() for value in _line(line)]
+
+
+def _line(line: str) -> list[Any]:
+    """Return the value of a line, and nothing for one that a full disk has cut."""
+    try:
+        return [msgspec.json.decode(line)]
+    except msgspec.DecodeError as error:
+        logger.warning("A line of the log is skipped, as it is no JSON: %s", error)
+        return []
 
 
 def _receipts_in(values: Sequence[Any]) -> Iterator[Receipt]:
