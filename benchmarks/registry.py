@@ -18,6 +18,7 @@ ALL = "all"
 SINGLE = {
     "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
     "audit": "reading an engine's memory against its digests: a pass, a slice, the share of a step",
+    "chaos": "engines that are killed while they answer: answers that differ from the uninterrupted ones, and pauses",
     "collective": "adding up over several GPUs in a stated order, beside NCCL and torch, by size",
     "compile_mode": "execution mode `compile` against `eager` on a CPU",
     "cpu_engines": "tokens a second of several engines on a CPU, in turns, each stopped while others run",

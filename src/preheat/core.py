@@ -743,8 +743,12 @@ class Died(msgspec.Struct, tag="died"):
     error: WireError
 
 
+class Leaving(msgspec.Struct, tag="leaving"):
+    """The engine was asked to end: it wants to finish its requests and to get no others."""
+
+
 ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command
-FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Outcome
+FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Leaving | Outcome
 
 
 NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step

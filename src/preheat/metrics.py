@@ -113,6 +113,10 @@ _GRAMMARS: tuple[_Row, ...] = (
 )
 
 
+FAULTS = ("died", "silent", "stalled", "drained")
+"""Reasons why the requests of an engine move, and why it starts again."""
+
+
 @dataclass(slots=True)
 class EngineFigures:
     """Figures of one engine.
@@ -173,6 +177,8 @@ class Metrics(Collector):
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
         self.ignored: Counter[str] = Counter()  # by field
+        self.moves = Counter(dict.fromkeys(FAULTS, 0))  # of sequences to other engines, by reason
+        self.restarts = Counter(dict.fromkeys(FAULTS, 0))  # of engines, by reason
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _REQUEST_SECONDS
         )
@@ -207,7 +213,7 @@ class Metrics(Collector):
         engine.grammars = stats.grammars or engine.grammars  # sent only when they changed
         engine.audit = stats.audit or engine.audit
         tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
-        if tokens:
+        if tokens > 0:  # an engine that has started again counts from 0
             self.step_tokens.observe(tokens)
 
     def arrived(self, prompt_tokens: int, params: SamplingParams) -> None:
@@ -257,6 +263,8 @@ class Metrics(Collector):
             yield counter("answer_cache_checked", "Kept answers that were computed again.", kept.checked)
             yield counter("answer_cache_different", "Kept answers that differed when computed again.", kept.different)
             yield gauge("answer_cache_bytes", "Bytes of kept answers.", kept.bytes)
+        yield counter("request_moves", "Moves of sequences away from engines, by reason.", self.moves, "reason")
+        yield counter("engine_restarts", "Engines that were started again, by reason.", self.restarts, "reason")
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
         ignored = "Requests with an ignored field, by the field."
         yield counter("request_fields_ignored", ignored, self.ignored, "field")

@@ -75,6 +75,11 @@ def app(args: Mapping[str, Any]) -> serve.Application:
             "out",
             param="distributed_executor_backend",
         )
+    if settings.engine_restarts not in (0, OPTIONS["engine_restarts"].default):
+        raise SettingsError(
+            "engine_restarts: Ray Serve replaces a replica with a dead engine: leave it out", param="engine_restarts"
+        )
+    settings = dataclasses.replace(settings, engine_restarts=0)
     options = deployment_options(settings) | dict(args.get("deployment") or {})
     if "num_replicas" in options:
         options.pop("autoscaling_config")

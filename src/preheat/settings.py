@@ -380,6 +380,17 @@ class Settings:
     shutdown_timeout: float = _server(
         30.0, "Seconds for running requests to finish after SIGTERM; then they end with an error.", low=0
     )
+    engine_restarts: int = _server(
+        10,
+        "Restarts of an engine in ten minutes; its requests go on behind the tokens that their clients have. 0: an "
+        "engine that ends stays away, and the last one ends the server.",
+        low=0,
+    )
+    engine_restart_wait: float = _server(
+        120.0,
+        "Seconds that requests wait for an engine to start again while no other runs; then they end with an error.",
+        low=0,
+    )
     access_log: str = _server(
         "off", "Log each HTTP request after its answer, as text or as JSON.", choices=("text", "json", "off")
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from preheat.core import Died, FromEngine, Request, ToEngine
+from preheat.core import Died, FromEngine, Leaving, Request, ToEngine
 from preheat.errors import PreheatError, WireError
 from preheat.utils.heartbeat import Heartbeat
 
@@ -181,6 +181,15 @@ class FrontendTransport(_End):
     def close(self) -> None:
         self._context.destroy(linger=0)
         remove_sockets(self.address)
+
+
+def announce_leaving(address: str) -> None:
+    """Tell the frontend that the engine at ``address`` wants to end; a handler of signals may call it."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    socket = _socket(context, zmq.PUSH)
+    socket.connect(address + _DELTAS)
+    socket.send(msgspec.msgpack.encode(Leaving()))
+    context.destroy(linger=_LINGER_MS)
 
 
 def remove_sockets(address: str) -> None:

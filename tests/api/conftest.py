@@ -78,6 +78,26 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0])
 
+    @property
+    def engine_pids(self) -> list[int]:
+        """The processes of the engines, the oldest first."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pids = [int(pid) for pid in children if self._is_engine(pid)]
+        return sorted(pids, key=lambda pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]))
+
+    @staticmethod
+    def _is_engine(pid: str) -> bool:
+        with contextlib.suppress(OSError):
+            return b"preheat.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    def wait_for_engines(self, count: int, seconds: float = 120) -> None:
+        """Wait until ``count`` engines take requests."""
+        end = time.monotonic() + seconds
+        while (ready := self.get("/ready")).status != 200 or ready.json["engines"] != count:
+            assert time.monotonic() < end, ready.body
+            time.sleep(0.05)
+
     def get(self, path: str, **headers: str) -> Answer:
         return self._open(urllib.request.Request(self.url + path, headers=headers))
 

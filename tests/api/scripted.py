@@ -36,7 +36,7 @@ from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from tests import records
 
-HANG, FAIL = 3, 4
+HANG, FAIL, DIE = 3, 4, 9
 MAX_MODEL_LEN, BLOCKS = 4096, 1000
 STEP_SECONDS = 0.002
 
@@ -66,9 +66,10 @@ class ScriptedEngine:
         self.draining = False
         self.record = records.warmed(records.make(max_num_seqs=8), hits=False)
         self.record.proof.digest = "d16e57"
+        self.digest = ""
 
     def run(self) -> None:
-        self.transport.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
+        self.transport.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json(), digest=self.digest))
         self.transport.start_heartbeat()
         while not (self.draining and not self.running):
             self.take(0 if self.running else None)
@@ -80,7 +81,7 @@ class ScriptedEngine:
         for message in self.transport.take(timeout):
             match message:
                 case Request():
-                    self.running[message.id] = Sequence(message)
+                    self.running[message.id] = Sequence(message, [*message.delivered])
                     self.new.append(message)
                 case Cancel():
                     self.running.pop(message.id, None)
@@ -211,6 +212,24 @@ class ChangingEngine(ScriptedEngine):
         super().advance(id, sequence, delta)
         if len(self.running) > 2 and len(sequence.output) == sequence.request.max_tokens - 1:
             delta.tokens[-1] = sequence.output[-1] = 5 + delta.tokens[-1] % 7
+
+
+def run_mortal_engine(settings: Settings, address: str) -> None:
+    """Die of a prompt that begins with DIE. In a folder with a file named changed, compute other bits."""
+    transport = EngineTransport(address)
+    MortalEngine(transport, step_seconds=0.01, changed=Path(settings.model, "changed").exists()).run()
+    transport.close()
+
+
+class MortalEngine(ScriptedEngine):
+    def __init__(self, transport: EngineTransport, *, step_seconds: float, changed: bool) -> None:
+        super().__init__(transport, step_seconds)
+        self.digest = "changed" if changed else "d16e57"
+
+    def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
+        if sequence.request.prompt[0] == DIE:
+            os._exit(3)
+        super().advance(id, sequence, delta)
 
 
 def run_roomy_engine(settings: Settings, address: str) -> None:

@@ -1,22 +1,23 @@
 """A server with two replicas of the bundled model.
 
-The tests are of bits, routing, metrics of each replica, and a replica that dies.
+The tests are of bits, routing, metrics of each replica, and answers while a replica dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos import mixed, normal, together
 from preheat import LLM
 from preheat.backends.base import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
@@ -31,8 +32,6 @@ from preheat.transport import EngineTransport
 from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving
 from tests.api.scripted import BLOCKS, MAX_MODEL_LEN, ScriptedEngine
-from tests.api.test_faults import ask
-from tests.api.test_tensor_parallel import gone
 
 COMPLETIONS = "/v1/completions"
 ENGINES = ("0", "1")
@@ -41,14 +40,12 @@ BODY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Server]:
-    with serving("bundled", engine=None, data_parallel_size=2, block_size=16, **SMALL) as server:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "small", 1)
+    options = {"enable_lora": True, "max_lora_rank": 4, "lora_modules": [f"small={adapter}"]}
+    options |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with serving("bundled", engine=None, data_parallel_size=2, block_size=16, **SMALL, **options) as server:
         yield server
-
-
-def engines_of(server: Server) -> list[int]:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children]
 
 
 def queried(server: Server) -> list[float]:
@@ -164,13 +161,11 @@ def test_replicas_with_ranks_of_their_own() -> None:
         assert answers[0] == answers[1]
 
 
-def test_adapters_are_read_by_all(tmp_path: Path) -> None:
-    options = {"enable_lora": True, "max_lora_rank": 4, "lora_modules": [f"small={write_adapter(tmp_path / 'a', 1)}"]}
-    with serving("bundled", engine=None, data_parallel_size=2, **SMALL, **options) as server:
-        answers = [
-            server.post(COMPLETIONS, {"model": model, "prompt": "def add(", **BODY}, **{"X-data-parallel-rank": engine})
-            for model in ("small", "bundled") for engine in ENGINES
-        ]  # fmt: skip
+def test_adapters_are_read_by_all(pair: Server) -> None:
+    answers = [
+        pair.post(COMPLETIONS, {"model": model, "prompt": "def add(", **BODY}, **{"X-data-parallel-rank": engine})
+        for model in ("small", "bundled") for engine in ENGINES
+    ]  # fmt: skip
     texts = [answer.json["choices"] for answer in answers]
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
@@ -189,29 +184,18 @@ def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         check(traits_of(Settings(data_parallel_size=2)), {"on hpu": HPU.lacks})
 
 
-async def streams(server: Server, count: int, victim: int) -> list[bytes]:
-    """Return the bytes that clients have read of their streams, after ``victim`` is killed in their midst."""
-    body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    running = [asyncio.create_task(ask(server.port, body | {"prompt": f"{n} " * 40})) for n in range(count)]
-    while sum(server.metric("num_requests_running", engine=engine) for engine in ENGINES) < count:
-        await asyncio.sleep(0.05)
-    os.kill(victim, signal.SIGKILL)
-    return await asyncio.gather(*running)
-
-
-def test_a_killed_replica_ends_all(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with serving("bundled", engine=None, log=log, data_parallel_size=2, log_level="error", **SMALL) as server:
-        engines = engines_of(server)
-        assert len(engines) == 2
-        answers = asyncio.run(asyncio.wait_for(streams(server, 8, engines[1]), 60))
-        with contextlib.suppress(OSError):  # the server may have ended by now
-            assert server.get("/health").status == 503
-        assert server.process.wait(60) == 1
-    for answer in answers:
-        assert answer.startswith(b"HTTP/1.1 200") and b'"type":"engine_dead"' in answer, answer[-300:]
-        assert b"Engine 1 of 2: The engine's process ended with status -9" in answer, answer[-300:]
-    assert all(map(gone, engines))
+def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
+    """Each engine is killed once while it answers requests of every kind, each at another of its tokens."""
+    asked = mixed(24, seed=1, adapter="small", tokens=24)
+    expected = asyncio.run(together(pair.port, asked))
+    parts = sum(len(each.times) for each in expected)
+    for victim in pair.engine_pids:
+        moved = pair.metric("request_moves_total", reason="died")
+        answers = asyncio.run(together(pair.port, asked, parts // 3, partial(os.kill, victim, signal.SIGKILL)))
+        for each, one, other in zip(asked, expected, answers, strict=True):
+            assert normal(one)["status"] == "200" and normal(one) == normal(other), each
+        assert pair.metric("request_moves_total", reason="died") > moved + 3
+        pair.wait_for_engines(2)
 
 
 def test_replicas_that_differ_never_serve(tmp_path: Path) -> None:

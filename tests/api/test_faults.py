@@ -125,7 +125,7 @@ async def until_running(server: Server, count: int) -> None:
 
 @pytest.mark.parametrize("engine", [None, "tests.api.scripted:run_engine"], ids=["real", "scripted"])
 def test_a_killed_engine(folder: Path, engine: str | None) -> None:
-    with serving(str(folder) if engine else "bundled", engine=engine) as server:
+    with serving(str(folder) if engine else "bundled", engine=engine, engine_restarts=0) as server:
         body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
         async def scenario() -> list[bytes]:

@@ -25,7 +25,7 @@ def test_an_error_of_the_boot_ends_the_server(monkeypatch: pytest.MonkeyPatch, e
 
     monkeypatch.setattr(supervisor, "boot_front", fails)
     service, ended = Service(Settings(), lambda message: None), list[bool]()
-    replicas: Any = SimpleNamespace(engines=[], send=None)
+    replicas: Any = SimpleNamespace(members=[], takers=[], joined=False, send=None)
     watcher = Supervisor(service, replicas, on_message=print, on_dead=lambda: ended.append(True))
     asyncio.run(watcher.run(None))
     assert ended and service.dead is not None and said in service.dead

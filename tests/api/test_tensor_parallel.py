@@ -50,7 +50,7 @@ async def streams(server: Server, count: int, rank: int) -> list[bytes]:
 @pytest.mark.parametrize("count", [STREAMS, 0], ids=["streams", "idle"])
 def test_a_killed_rank(count: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    options = {"num_threads": 1, "kv_cache_memory_bytes": 256 << 20, "log_level": "error"}
+    options = {"num_threads": 1, "kv_cache_memory_bytes": 256 << 20, "log_level": "error", "engine_restarts": 0}
     with serving("bundled", engine=None, log=log, tensor_parallel_size=2, **options) as server:
         (rank,) = ranks_of(server)
         engine, folders = server.engine_pid, shared_folders(rank)

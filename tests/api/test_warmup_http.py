@@ -64,6 +64,7 @@ def test_ready_and_record_after_warm_up(scripted: Server) -> None:
     assert ready.status == 200
     said = ready.json
     assert len(said.pop("contract_id")) == 32 and said.pop("contract")["tokenizer"]
+    assert said.pop("engines") == 1
     assert said == {"status": "ready", **record.summary()}
     assert scripted.metric("warmup_items", outcome="ready") == record.states["ready"]
     assert scripted.metric("warmup_items", outcome="reused") == record.states["reused"]

@@ -123,7 +123,7 @@ def test_all_reports_say_that_the_card_is_simulated(warm):
     assert record.simulated
     assert record.platform == "hpu (simulated)"
     assert record.proof.digest.startswith("simulated-")
-    no_contract = {"contract": Contract(), "contract_id": ""}
+    no_contract = {"contract": Contract(), "contract_id": "", "engines": 1}
     ready = json.loads(msgspec.json.encode(ReadyStatus(**record.summary(), **no_contract)))
     assert ready["simulated"] is True
     assert "simulated" in record.fingerprint or "simulated" in str(record.proof.parts)

@@ -130,8 +130,8 @@ def test_adapters_change_their_own_rows(engines):
 
 
 def test_a_killed_rank_ends_every_stream(tmp_path):
-    log = tmp_path / "log"
-    with serving("bundled", engine=None, log=log, tensor_parallel_size=2, device="cuda", log_level="error") as server:
+    log, options = tmp_path / "log", {"tensor_parallel_size": 2, "device": "cuda", "engine_restarts": 0}
+    with serving("bundled", engine=None, log=log, log_level="error", **options) as server:
         (rank,) = ranks_of(server)
         engine_pid = server.engine_pid
         answers = asyncio.run(asyncio.wait_for(streams(server, 64, rank), 120))

@@ -57,6 +57,7 @@ class Adapters:
 
     def __init__(self, send: Callable[[ToEngine], None], settings: Settings | None = None) -> None:
         self.served = {module.name: module for module in lora_modules(settings.lora_modules)} if settings else {}
+        self._configured = dict(self.served)
         self._taken = model_names(settings) if settings else ()
         self._enabled = settings is not None and settings.enable_lora
         self._send = send
@@ -95,10 +96,19 @@ class Adapters:
 
     def handle(self, report: AdapterReport) -> None:
         """Take the engine's answer to a load or an unload."""
-        asked = self._asked.pop(report.id)
+        asked = self._asked.pop(report.id, None)
+        if asked is None:  # an engine that has started again reads what it lacked
+            if report.error is not None:
+                self.served.pop(report.name, None)
+            return
         if report.error is None and asked.module is not None:
             self.served[asked.name] = asked.module
         asked.on_done(report.error.restore() if report.error else None)
+
+    def again(self) -> list[LoadAdapter]:
+        """Return the messages that give a restarted engine the adapters that were loaded while the server ran."""
+        modules = (module for name, module in self.served.items() if self._configured.get(name) != module)
+        return [LoadAdapter(module.name, module.path, in_place=True) for module in modules]
 
     def fail_all(self, error: PreheatError) -> None:
         """Fail all pending requests: the engine will answer none of them."""

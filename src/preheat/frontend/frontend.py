@@ -406,7 +406,8 @@ class Frontend:
             case Outcome():
                 self.state = message.state
                 self.metrics.sleeping = message.state.sleeping
-                self._asked.pop(message.id)(message)
+                if (done := self._asked.pop(message.id, None)) is not None:  # its engine may have been given up
+                    done(message)
             case Died():
                 self.die(message.error.message)
 
@@ -415,10 +416,20 @@ class Frontend:
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))
-            self.adapters.fail_all(EngineDead(message))
-            asked, self._asked = self._asked, {}
-            for id, done in asked.items():
-                done(Outcome(id, self.state, WireError.of(EngineDead(message))))
+            self.interrupt(message)
+
+    def interrupt(self, message: str) -> None:
+        """End pending commands and loads of adapters: their engine will not answer. Requests stay."""
+        self.adapters.fail_all(EngineDead(message))
+        asked, self._asked = self._asked, {}
+        for id, done in asked.items():
+            done(Outcome(id, self.state, WireError.of(EngineDead(message))))
+
+    def nudge(self) -> None:
+        """Wake the streams that have begun, so that they tell their clients to wait."""
+        for state in {id(choice.state): choice.state for choice in self.output.choices.values()}.values():
+            if state.stream and state.first_token_at and state.on_change is not None:
+                state.on_change()
 
 
 def _bytes_of(states: Sequence[RequestState]) -> int:

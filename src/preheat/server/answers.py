@@ -294,6 +294,7 @@ class ReadyStatus(Struct):
 
     It has the warm-up items by outcome, the digest of the check's logits, cold events and plan misses. ``simulated`` is
     present, and true, on a fake device. ``contract`` has all parts that decide tokens, ``contract_id`` their digest.
+    ``engines`` is the number of engines that take requests.
     """
 
     items: dict[str, int]
@@ -306,6 +307,7 @@ class ReadyStatus(Struct):
     notes: list[str]
     contract: Contract
     contract_id: str
+    engines: int
     simulated: bool | UnsetType = UNSET
     status: Literal["ready"] = "ready"
 

@@ -1,8 +1,9 @@
 """The server: routes, middleware, and the process that runs them.
 
 The port opens at once, for /live, /health, /ready, /warmup and /metrics. Other routes answer 503 until the engine is
-ready. SIGTERM and SIGINT stop the server as described in :mod:`preheat.server.shutdown`. If an engine dies, running
-requests end with an error and the server exits with status 1.
+ready. SIGTERM and SIGINT stop the server as described in :mod:`preheat.server.shutdown`. If an engine dies, its
+requests go on elsewhere (:mod:`preheat.server.fleet`). If the last one stays away, running requests end with an error
+and the server exits with status 1.
 """
 
 from __future__ import annotations

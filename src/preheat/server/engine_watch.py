@@ -6,6 +6,7 @@ import time
 
 from preheat.core import FromEngine
 from preheat.server.replicas import Replicas
+from preheat.transport import FrontendTransport
 
 
 class EngineWatch:
@@ -15,22 +16,32 @@ class EngineWatch:
     """
 
     def __init__(self, replicas: Replicas, replica: int) -> None:
-        self._replicas, self._replica = replicas, replica
-        self._transport = replicas.engines[replica].transport
+        self._replicas, self.replica = replicas, replica
         self._heard_at = time.monotonic()
         self._offered_at: float | None = None
         self.stalled: str | None = None
 
+    @property
+    def _transport(self) -> FrontendTransport:
+        return self._replicas.members[self.replica].process.transport
+
+    def begin(self) -> None:
+        """Note that the engine's process starts again."""
+        self.stalled = None
+        self.rest()
+
     def receive(self) -> list[FromEngine]:
         """Return the engine's messages; any message proves that the engine runs."""
         untaken = len(self._transport.untaken)
-        messages = self._replicas.receive(self._replica)
+        messages = self._replicas.receive(self.replica)
         if messages or len(self._transport.untaken) != untaken:
             self._heard_at, self.stalled = time.monotonic(), None
         return messages
 
     def is_silent(self, limit: float) -> bool:
         """Return whether the last heartbeat is older than ``limit`` seconds."""
+        if not self._replicas.members[self.replica].alive:
+            return False
         beat_at = self._transport.beat_at
         return beat_at is not None and time.monotonic() - beat_at > limit
 
@@ -44,7 +55,7 @@ class EngineWatch:
         A step is overdue after ``step`` seconds. A hand-over is overdue if the engine is idle and took no request for
         ``hand_over`` seconds.
         """
-        now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
+        now, unfinished = time.monotonic(), self._replicas.router.requests(self.replica)
         if not unfinished:
             self.rest()
             return False, False
@@ -56,5 +67,5 @@ class EngineWatch:
 
     def late(self, hand_over: float) -> list[int]:
         """Return the requests that the engine has not taken within ``hand_over`` seconds."""
-        now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
+        now, unfinished = time.monotonic(), self._replicas.router.requests(self.replica)
         return [id for id, at in self._transport.untaken if id in unfinished and now - at > hand_over]

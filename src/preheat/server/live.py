@@ -22,6 +22,7 @@ class LiveRecords:
         self._decoded: list[Record | None] = [None] * engines
         self._answer: asyncio.Future[None] | None = None  # of the pending Ask
         self._asked = set[int]()  # the engines that have not answered it
+        self._absent = set[int]()  # the engines that do not run
 
     def record(self, engine: int) -> Record:
         if (record := self._decoded[engine]) is None:
@@ -52,6 +53,15 @@ class LiveRecords:
     def book(self, json: bytes, engine: int = 0) -> None:
         """Store the record that an engine sent."""
         self.json[engine], self._decoded[engine], self._booked_at[engine] = json, None, time.monotonic()
+        self._absent.discard(engine)
+        self._answered(engine)
+
+    def lose(self, engine: int) -> None:
+        """Keep the last record of ``engine``, which answers no more; :meth:`book` ends this."""
+        self._absent.add(engine)
+        self._answered(engine)
+
+    def _answered(self, engine: int) -> None:
         self._asked.discard(engine)
         if self._answer is not None and not self._asked:
             self._answer.set_result(None)
@@ -63,7 +73,9 @@ class LiveRecords:
         An engine answers between two steps. Concurrent clients share one Ask.
         """
         if self._answer is None:
+            if len(self._absent) == len(self.json):
+                return
             self._answer = asyncio.get_running_loop().create_future()
-            self._asked = set(range(len(self.json)))
+            self._asked = set(range(len(self.json))) - self._absent
             self._send(Ask())
         await asyncio.wait([self._answer], timeout=patience)

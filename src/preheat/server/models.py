@@ -37,6 +37,12 @@ def each_model(settings: Settings) -> list[Settings]:
             "served_model_name names one model, and models have names of their own: leave it out",
             param="served_model_name",
         )
+    if settings.engine_restarts not in (0, OPTIONS["engine_restarts"].default):
+        raise SettingsError(
+            "engine_restarts: several models share a device, and an engine that starts again would find the memory "
+            "of the others taken: leave it out; a dead engine ends the server",
+            param="engine_restarts",
+        )
     named = dict(map(_named, settings.models))
     if len(named) < len(settings.models):
         raise SettingsError("models: two models have the same name; rename one of them", param="models")
@@ -47,6 +53,7 @@ def each_model(settings: Settings) -> list[Settings]:
     for place, (name, path) in enumerate(named.items()):
         share = settings.gpu_memory_utilization / (len(named) - place)
         own: dict[str, Any] = {"model": path, "served_model_name": (name,), "gpu_memory_utilization": share}
+        own["engine_restarts"] = 0
         found.append(replace(settings, **own | {"model_options": None} | _options(name, options.get(name, {}))))
     _check_names(found)
     return found

@@ -194,6 +194,7 @@ class _OllamaWriter(BlocksWriter):
     """Writer of an answer as one object, or as lines with one object each."""
 
     media = "application/x-ndjson"
+    pause = b"\n"  # an empty line
     kind: type[OllamaDone]
 
     def __init__(self, request: Request, body: OllamaGenerating, state: RequestState, form: AnswerFormat) -> None:

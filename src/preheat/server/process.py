@@ -1,6 +1,7 @@
 """The engine's process, as the server sees it.
 
-The child reads its settings from standard input and exits when that closes, so it never outlives the server.
+The child reads its settings from standard input and exits when that closes, so it never outlives the server. SIGTERM
+asks the server to let it go: the server sends it no more requests, and ends it behind the last one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ import msgspec
 
 from preheat.core import Drain
 from preheat.settings import Settings
-from preheat.transport import FrontendTransport, remove_sockets
+from preheat.transport import FrontendTransport, announce_leaving, remove_sockets
 
 ENGINE = "preheat.startup:run_engine"
 """The child's entry, as ``module:function``; called with the settings and the transport's address."""
@@ -42,6 +44,7 @@ class EngineProcess:
         self.transport = FrontendTransport()
         command = [sys.executable, "-m", "preheat.server.process", self.transport.address, entry]
         environment = os.environ | variables
+        self.open = True
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         assert self._child.stdin is not None
         self._stdin = self._child.stdin
@@ -62,8 +65,25 @@ class EngineProcess:
 
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
+    def kill(self) -> None:
+        """Kill the child and its children; also a child that is stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """Close the transport of a child that has exited, and end what it left behind."""
+        if self.open:
+            self.open = False
+            asyncio.get_running_loop().remove_reader(self.transport.fileno())
+            self.kill()  # its children, such as ranks, still hold memory of devices
+            self._stdin.close()
+            self.transport.close()
+
     async def stop(self, now: bool) -> None:
         """Drain the engine, and kill it after a timeout, or at once if ``now``."""
+        if not self.open:
+            return
+        self.open = False
         asyncio.get_running_loop().remove_reader(self.transport.fileno())
         self.transport.send(Drain(now))
         if not now:
@@ -91,6 +111,7 @@ def main() -> None:
     with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
         settings = msgspec.json.decode(pipe.readline(), type=Settings)
     threading.Thread(target=_exit_with_parent, args=[address], daemon=True, name="parent-exit").start()
+    signal.signal(signal.SIGTERM, lambda *_: announce_leaving(address))
     module, _, function = entry.partition(":")
     getattr(importlib.import_module(module), function)(settings, address)
 

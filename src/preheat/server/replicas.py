@@ -1,106 +1,238 @@
 """One engine or several replicas, behind one :meth:`Replicas.send` and :meth:`Replicas.receive`.
 
-Each replica is a process with devices of its own. A request goes to one replica (:mod:`preheat.server.routing`), any
-other message to all. The replies look like one engine's: :class:`Ready` comes when all replicas are ready.
+Each replica is a member: a process with devices of its own. A request goes to one replica
+(:mod:`preheat.server.routing`), any other message to all. The replies look like one engine's: :class:`Ready` comes when
+all replicas are ready. The requests of a lost member go on at others, behind the tokens that their clients have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from preheat.backends.visible import visible_devices
-from preheat.core import Cancel, Delta, Died, FromEngine, Progress, Ready, Report, Request, ResetPrefixCache, ToEngine
+from preheat.core import (
+    AdapterReport,
+    Cancel,
+    Delta,
+    Died,
+    FromEngine,
+    Leaving,
+    LoadAdapter,
+    Progress,
+    Ready,
+    Report,
+    Request,
+    ResetPrefixCache,
+    ToEngine,
+)
 from preheat.errors import PreheatError, WireError
+from preheat.frontend.journal import Journal
+from preheat.server.member import EngineMember, State
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
 from preheat.settings import Settings
-from preheat.utils.contract import first_difference
+from preheat.utils.contract import Contract, first_difference
 from preheat.warmup.record import Record
 
 
-class Replicas:
-    """The engines of ``settings``: ``data_parallel_size`` processes that run ``entry``.
+class Moved(NamedTuple):
+    """The outcome of a lost member: the number of requests that go on, and the ids that have moved too often."""
 
-    The field ``engine`` of Stats, Ready and Report has the replica's number. Raises SettingsError if there are not
-    enough devices.
+    requests: int
+    ended: list[int]
+
+
+class Replicas:
+    """The engines of ``settings``: ``data_parallel_size`` members whose processes run ``entry``.
+
+    The field ``engine`` of Stats, Ready and Report has the replica's number. ``journal`` has the requests in flight, so
+    that they go on elsewhere when a member is lost (:meth:`lose`). Raises SettingsError if devices are missing.
     """
 
     def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
         size = settings.data_parallel_size
         variables = [visible_devices(settings, replica, os.environ) for replica in range(size)]
-        self.engines = [EngineProcess(settings, entry, each) for each in variables]
-        self.router = Router(size)
+        spawns = [partial(EngineProcess, settings, entry, each) for each in variables]
+        self.members = [EngineMember(number, spawn) for number, spawn in enumerate(spawns)]
+        self.router, self.journal = Router(size), Journal()
         self._caches = settings.enable_prefix_caching
-        self._ready: dict[int, Ready] = {}
+        self._joint: Ready | None = None  # once all are ready for the first time
+        self._reference: Ready | None = None  # the facts that every later member must share
         self._progress: dict[int, Progress] = {}
+        self._watch: Callable[[EngineMember], None] = lambda member: None
+        self.prepare: Callable[[], Iterable[LoadAdapter]] = tuple
+        """Called when a member is back; returns the adapters that it must load before its first request."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether all members have been ready once."""
+        return self._joint is not None
+
+    @property
+    def takers(self) -> list[int]:
+        """The members that take requests."""
+        return [member.number for member in self.members if member.state is State.SERVING]
 
     def send(self, message: ToEngine) -> None:
-        """Send a message to its engine, or to all. Never blocks."""
+        """Send a message to its engine, or to all. Never blocks. A request waits while no member takes it."""
         match message:
             case Request():
-                self.engines[self.router.route(message)].transport.send(message)
+                self._give(message)
             case Cancel():
+                self.journal.forget(message.id)
                 if (replica := self.router.end(message.id)) is not None:
-                    self.engines[replica].transport.send(message)
+                    self.members[replica].send(message)
             case _:
                 if isinstance(message, ResetPrefixCache):
                     self.router.forget()
-                for engine in self.engines:
-                    engine.transport.send(message)
+                for member in self.members:
+                    if member.alive:
+                        member.send(message)
+
+    def _give(self, request: Request) -> None:
+        """Send ``request`` to a member, or let it wait for one."""
+        takers = self.takers
+        if not takers:
+            self.journal.sent(request, None)
+            return
+        member = self.members[self.router.route(request, takers)]
+        self.journal.sent(request, member.owner)
+        member.send(request)
 
     def receive(self, replica: int) -> list[FromEngine]:
         """Return the messages of one replica since the last call, adapted for the frontend. Never waits."""
-        return [seen for message in self.engines[replica].transport.receive() for seen in self._seen(replica, message)]
+        member = self.members[replica]
+        return [seen for message in member.receive() for seen in self._seen(member, message)]
 
     def named(self, replica: int, said: str) -> str:
         """Return ``said`` with the replica's number before it if there are several."""
-        return said if len(self.engines) == 1 else f"Engine {replica} of {len(self.engines)}: {said}"
+        return said if len(self.members) == 1 else f"Engine {replica} of {len(self.members)}: {said}"
 
     def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int], None]) -> None:
         """Call back for messages and exits of the replicas.
 
         ``on_message`` is called when there may be messages, ``on_exit`` with a replica and its status.
         """
-        for replica, engine in enumerate(self.engines):
-            engine.watch(on_message, partial(on_exit, replica))
+
+        def watched(member: EngineMember) -> None:
+            epoch = member.epoch
+
+            def exited(code: int) -> None:
+                if member.epoch == epoch:
+                    on_exit(member.number, code)
+
+            member.process.watch(on_message, exited)
+
+        self._watch = watched
+        for member in self.members:
+            watched(member)
+
+    def lose(self, replica: int) -> Moved:
+        """Take a member out, kill its process, and let its requests go on at others."""
+        member = self.members[replica]
+        member.state = State.DEAD
+        self.router.clear(replica)
+        lost = self.journal.lost(member.owner)
+        member.process.kill()
+        for request in lost.again:
+            self._give(request)
+        return Moved(len(lost.again), lost.ended)
+
+    def restart(self, replica: int) -> None:
+        """Start a member again whose process has exited."""
+        self.members[replica].restart()
+        self._watch(self.members[replica])
+
+    def update(self, contract: Contract | None) -> None:
+        """Note the contract of the engine after a command; members that join later must share it."""
+        if self._reference is not None and contract is not None and contract != self._reference.contract:
+            self._reference = msgspec.structs.replace(self._reference, contract=contract, digest="")
 
     async def stop(self, now: bool) -> None:
         """Drain all engines, and kill them after a timeout, or at once if ``now``."""
-        await asyncio.gather(*(engine.stop(now) for engine in self.engines))
+        await asyncio.gather(*(member.process.stop(now) for member in self.members))
 
-    def _seen(self, replica: int, message: FromEngine) -> list[FromEngine]:
+    def _seen(self, member: EngineMember, message: FromEngine) -> list[FromEngine]:
         match message:
             case Delta():
+                message = self.journal.seen(message, member.owner)
                 self.router.handle(message)
                 if message.stats is not None:
-                    message.stats.engine = replica
+                    message.stats.engine = member.number
             case Report():
-                message.engine = replica
+                message.engine = member.number
             case Progress():
-                self._progress[replica] = message
+                if self.joined:
+                    return []
+                self._progress[member.number] = message
                 return [together(list(self._progress.values()), message.current)]
             case Ready():
-                message.engine = replica
-                self._ready[replica] = message
-                return self._all_ready() if len(self._ready) == len(self.engines) else []
+                message.engine = member.number
+                return self._rejoin(member, message) if self.joined else self._join(member, message)
             case Died():
-                message.error.message = self.named(replica, message.error.message)
+                message.error.message = self.named(member.number, message.error.message)
+            case AdapterReport() if member.owed:
+                member.owed -= 1
+                if not member.owed:
+                    self._admit(member)
+            case Leaving():
+                if member.state is State.SERVING:
+                    member.leave()
+                elif member.state is State.STARTING:
+                    member.process.kill()
         return [message]
+
+    def _join(self, member: EngineMember, ready: Ready) -> list[FromEngine]:
+        member.ready = ready
+        return [] if any(each.ready is None for each in self.members) else self._all_ready()
+
+    def _rejoin(self, member: EngineMember, ready: Ready) -> list[FromEngine]:
+        """Let a member that has started again take requests, or refuse it by the first part that differs."""
+        joint, reference = self._joint, self._reference
+        assert joint is not None and reference is not None
+        if not reference.digest:  # the weights have been replaced since
+            reference = msgspec.structs.replace(reference, digest=ready.digest)
+        if error := disagreement([reference, ready]) or _smaller(joint, ready):
+            member.state = State.GONE
+            return [Died(WireError.of(error))]
+        member.ready, messages = ready, [*self.prepare()]
+        member.owed = len(messages)
+        for message in messages:
+            member.send(message)
+        if not messages:
+            self._admit(member)
+        return [Report(ready.record, member.number)]
+
+    def _admit(self, member: EngineMember) -> None:
+        """Let ``member`` take requests, first of all those that wait."""
+        member.state = State.SERVING
+        self._open()
+        for request in self.journal.waiting():
+            self._give(request)
+
+    def _open(self) -> None:
+        """Set the sizes of the members' caches for the router."""
+        readies = [each.ready for each in self.members]
+        size = next(ready.block_size for ready in readies if ready is not None)
+        self.router.open(size, [ready.num_blocks if ready and self._caches else 0 for ready in readies])
 
     def _all_ready(self) -> list[FromEngine]:
         """Return the records of the replicas, then Ready with the smallest limits.
 
         If the replicas differ, return Died.
         """
-        ready = [self._ready[replica] for replica in range(len(self.engines))]
+        ready = [member.ready for member in self.members if member.ready is not None]
         if error := disagreement(ready):
             return [Died(WireError.of(error))]
-        self.router.open(ready[0].block_size, [each.num_blocks if self._caches else 0 for each in ready])
+        for member in self.members:
+            member.state = State.SERVING
+        self._open()
         prompts = [each.max_prompt_len for each in ready if each.max_prompt_len is not None]
         blocked = (self.named(each.engine, each.blocked_reason) for each in ready if each.blocked_reason)
         joint = msgspec.structs.replace(
@@ -111,7 +243,19 @@ class Replicas:
             seconds=max(each.seconds for each in ready),
             blocked_reason="; ".join(blocked),
         )
+        self._joint, self._reference = joint, ready[0]
         return [*(Report(each.record, each.engine) for each in ready[1:]), joint]
+
+
+def _smaller(joint: Ready, ready: Ready) -> PreheatError | None:
+    """Return an error if an engine that has started again does not take every request that others take."""
+    if ready.blocked_reason:
+        return PreheatError(f"Engine {ready.engine} has started again and fails its check: {ready.blocked_reason}")
+    for name in ("max_model_len", "max_prompt_len"):
+        had, has = getattr(joint, name), getattr(ready, name)
+        if has is not None and (had is None or has < had):
+            return PreheatError(f"Engine {ready.engine} has started again with a smaller {name}: {had}, now {has}")
+    return None
 
 
 def together(progress: list[Progress], current: str) -> Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -41,26 +41,28 @@ class Router:
         """
         self._block_size, self._blocks = block_size, list(blocks)
 
-    def route(self, request: Request) -> int:
+    def route(self, request: Request, among: Collection[int] | None = None) -> int:
         """Choose the replica for ``request``, and count the request there.
 
-        A replica named by the request is chosen. Otherwise it is the replica with the longest remembered prefix of the
-        prompt, in blocks. Ties go to the replica with the fewest requests, then to the one with the fewest requests
-        ever. A replica with over :data:`AHEAD` requests more than another is passed over.
+        Only the replicas ``among`` may be chosen, by default all. A replica named by the request is chosen. Otherwise
+        it is the replica with the longest remembered prefix of the prompt, in blocks. Ties go to the replica with the
+        fewest requests, then to the one with the fewest requests ever. A replica with over :data:`AHEAD` requests more
+        than another is passed over.
         """
-        hashes = self._hashes(request)
-        replica = self._choose(hashes) if request.data_parallel_rank is None else request.data_parallel_rank
+        hashes, allowed = self._hashes(request), range(len(self._given)) if among is None else among
+        named = request.data_parallel_rank
+        replica = named if named is not None and named in allowed else self._choose(hashes, allowed)
         self._remember(replica, hashes)
         self._owners[request.id] = replica
         self._waiting[replica].add(request.id)
         self._given[replica] += 1
         return replica
 
-    def _choose(self, hashes: Sequence[bytes]) -> int:
-        loads = [self.load(replica) for replica in range(len(self._given))]
-        most = min(loads) + AHEAD
+    def _choose(self, hashes: Sequence[bytes], allowed: Collection[int]) -> int:
+        loads = {replica: self.load(replica) for replica in allowed}
+        most = min(loads.values()) + AHEAD
         return min(
-            (replica for replica, load in enumerate(loads) if load <= most),
+            (replica for replica, load in loads.items() if load <= most),
             key=lambda replica: (-self.prefix(replica, hashes), loads[replica], self._given[replica]),
         )
 
@@ -103,6 +105,12 @@ class Router:
         """Forget all hashes, as the replicas' caches are empty."""
         for seen in self._seen:
             seen.clear()
+
+    def clear(self, replica: int) -> None:
+        """Forget the requests and the hashes of ``replica``, as its process ends."""
+        for id in self.requests(replica):
+            self.end(id)
+        self._seen[replica].clear()
 
     def _hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the prompt's full blocks, chained as in the prefix cache."""

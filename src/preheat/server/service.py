@@ -2,7 +2,7 @@
 
 A service is starting, ready, draining or dead. It is also silent while the engine's heartbeat is missing; new requests
 may then still wait for the engine. It is stalled while the engine does not answer in time; new requests are then
-refused.
+refused. It is waiting while no engine runs and one starts again: running requests wait, new ones are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Service:
         self.draining = False
         self.silent: str | None = None
         self.stalled: str | None = None
+        self.waiting: str | None = None
         self.dead: str | None = None
+        self.engines: Callable[[], int] = lambda: settings.data_parallel_size
         self._frontend: Frontend | None = None
 
     def attach(self, frontend: Frontend) -> None:
@@ -66,8 +68,8 @@ class Service:
             raise EngineDead(self.dead)
         if self.draining:
             raise NotReady("The server is about to stop and takes no more requests")
-        if self.stalled is not None:
-            raise NotReady(self.stalled)
+        if reason := self.stalled or self.waiting:
+            raise NotReady(reason)
         if self._frontend is None:
             raise NotReady("The engine is still starting; try again later")
         self._frontend.limits()

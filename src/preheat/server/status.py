@@ -107,7 +107,10 @@ async def ready(request: Request) -> Response:
     service.check_ready()
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
     contract = service.frontend.contract
-    return _json(answers.ReadyStatus(**service.live.summary(), contract=contract, contract_id=contract.id))
+    body = answers.ReadyStatus(
+        **service.live.summary(), contract=contract, contract_id=contract.id, engines=service.engines()
+    )
+    return _json(body)
 
 
 async def warmup(request: Request) -> Response:

@@ -85,10 +85,12 @@ class Writer(WholeWriter):
 
     An event has ``interval`` tokens.
 
-    The first and the last event may have another number of tokens. ``media`` is the media type of the stream.
+    The first and the last event may have another number of tokens. ``media`` is the media type of the stream, ``pause``
+    are the bytes that a client gets and skips while no engine runs.
     """
 
     media = "text/event-stream; charset=utf-8"
+    pause = b": an engine starts again, and this stream goes on\n\n"  # a comment, which clients skip
 
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
@@ -144,6 +146,8 @@ class Writer(WholeWriter):
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break
+            if not body and self._service.waiting:
+                body = self.pause
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""

@@ -1,6 +1,7 @@
 """The link between frontend and engines.
 
-It loads the frontend, passes on the engines' messages, and notices when an engine hangs or dies.
+It loads the frontend, passes on the engines' messages, and notices when an engine hangs or dies. Then
+:mod:`preheat.server.fleet` lets its requests go on elsewhere.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import logging
 import signal
 from collections.abc import Callable
 
-from preheat.core import Died, FromEngine, Ready, Report
+from preheat.core import Died, FromEngine, Outcome, Ready, Report
 from preheat.errors import EngineDead, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.server.engine_watch import EngineWatch
+from preheat.server.fleet import Fleet
 from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.startup import boot_front
@@ -29,7 +31,7 @@ WarmUpFrontend = Callable[[Frontend], None]
 class Supervisor:
     """The link between ``service`` and its ``replicas``.
 
-    ``on_message`` is called with every message of an engine, ``on_dead`` once, when an engine is dead and the server
+    ``on_message`` is called with every message of an engine, ``on_dead`` once, when no engine is left and the server
     must exit.
     """
 
@@ -42,8 +44,9 @@ class Supervisor:
         on_dead: Callable[[], None],
     ) -> None:
         self._service, self._settings, self._replicas = service, service.settings, replicas
-        self._watches = [EngineWatch(replicas, replica) for replica in range(len(replicas.engines))]
+        self._watches = [EngineWatch(replicas, replica) for replica in range(len(replicas.members))]
         self._on_message, self._on_dead = on_message, on_dead
+        self._fleet = Fleet(service, replicas, self._die)
         self.boot_error: PreheatError | None = None
         """The error that kept the server from becoming ready, if any."""
         self._frontend: Frontend | None = None
@@ -75,7 +78,7 @@ class Supervisor:
                 await asyncio.to_thread(warm_up, frontend)
             except Exception:
                 logger.exception("The frontend warm-up failed; the first requests may be slower")
-        self._frontend = frontend
+        self._frontend = self._fleet.frontend = frontend
         self._service.attach(frontend)
         self._replicas.watch(self._receive, self._exited)
         while True:
@@ -83,6 +86,7 @@ class Supervisor:
             self._receive()  # messages that came while this process itself was held up
             self._check_heartbeat()
             self._check_time(frontend)
+            self._fleet.check()
 
     async def stop(self, now: bool) -> None:
         """Stop the engine: after its requests, or at once if ``now``."""
@@ -95,18 +99,24 @@ class Supervisor:
         for watch in self._watches:
             for message in watch.receive():
                 if isinstance(message, Died):
-                    self._die(message.error.restore())
+                    self._fleet.fall(watch.replica, message.error.restore(), "died")
+                    continue
                 frontend.handle(message)
+                if isinstance(message, Outcome):
+                    self._replicas.update(message.state.contract)
                 if isinstance(message, Ready | Report):
                     service.live.book(message.record, message.engine)
                 self._on_message(message)
         service.stalled = next((watch.stalled for watch in self._watches if watch.stalled), None)
 
     def _exited(self, replica: int, code: int) -> None:
-        if not self._stopping:
-            self._receive()  # its last message may still be on its way
-            said = f"The engine's process ended with status {code}{_killed(code)}"
-            self._die(EngineDead(self._replicas.named(replica, said)))
+        if self._stopping:
+            return
+        self._receive()  # its last message may still be on its way
+        said = f"The engine's process ended with status {code}{_killed(code)}"
+        self._fleet.fall(replica, EngineDead(self._replicas.named(replica, said)), "died")
+        if self._fleet.restart(replica):
+            self._watches[replica].begin()
 
     def _die(self, error: PreheatError) -> None:
         if self._service.dead is not None:
@@ -124,17 +134,19 @@ class Supervisor:
     def _check_heartbeat(self) -> None:
         """Note in the service that the heartbeat is missing, or is back."""
         service, limit = self._service, self._settings.engine_heartbeat_timeout_s
-        silent = next((replica for replica, watch in enumerate(self._watches) if watch.is_silent(limit)), None)
+        silents = [watch.replica for watch in self._watches if watch.is_silent(limit)]
+        if set(self._replicas.takers) - set(silents):
+            for replica in silents:
+                self._watches[replica].stalled = None
+                self._fleet.fall(replica, StepTimeout(self._replicas.named(replica, _silent(limit))), "silent")
+            silents = []
+        silent = next(iter(silents), None)
         if silent is None:
             if service.silent is not None:
                 logger.info("The engine's heartbeat is back")
                 service.silent = None
         elif service.silent is None and service.dead is None:
-            said = (
-                f"The engine has sent no heartbeat for {limit:g} s (--engine-heartbeat-timeout-s): its process is "
-                "stopped, or its device does not answer"
-            )
-            service.silent = self._replicas.named(silent, said)
+            service.silent = self._replicas.named(silent, _silent(limit))
             logger.error("%s", service.silent)
 
     def _check_time(self, frontend: Frontend) -> None:
@@ -159,6 +171,9 @@ class Supervisor:
 
     def _stall(self, frontend: Frontend, replica: int, said: str) -> None:
         message = self._replicas.named(replica, said)
+        if set(self._replicas.takers) - {replica}:
+            self._fleet.fall(replica, StepTimeout(message), "stalled")
+            return
         logger.error("%s", message)
         self._service.stalled = self._watches[replica].stalled = message
         frontend.fail(self._replicas.router.requests(replica), StepTimeout(message))
@@ -166,6 +181,13 @@ class Supervisor:
 
 def _killed(code: int) -> str:
     return ": it was killed, perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
+
+
+def _silent(limit: float) -> str:
+    return (
+        f"The engine has sent no heartbeat for {limit:g} s (--engine-heartbeat-timeout-s): its process is stopped, or "
+        "its device does not answer"
+    )
 
 
 def _not_taken(milliseconds: int) -> str:

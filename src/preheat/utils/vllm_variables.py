@@ -73,7 +73,7 @@ UNUSED: Mapping[str, str] = {
     "use --num-threads, and bind the process with numactl": (
         "VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_SIM_MULTI_NUMA VLLM_CPU_"
     ),
-    "a server ends when its engine dies": "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+    "an engine that dies is started again; --engine-restarts bounds it": "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
     "use VLLM_ENGINE_ITERATION_TIMEOUT_S to limit the time of a step": "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
     "a start has no time limit; /ready reports its progress": "VLLM_ENGINE_READY_TIMEOUT_S",
     "grammars are compiled within --grammar-compile-timeout-s": (

@@ -1,0 +1,93 @@
+"""A member: one engine of a server, which may end and start again while its requests go on at other members."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+from preheat.core import FromEngine, Ready, ToEngine
+from preheat.frontend.journal import Owner
+from preheat.server.process import EngineProcess
+from preheat.utils.contract import Contract
+
+
+class Member(Protocol):
+    """The interface that a request needs of the place where it runs."""
+
+    @property
+    def owner(self) -> Owner:
+        """The name of this member in the journal; it changes when the member starts again."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether the member runs requests."""
+        ...
+
+    @property
+    def contract(self) -> Contract | None:
+        """The contract of its answers, None before it is ready."""
+        ...
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; never blocks."""
+        ...
+
+    def receive(self) -> list[FromEngine]:
+        """Return the messages since the last call; never waits."""
+        ...
+
+
+class State(StrEnum):
+    """The state of a member's process."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    LEAVING = "leaving"  # it ends its requests and gets no others
+    DEAD = "dead"  # its requests have gone on elsewhere; its process ends, or has ended
+    GONE = "gone"  # it will not start again
+
+
+class EngineMember:
+    """The engine ``number`` of a server, in a process that ``spawn`` starts."""
+
+    def __init__(self, number: int, spawn: Callable[[], EngineProcess]) -> None:
+        self.number, self._spawn = number, spawn
+        self.epoch, self.state = 0, State.STARTING
+        self.process = spawn()
+        self.ready: Ready | None = None
+        self.left_at: float | None = None
+        self.owed = 0  # adapters that it loads before it takes requests
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.number, self.epoch)
+
+    @property
+    def alive(self) -> bool:
+        return self.state in (State.SERVING, State.LEAVING)
+
+    @property
+    def contract(self) -> Contract | None:
+        return None if self.ready is None else self.ready.contract
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; never blocks."""
+        self.process.transport.send(message)
+
+    def receive(self) -> list[FromEngine]:
+        """Return the messages since the last call; never waits."""
+        return self.process.transport.receive() if self.process.open else []
+
+    def leave(self) -> None:
+        """Note that the engine wants to end; it gets no more requests."""
+        self.state, self.left_at = State.LEAVING, time.monotonic()
+
+    def restart(self) -> None:
+        """Start another process in place of one that has ended."""
+        self.process.discard()
+        self.epoch, self.state = self.epoch + 1, State.STARTING
+        self.ready, self.left_at, self.owed = None, None, 0
+        self.process = self._spawn()
