@@ -277,9 +277,8 @@ FAULTS = (
     ),
     Fault(
         "a swap leaves the tables of the last row as they were",
-        (Edit("schedule/running.py", "        self.slots.set_blocks(self.order, slice(None), moved[",
-              "        some = self.order[:-1]\n        self.slots.set_blocks(some, slice(None), moved["),
-         Edit("schedule/running.py", "self.slots.block_table[self.order]])", "self.slots.block_table[some]])")),
+        (Edit("schedule/running.py", "self.slots.move_blocks(self.order, moved)",
+              "self.slots.move_blocks(self.order[:-1], moved)"),),
         "tests/pure/test_compaction.py",
     ),
     Fault(

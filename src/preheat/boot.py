@@ -18,6 +18,7 @@ from torch import Tensor
 from preheat.backends.base import Backend, Facts, Mode
 from preheat.backends.registry import pick_backend
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
+from preheat.cache_groups import WHOLE
 from preheat.core import Ready
 from preheat.elastic import Elastic, cache_contents
 from preheat.engine.audit import Audit
@@ -48,6 +49,7 @@ from preheat.model.weights_digest import WeightsDigest
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs
+from preheat.plan.groups import choose
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
@@ -178,7 +180,7 @@ def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
 
 def _load(given: Given, digest: WeightsDigest | None) -> Loaded:
     """Load the weights of the model, the draft model and the adapters."""
-    (settings, backend, _), share, steps, *_ = given
+    (settings, backend, mode), share, steps, *_ = given
     loading = f"Pre-loading model weights on {backend.device}"
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
         with sleepable_weights(settings, backend):
@@ -190,6 +192,12 @@ def _load(given: Given, digest: WeightsDigest | None) -> Loaded:
         adapters = open_adapters(settings, model, share.reading)
     if draft is not None:  # the draft's cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
+    grouping = choose(settings, backend.facts, model.spec, mode)
+    if grouping.reason:
+        logger.info("Cache groups are off: %s", grouping.reason)
+    elif grouping.groups != WHOLE:
+        logger.info("Cache groups: %s", grouping)
+    model = replace(model, groups=grouping.groups, bytes_per_block=grouping.of_bytes(model.bytes_per_block))
     return Loaded(model, draft, adapters, others_free)
 
 
@@ -488,6 +496,6 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
     if blocked:
         logger.error("The engine takes no requests: %s", blocked)
     return Ready(
-        limits.max_model_len - limits.spare, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
+        limits.max_model_len - limits.spare, limits.columns + 1, limits.block_size, seconds, record.to_json(), blocked,
         scheduler.max_prompt_len, record.proof.digest, spare=limits.spare, contract=contract,
     )  # fmt: skip

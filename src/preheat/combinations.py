@@ -100,6 +100,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "split": Trait(
         "buckets of prompts and decoding apart", "bucketing_policy", lambda s: s.bucketing_policy == "split",
         "use --bucketing-policy unified, without a file or ranges of prompts or blocks"),
+    "groups": Trait("cache groups", "", None, "set disable_hybrid_kv_cache_manager"),
     **{mode: _mode(mode) for mode in ("eager", "lazy", "compile", "graphs", "llvm")},
 })  # fmt: skip
 """Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
@@ -173,6 +174,13 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
+    Refused("groups", "tensor_parallel pipeline ray", "ranks are sent one block table for each sequence"),
+    Refused("groups", "draft_model eagle3", "a draft's cache has the blocks of one group"),
+    Refused("groups", "offload", "nobody has shown that a block returns from the host in all groups or in none"),
+    Refused("groups", "split", "the two phases count one kind of block"),
+    Refused("groups", "images", "nobody has tried images with windows of their own tables"),
+    Refused("groups", "encoder", "an encoder keeps nothing between steps", yet=False),
+    Refused("groups", "lazy graphs", "attention in this mode reads one block table"),
     Refused("llvm", "tensor_parallel pipeline ray", "compiled layers exchange nothing with other ranks"),
     Refused("llvm", "w8a8 inc", "no compiled function reads inputs in float8"),
     Refused("receipts", "pooling encoder", "a receipt is about tokens that are drawn, and none are", yet=False),
@@ -216,7 +224,7 @@ _WORKS: tuple[Works, ...] = (
     _together("eager inc draft_model sleep updates operator fp8_cache receipts answer_cache"),
     _together("eager inc eagle3 sleep updates operator"),
     _together("eager w8a8 w8a16 w4a16"),
-    _together("eager w8a16 text_drafts prompt_embeds sleep updates"),
+    _together("eager groups w8a16 text_drafts prompt_embeds sleep updates"),
     _together("eager w4a16 text_drafts prompt_embeds sleep updates"),
     _together("eager w8a8 draft_model sleep updates receipts answer_cache audit"),
     _together("eager w8a8 eagle3 structured budget beam_search sleep updates offload events"),
@@ -229,7 +237,7 @@ _WORKS: tuple[Works, ...] = (
     _together("eager pooling w8a8 fp8_cache sleep operator offload events split updates audit"),
     _together("eager pooling w8a16"),
     _together("eager pooling w4a16"),
-    _together("eager pooling inc"),
+    _together("eager groups pooling inc"),
     _together("eager split w8a8 adapters fp8_cache structured budget beam_search offload events operator "
               "prompt_embeds answer_cache"),
     _together("eager split w8a16 sleep updates receipts answer_cache"),
@@ -237,15 +245,16 @@ _WORKS: tuple[Works, ...] = (
     _together("eager split inc"),
     _together("compile w8a8 draft_model structured budget beam_search fp8_cache offload events sleep operator updates "
               "receipts audit"),
-    _together("compile w8a16 text_drafts prompt_embeds"),
+    _together("compile groups w8a16 text_drafts prompt_embeds"),
     _together("compile w4a16 images split"),
     _together("compile inc answer_cache"),
     _together("compile pooling"),
+    _together("eager groups adapters w8a8 w4a16 budget beam_search fp8_cache events operator"),
     _together("llvm adapters text_drafts structured budget beam_search prompt_embeds offload events operator"),
     _together("llvm split structured adapters"),
     _together("llvm images fp8_cache text_drafts structured budget beam_search offload events operator"),
     _together("llvm images split"),
-    _together("llvm w8a16 text_drafts structured receipts answer_cache audit"),
+    _together("llvm groups w8a16 text_drafts structured receipts answer_cache audit"),
     _together("llvm w4a16 adapters text_drafts structured"),
     _together("llvm pooling fp8_cache"),
     _together("llvm draft_model sleep operator updates"),
@@ -286,11 +295,11 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling encoder "
-          "offload split eager compile graphs llvm"),
+          "groups offload split eager compile graphs llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
-          "encoder offload split eager compile graphs llvm"),
+          "encoder groups offload split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling operator events split eager lazy graphs"),
@@ -407,6 +416,21 @@ def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({
     for where, lacks in lacking.items():
         for names, reason in lacks.items():
             _refuse(on, names, f"cannot be used {where}: {reason}")
+
+
+def reason_against(name: str, on: Collection[str], lacks: Lacks) -> str:
+    """Return why the trait ``name`` gives way to the traits ``on``, on a backend that ``lacks`` some; "" if it stays.
+
+    It is for a trait that no option asks for, so that an engine without it runs as well.
+    """
+    for row in ROWS:
+        if isinstance(row, Refused):
+            for pair in pairs(row):
+                if name in pair and set(pair) <= {name, *on}:
+                    (other,) = set(pair) - {name}
+                    return f"{TRAITS[other].name}: {row.reason}"
+    found = (reason for names, reason in lacks.items() if name in names and set(names) <= {name, *on})
+    return next(found, "")
 
 
 def _refuse(on: Collection[str], names: tuple[str, ...], why: str) -> None:

@@ -699,9 +699,9 @@ class Ready(msgspec.Struct, tag="ready"):
     """The engine can run, within these limits. ``record`` is the warm-up record, as JSON.
 
     ``blocked_reason``, if any, is the reason why it takes no requests: a check at boot failed. ``max_prompt_len`` is
-    None if only ``max_model_len`` limits the prompt. ``digest`` covers the logits of the check. ``engine`` is the
-    replica of the ``record``, as in Report. ``spare``: places behind ``max_model_len`` for a token that is never
-    computed. ``contract`` has the engine's parts.
+    None if only ``max_model_len`` limits the prompt. ``num_blocks`` counts blocks of all layers. ``digest`` covers the
+    logits of the check. ``engine`` is the replica of the ``record``, as in Report. ``spare``: places behind
+    ``max_model_len`` for a token that is never computed. ``contract`` has the engine's parts.
     """
 
     max_model_len: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.core import PIECE
 from preheat.errors import SettingsError
 from preheat.settings import Settings
@@ -19,7 +20,8 @@ class Limits:
     Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
     positions of a prompt; 0 means that there are none. The last ``spare`` of ``max_model_len`` tokens are never
-    computed.
+    computed. A block belongs to one of the ``groups`` of layers at a time; the first group is the one that keeps the
+    most.
     """
 
     max_model_len: int
@@ -31,6 +33,7 @@ class Limits:
     num_speculative_tokens: int = 0
     image_tokens: int = 0
     spare: int = 0
+    groups: tuple[CacheGroup, ...] = WHOLE
 
     @property
     def max_images(self) -> int:
@@ -45,9 +48,27 @@ class Limits:
     def max_rows(self) -> int:
         """The most rows of a step.
 
-        Each row takes a token of the budget and a block of its own.
+        Each row takes a token of the budget, and a block of its own in each group.
         """
-        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_blocks - 1)
+        return min(self.max_num_seqs, self.max_num_batched_tokens, self.columns)
+
+    @property
+    def columns(self) -> int:
+        """The most blocks of a sequence that all groups hold at once, without the pad block."""
+        return (self.num_blocks - 1) // len(self.groups)
+
+    @property
+    def in_flight(self) -> int:
+        """The most tokens of a sequence that are computed at a time, in the two steps that overlap."""
+        return 2 * max(self.max_num_batched_tokens, 1 + self.num_speculative_tokens)
+
+    def need(self, length: int, in_flight: int = 1) -> int:
+        """Return the most blocks that a sequence of ``length`` tokens holds at once, in all groups.
+
+        At most ``in_flight`` of its tokens are computed at a time. A sequence that has fewer blocks computes fewer
+        tokens at a time, so one token decides whether it can run at all.
+        """
+        return sum(group.columns(length, self.block_size, in_flight) for group in self.groups)
 
     @property
     def max_sampled(self) -> int:
@@ -68,10 +89,12 @@ def resolve_limits(
     cache_bytes: int | None = None,
     image_tokens: int = 0,
     spare: int = 0,
+    groups: tuple[CacheGroup, ...] = WHOLE,
 ) -> Limits:
     """Resolve the limits of a model made for ``max_positions`` tokens.
 
-    - ``block_bytes``: bytes of a block of its KV cache.
+    - ``block_bytes``: bytes of a block of its KV cache, for the layers of one group.
+    - ``groups``: the groups of its layers.
     - ``image_tokens``: positions of an image.
     - ``spare``: places behind the longest text, for a token that is never computed.
     - ``usable``: bytes of memory for the cache; None before it is known, when all sequences fit in full.
@@ -97,29 +120,33 @@ def resolve_limits(
             param="num_speculative_tokens",
         )
     length += spare
-    return Limits(
+    limits = Limits(
         num_speculative_tokens=0 if speculates is None else speculates.tokens,
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
         max_num_prefill_seqs=settings.max_num_prefill_seqs,
         block_size=size,
-        num_blocks=_num_blocks(
-            settings, sequences * -(-length // size) + 1, block_bytes, usable=usable, default=cache_bytes
-        ),
+        num_blocks=0,
         image_tokens=image_tokens or PIECE * settings.enable_prompt_embeds,
         spare=spare,
+        groups=groups,
     )
+    most = sequences * limits.need(length, limits.in_flight) + 1
+    blocks = _num_blocks(settings, most, block_bytes, usable=usable, default=cache_bytes, groups=len(groups))
+    return replace(limits, num_blocks=blocks)
 
 
-def _num_blocks(settings: Settings, most: int, block_bytes: int, *, usable: int | None, default: int | None) -> int:
+def _num_blocks(
+    settings: Settings, most: int, block_bytes: int, *, usable: int | None, default: int | None, groups: int
+) -> int:
     """Return the number of blocks of the cache, including the pad block.
 
-    It is at most ``most``, enough for all sequences at full length. Raises SettingsError if the asked size does not
-    fit.
+    It is at most ``most``, enough for all sequences at full length. An asked number counts blocks of all layers, so
+    each of the ``groups`` has as many. Raises SettingsError if the asked size does not fit.
     """
     if settings.num_gpu_blocks_override is not None:
-        return _checked_blocks(settings.num_gpu_blocks_override, block_bytes, usable)
+        return _checked_blocks(settings.num_gpu_blocks_override, block_bytes * groups, usable) * groups
     asked = settings.kv_cache_memory_bytes
     if usable is None:
         return most if asked is None else min(most, asked // block_bytes)

@@ -210,6 +210,10 @@ class Settings:
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, instead of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for later prompts with the same beginning.")
 
+    disable_hybrid_kv_cache_manager: bool = _memory(
+        False, "Keep the keys and values of all layers as long as a full layer's, in layers with windows too."
+    )
+
     kv_offloading_size: float | None = _memory(
         None, "Host memory in GiB for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
     )

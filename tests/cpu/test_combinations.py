@@ -53,10 +53,16 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PARTS = ("re:.*self_attn.[qkv]_proj$", "re:.*o_proj$", "re:.*mlp.*")
 """Layers stored by each scheme, where there are several schemes."""
+WINDOWED = {
+    "architectures": ["MistralForCausalLM"], "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+"""The model of text with a window in one of its layers."""
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "encoder", "tensor_parallel")
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "encoder", "groups",
+           "tensor_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
 
@@ -148,6 +154,7 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
     },
     "split": lambda made: {"bucketing_policy": "split"},
     "audit": lambda made: {"audit_every": 0.01},
+    "groups": lambda made: {"hf_overrides": WINDOWED},
     "receipts": lambda made: {"receipts": True},
     "answer_cache": lambda made: {"answer_cache_size": 0.01},
     **{
@@ -165,7 +172,7 @@ def options_of(made: Made, names: list[str]) -> dict[str, Any]:
     for name in names:
         found |= ASKS[name](made) if name in ASKS else {}
     if stored := [name for name in SCHEMES if name in names]:
-        found["hf_overrides"] = {"quantization_config": quantized_by(stored)}
+        found["hf_overrides"] = found.get("hf_overrides", {}) | {"quantization_config": quantized_by(stored)}
     if "encoder" in names:
         found["max_num_batched_tokens"] = 128  # a step holds a whole text
     if "compile" in names:
@@ -277,6 +284,7 @@ def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
         key = (*device.values(), *numeric, kind)
         if key not in EXPECTED:
             own = options_of(made, [*numeric, *filter(None, [kind])]) | device
+            own |= {"disable_hybrid_kv_cache_manager": True} if "groups" in names else {}
             if "tensor_parallel" in names:
                 own |= {"tensor_parallel_size": 1, "tp_invariant": True}
             EXPECTED[key] = answers(LLM(**own), made, [*numeric, kind])
@@ -293,6 +301,7 @@ def check(made: Made, names: list[str], **device: Any) -> None:
     llm = LLM(**options_of(made, names) | device)
     try:
         assert {name for name in names if TRAITS[name].on} <= traits_of(llm.settings)
+        assert len(llm.loop.scheduler.limits.groups) == 1 + ("groups" in names)
         for command in ("", *(name for name in COMMANDS if name in names)):
             COMMANDS.get(command, lambda *_: None)(llm, made, names, right)
             for _ in range(2):

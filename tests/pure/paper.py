@@ -3,7 +3,8 @@
 Each place of the paper cache holds the identity of a whole prefix: a hash of the salt and of every token up to and
 including that position. A row may only read places that hold exactly its own prefix. So wrong sharing, use after free,
 stale hits and lost writes are all caught at the moment of the read. The next token is a function of the last identity,
-so a request's output is known without running anything.
+so a request's output is known without running anything. Each cache group has places of its own, which also hold the
+number of the group. A group with a window reads the places in the window of the row's first token, and later ones.
 
 The device is as late as it may be: a step runs when the loop waits for it or for a later one, in the order of launches.
 It knows only the data of a step at its launch, and the token that it drew last for each slot.
@@ -90,6 +91,11 @@ def identities(salt: str, tokens: list[Any]) -> list[int]:
     return found
 
 
+def held(group: int, ids: list[int]) -> list[int]:
+    """Return the contents of a group's places for these identities."""
+    return [hash((each, group)) for each in ids] if group else ids
+
+
 def next_token(identity: int) -> int:
     return hash((identity, 1)) % VOCAB
 
@@ -139,7 +145,8 @@ class PaperRow:
 
     slot: int
     owner: Request
-    places: list[tuple[int, int]]
+    places: list[list[tuple[int, int]]]  # of each group
+    reads_from: list[int]  # the first position that each group reads
     tokens: list[Any]
     first: int
     num_sampled: int
@@ -210,8 +217,10 @@ class PaperDevice:
         slots, size = self.slots, self.slots.block_size
         owner = slots.request[slot]
         assert owner is not None
-        places = [(int(slots.block_table[slot, at // size]), at % size) for at in range(end)]
-        for block in {block for block, _ in places[first:]}:
+        tables, windows = slots.tables[slot].tolist(), [group.window for group in self.scheduler.limits.groups]
+        places = [[(table[at // size], at % size) for at in range(end)] for table in tables]
+        reads_from = [0 if window is None else max(first - window + 1, 0) for window in windows]
+        for block in {block for own in places for block, _ in own[first:]}:
             if block == 0 or self.scheduler.pool.refs[block] != 1 or self.scheduler.pool._hash_of[block] is not None:
                 raise WrongCache(f"a row writes to block {block}, which is not its alone")
         wanted = slots.prompt_logprobs[slot] != NO_LOGPROBS
@@ -219,8 +228,8 @@ class PaperDevice:
         known = [*with_images(owner, slots.tokens[slot, :first].tolist()), *slots.tokens[slot, first:end].tolist()]
         spans = [span for span in schedule.images.spans if span.row == row] if schedule.images else []
         return PaperRow(
-            slot, owner, places, known, first, int(schedule.num_sampled[row]), slots.logprobs[slot] != NO_LOGPROBS,
-            successors if wanted else None, spans,
+            slot, owner, places, reads_from, known, first, int(schedule.num_sampled[row]),
+            slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None, spans,
         )  # fmt: skip
 
     def _run(self, step: PaperStep) -> StepResult:
@@ -237,12 +246,15 @@ class PaperDevice:
             if row.tokens[-1] == UNSEEN:
                 row.tokens[-1] = self.last_token[row.slot]
             known[at] = identities(row.owner.cache_salt, row.tokens)
-            self.cache |= dict(zip(row.places[row.first :], known[at][row.first :], strict=True))
+            for group, places in enumerate(row.places):
+                self.cache |= dict(zip(places[row.first :], held(group, known[at][row.first :]), strict=True))
         result, tokens = StepResult(np.empty(0)), []
         for at, row in enumerate(step.rows):
             ids = known.get(at)
-            if ids is not None and [self.cache.get(place) for place in row.places] != ids:
-                raise WrongCache("a row reads what is not its own")
+            for group, places in enumerate(row.places if ids is not None else ()):
+                begin = row.reads_from[group]
+                if [self.cache.get(place) for place in places[begin:]] != held(group, ids[begin:]):
+                    raise WrongCache("a row reads what is not its own")
             self.rows_run += 1
             if ids is not None:
                 self._report(result, at, row, ids, len(tokens))

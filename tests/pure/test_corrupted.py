@@ -129,4 +129,4 @@ def test_blocks_of_a_corrupted_row_are_not_published() -> None:
     scheduler.process_results(step, StepResult(np.array([~4, 4])))
     assert scheduler.pool.num_free > before
     found = [scheduler.prefix.lookup(each) for each in map(Sequence, (request(2, [1] * 9), request(3, [2] * 9)))]
-    assert [len(blocks) for blocks in found] == [0, 2]
+    assert [hit.columns for hit in found] == [0, 2]

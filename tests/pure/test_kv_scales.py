@@ -119,5 +119,5 @@ def test_dtype_and_scales_are_part_of_a_blocks_hash():
     assert len(set(contents)) == 4
     pool = BlockPool(64, 3)
     publish(PrefixCache(pool, contents=contents[1]), [1] * 7)
-    found = [len(PrefixCache(pool, contents=each).lookup(Sequence(request(1, [1] * 7)))) for each in contents]
+    found = [PrefixCache(pool, contents=each).lookup(Sequence(request(1, [1] * 7))).columns for each in contents]
     assert found == [0, 2, 0, 0]

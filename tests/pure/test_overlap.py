@@ -126,7 +126,7 @@ def published_when_scheduled(self, step):
     size = self.slots.block_size
     for slot, first, end in zip(schedule.slots.tolist(), schedule.first // size, schedule.ends // size, strict=True):
         sequence = self.running.sequence(slot)
-        self.prefix.publish(sequence, self.slots.tokens[slot], self.slots.block_table[slot], int(first), int(end))
+        self.prefix.publish(sequence, self.slots.tokens[slot], self.slots.tables[slot], int(first), int(end))
     return schedule
 
 

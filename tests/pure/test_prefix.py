@@ -21,7 +21,7 @@ def publish(cache: PrefixCache, tokens: list[int], **params) -> list[int]:
     sequence = Sequence(request(0, tokens, **params))
     full = len(tokens) // SIZE
     table = cache.pool.allocate(full)
-    cache.publish(sequence, sequence.tokens, np.array(table, np.int32), 0, full)
+    cache.publish(sequence, sequence.tokens, np.array([table], np.int32), 0, full)
     return table
 
 
@@ -36,7 +36,7 @@ def test_the_longest_published_prefix_is_found(computed, wanted) -> None:
     for tokens in computed:
         for at, block in enumerate(publish(cache, tokens)):
             content[block] = tokens[: (at + 1) * SIZE]
-    found = cache.lookup(Sequence(request(1, wanted)))
+    (found,) = cache.lookup(Sequence(request(1, wanted))).blocks
     longest = max((common(tokens, wanted) // SIZE for tokens in computed), default=0)
     assert len(found) == min(longest, (len(wanted) - 1) // SIZE)
     assert [content[block] for block in found] == [wanted[: (at + 1) * SIZE] for at in range(len(found))]
@@ -45,8 +45,8 @@ def test_the_longest_published_prefix_is_found(computed, wanted) -> None:
 def test_salt_is_part_of_every_block() -> None:
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 7, salt="a")
-    assert len(cache.lookup(Sequence(request(1, [1] * 7, salt="a")))) == 2
-    assert cache.lookup(Sequence(request(1, [1] * 7))) == []
+    assert cache.lookup(Sequence(request(1, [1] * 7, salt="a"))).columns == 2
+    assert cache.lookup(Sequence(request(1, [1] * 7))).columns == 0
     assert chain_root(request(0, [1])) == chain_root(request(1, [2, 3]))
 
 
@@ -54,14 +54,14 @@ def test_salt_is_part_of_every_block() -> None:
 def test_the_last_token_is_never_read(length, blocks) -> None:
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 9)
-    assert len(cache.lookup(Sequence(request(1, [1] * length)))) == blocks
+    assert cache.lookup(Sequence(request(1, [1] * length))).columns == blocks
 
 
 def test_prompt_logprobs_read_nothing() -> None:
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 9, prompt_logprobs=0)
-    assert cache.lookup(Sequence(request(1, [1] * 9, prompt_logprobs=0))) == []
-    assert len(cache.lookup(Sequence(request(1, [1] * 9)))) == 2
+    assert cache.lookup(Sequence(request(1, [1] * 9, prompt_logprobs=0))).columns == 0
+    assert cache.lookup(Sequence(request(1, [1] * 9))).columns == 2
 
 
 def test_a_request_reads_nothing_where_it_wants_that() -> None:
@@ -71,17 +71,17 @@ def test_a_request_reads_nothing_where_it_wants_that() -> None:
     """
     cache = PrefixCache(BlockPool(64, SIZE))
     publish(cache, [1] * 9, skip_reading_prefix_cache=True)
-    assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=True))) == []
+    assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=True))).columns == 0
     for reads in (None, False):
-        assert len(cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=reads)))) == 2
+        assert cache.lookup(Sequence(request(1, [1] * 9, skip_reading_prefix_cache=reads))).columns == 2
 
 
 def test_when_off_nothing_is_published_or_found() -> None:
     pool = BlockPool(64, SIZE)
     publish(PrefixCache(pool, enabled=False), [1] * 9)
-    assert PrefixCache(pool).lookup(Sequence(request(1, [1] * 9))) == []
+    assert PrefixCache(pool).lookup(Sequence(request(1, [1] * 9))).columns == 0
     publish(PrefixCache(pool), [1] * 9)
-    assert PrefixCache(pool, enabled=False).lookup(Sequence(request(1, [1] * 9))) == []
+    assert PrefixCache(pool, enabled=False).lookup(Sequence(request(1, [1] * 9))).columns == 0
 
 
 def test_a_cached_block_taken_for_other_use_is_forgotten() -> None:
@@ -89,4 +89,4 @@ def test_a_cached_block_taken_for_other_use_is_forgotten() -> None:
     table = publish(cache, [1] * 9)
     cache.pool.release(table)
     cache.pool.allocate(1)
-    assert cache.lookup(Sequence(request(1, [1] * 10))) == table[:2], "the tail went first"
+    assert cache.lookup(Sequence(request(1, [1] * 10))).blocks == [table[:2]], "the tail went first"

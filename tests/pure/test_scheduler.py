@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from preheat.cache_groups import WHOLE, cut
 from preheat.core import ResetPrefixCache, Schedule, StepResult, in_background
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
@@ -40,6 +41,9 @@ PROMPTS = st.one_of(
 )
 
 
+GROUPS = [WHOLE, WHOLE, cut([None, 5]), cut([3, None, 3, 9]), cut([4]), cut([7, 1])]
+
+
 class Anything(RuleBasedStateMachine):
     """Random requests, cancels and failing steps under random, mostly cramped limits, with and without overlap."""
 
@@ -52,6 +56,8 @@ class Anything(RuleBasedStateMachine):
         spare = data.draw(st.integers(0, 12)) if chunked else 24
         mixed = data.draw(st.booleans())
         most = data.draw(st.sampled_from([0, 0, 1, 4])) if mixed else 0
+        groups = data.draw(st.sampled_from(GROUPS)) if chunked else WHOLE
+        need = sum(group.columns(length, size, 1) for group in groups)
         self.harness = Harness(
             limits(
                 max_model_len=length,
@@ -59,7 +65,8 @@ class Anything(RuleBasedStateMachine):
                 max_num_batched_tokens=padded(seqs, seqs, 1) + spare,
                 max_num_prefill_seqs=data.draw(st.sampled_from([None, 1, 2])),
                 block_size=size,
-                num_blocks=1 + -(-length // size) + data.draw(st.integers(0, 12)),
+                num_blocks=1 + need + data.draw(st.integers(0, 12 * len(groups))),
+                groups=groups,
             ),
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,

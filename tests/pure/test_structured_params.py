@@ -229,11 +229,11 @@ def test_the_state_goes_where_the_sequence_goes():
     slots, pool, state = Slots(2, 32, 16), BlockPool(8, 16), Counting()
     running = RunningSequences(slots, pool)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), min_tokens=5)
-    slot = running.start(Sequence(Request(1, [1, 2], params, 0, 9, stop_ids=[3]), state), [])
+    slot = running.start(Sequence(Request(1, [1, 2], params, 0, 9, stop_ids=[3]), state))
     assert slots.grammars == {slot: state} and slots.has_grammar[slot]
     assert slots.min_len[slot] == 2
     running.grow(slot, 2)
     _, sequence = running.preempt_last()
     assert not slots.grammars and sequence.grammar is state
-    running.stop([running.start(sequence, [])])
+    running.stop([running.start(sequence)])
     assert not slots.grammars

@@ -436,10 +436,14 @@ class GraphDriver(Protocol[K_contra, R_co]):
 
 
 class BlockTables(Protocol):
-    """The running sequences' block tables, see :class:`preheat.schedule.slots.Slots`."""
+    """The running sequences' block tables, see :class:`preheat.schedule.slots.Slots`.
+
+    A device with one table reads ``block_table``, the first group's of ``tables``.
+    """
 
     block_size: int
     block_table: np.ndarray
+    tables: np.ndarray
     table_version: np.ndarray
     table_writes: int
 
@@ -518,7 +522,7 @@ class AttentionLayer:
     key. It joins the softmax as the last KV split: its sum of weights is one, its output zero.
     ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`. A ``cache`` with
     one index in place of two has keys that are values too. The first ``still`` numbers of a head do not turn, and
-    ``rope`` has the others.
+    ``rope`` has the others. ``group`` is the number of the layer's cache group, with its block table.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -541,6 +545,7 @@ class AttentionLayer:
     sinks: Tensor | None = None
     distances: Tensor | None = None
     still: int = 0
+    group: int = 0
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]

@@ -103,7 +103,7 @@ def build(
     mode, store, num_blocks, masked = how
     blocks = limits.num_blocks if num_blocks is None else num_blocks
     with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
-        cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
+        cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device, groups=limits.groups)
     dtype = backend.activation_dtype(model.dtype)
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
     layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False

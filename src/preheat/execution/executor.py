@@ -517,7 +517,7 @@ def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.n
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """Return the input of each layer's attention."""
     parts = cache.layers, decoder.ropes, decoder.alibi, decoder.growth, decoder.weights.layers
-    layers = zip(decoder.spec.layers, *parts, strict=True)
+    layers = zip(decoder.spec.layers, cache.group_of_layer, *parts, strict=True)
     return [
         AttentionLayer(
             num_heads=spec.attention.num_heads,
@@ -536,8 +536,9 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             sinks=weights.attention.sinks,
             distances=decoder.distances,
             still=spec.attention.head_dim - spec.attention.rope_dim,
+            group=group,
         )
-        for spec, layer_cache, rope, alibi, growth, weights in layers
+        for spec, group, layer_cache, rope, alibi, growth, weights in layers
     ]
 
 

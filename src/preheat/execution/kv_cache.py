@@ -5,9 +5,12 @@ Keys and values are one allocation; a head that drafts has features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from preheat.cache_groups import WHOLE, CacheGroup, group_of, width_of
 from preheat.model.specs import ModelSpec
 from preheat.ops.float8 import DTYPES
 
@@ -39,19 +42,32 @@ class BlockCache:
 
 
 class KVCache(BlockCache):
-    """Keys and values: ``data`` [layers, blocks, 2, kv heads, slots, dim].
+    """Keys and values: ``data`` [layers of a group, blocks, 2, kv heads, slots, dim].
 
     Keys are at index 0 of the third axis, values at 1. Where a key is the value too, the axis has one
     index. Their dtype is ``dtype``, the model's, or the spec's dtype of eight bits; a model in float16 has a cache in
-    bfloat16. Block 0 is the pad block. Within a block each head's keys
-    are contiguous, so that a read gathers whole heads of whole blocks straight into the layout of the matrix product.
+    bfloat16. Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole
+    heads of whole blocks straight into the layout of the matrix product.
+
+    ``layers`` are the parts of ``data`` for all layers. The layers at one place of their ``groups`` share a part; a
+    block is of one group at a time.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        groups: Sequence[CacheGroup] = WHOLE,
     ) -> None:
-        shape = (spec.num_layers, num_blocks, spec.kv_sides, spec.num_kv_heads, block_size, spec.head_dim)
+        width = width_of(groups, spec.num_layers)
+        shape = (width, num_blocks, spec.kv_sides, spec.num_kv_heads, block_size, spec.head_dim)
         super().__init__(torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, CACHED.get(dtype, dtype)), device=device))
+        self.group_of_layer, places = zip(*(group_of(groups, layer) for layer in range(spec.num_layers)), strict=True)
+        self.layers = [self.layers[place] for place in places]
 
 
 class FeatureCache(BlockCache):

@@ -31,6 +31,7 @@ from preheat.backends.base import (
     TableLayer,
 )
 from preheat.backends.names import HOST
+from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.errors import ModelError
 from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import RunDtype, resolve_dtype
@@ -100,7 +101,8 @@ class LoadedModel:
 
     ``bytes_per_block`` is the size of a block of the KV cache. ``numerics``, plain data, are dtypes and scales of cache
     and linear layers that decide bits, where they are not the model's own. ``adapters`` are the adapter slots of its
-    layers; None without. ``formats`` are the formats used for its linear layers.
+    layers; None without. ``formats`` are the formats used for its linear layers. Its cache has ``groups``, and a block
+    is for the layers of one group.
     """
 
     folder: Path
@@ -112,6 +114,7 @@ class LoadedModel:
     numerics: Mapping[str, object] = field(default_factory=dict)
     adapters: ModelAdapterSlots | None = None
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
+    groups: tuple[CacheGroup, ...] = WHOLE
 
     @property
     def outer_linears(self) -> list[object]:

@@ -6,7 +6,7 @@ The forward pass is the engine's paged attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -46,6 +46,10 @@ class _Tables:
     block_table: np.ndarray
     table_version: np.ndarray
     table_writes: int = 0
+    tables: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tables = self.block_table[:, None]  # of the only cache group
 
 
 class WholeSequences:

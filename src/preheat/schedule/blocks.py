@@ -22,6 +22,8 @@ from preheat.schedule.kv_events import KvEvents
 
 PAD_BLOCK = 0
 
+HASH_BYTES = 16
+
 
 class Tier(Protocol):
     """A store for the contents of evicted blocks, by block hash."""
@@ -46,6 +48,9 @@ class Tier(Protocol):
 
 class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens each, the pad block included.
+
+    A block serves the layers of any cache group, one group at a time; the key under which it is published names the
+    group. So memory moves between groups, and the oldest block of all groups is evicted first.
 
     ``tier`` keeps the contents of evicted blocks. ``events`` report the blocks that can be found.
     """
@@ -99,10 +104,11 @@ class BlockPool:
                 del self._cached[block_hash]
             self.refs[block] += 1
 
-    def release(self, blocks: Ids[int]) -> None:
+    def release(self, blocks: Ids[int], *, first: bool = False) -> None:
         """Drop one reference to each of a sequence's ``blocks``, in the sequence's order.
 
-        The last ones are evicted first: a prefix is worth more than its continuation.
+        The last ones are evicted first: a prefix is worth more than its continuation. With ``first`` they are evicted
+        before all other cached blocks.
         """
         for block in reversed(blocks):
             if self.refs[block] < 1:
@@ -115,6 +121,8 @@ class BlockPool:
                 heapq.heappush(self._blank, block)
             else:
                 self._cached[block_hash] = None
+                if first:
+                    self._cached.move_to_end(block_hash, last=False)
 
     def publish(self, block: int, block_hash: bytes) -> bool:
         """Let :meth:`find` return the used ``block`` for ``block_hash``.
@@ -202,6 +210,6 @@ class BlockPool:
         self._hash_of[block] = None
         if self.tier is not None:
             self.tier.store(block, block_hash)
-        if self.events is not None:
+        if self.events is not None and len(block_hash) <= HASH_BYTES:  # of the first group
             self.events.removed(block_hash)
         return block

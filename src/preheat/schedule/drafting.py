@@ -118,7 +118,7 @@ class Drafting:
     def _places(self, running: RunningSequences, slot: int) -> int:
         """Return how many more tokens the sequence can have with all free blocks."""
         slots = running.slots
-        blocks = int(slots.num_blocks[slot]) + running.pool.num_free
+        blocks = int(slots.num_blocks[slot]) + running.columns_free
         return int(blocks * slots.block_size - slots.device_len[slot])
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:

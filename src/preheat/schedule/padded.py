@@ -24,9 +24,9 @@ def check_limits(limits: Limits, padded: Padded) -> None:
 
     Every sequence must run alone, and every slot must advance by a token in one step.
     """
-    if limits.num_blocks - 1 < limits.max_blocks_per_seq:
+    if limits.num_blocks - 1 < (needed := limits.need(limits.max_model_len)):
         raise SettingsError(
-            f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
+            f"max_model_len {limits.max_model_len} needs {needed} blocks of {limits.block_size} "
             f"tokens, but the cache has {limits.num_blocks - 1}: lower max_model_len or give the cache more memory "
             f"(gpu_memory_utilization, kv_cache_memory_bytes, num_gpu_blocks_override)"
         )

@@ -3,22 +3,25 @@
 Full blocks of computed tokens are found again by their block hash. A block's hash covers its parent's hash, its own
 tokens, and the hash and start of each image in it. The chain starts from everything else that decides a sequence's keys
 and values: a salt, the adapter's numbers. Equal hashes therefore mean equal cache contents.
+
+A prefix is found only if every cache group has the blocks that the next token reads: a group with a window needs the
+last ones alone. No group has a prefix of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.core import Request, Segment
-from preheat.schedule.blocks import BlockPool
+from preheat.schedule.blocks import HASH_BYTES, BlockPool
 from preheat.schedule.kv_events import ExtraKeys
 from preheat.schedule.sequence import Sequence
-
-HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
@@ -40,15 +43,34 @@ def chained(parent: bytes, request: Request, tokens: np.ndarray, first: int, siz
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest cached prefix of a sequence: its first ``columns`` blocks.
+
+    ``blocks`` are each group's blocks of the last of the columns. ``branch``: the columns that groups without a window
+    have, at least ``columns``.
+    """
+
+    columns: int
+    blocks: list[list[int]]
+    branch: int = 0
+
+    @property
+    def all_blocks(self) -> list[int]:
+        return self.blocks[0] if len(self.blocks) == 1 else [block for group in self.blocks for block in group]
+
+
 class PrefixCache:
-    """Finds and publishes blocks in ``pool``, if ``enabled``.
+    """Finds and publishes blocks of ``groups`` in ``pool``, if ``enabled``.
 
     ``contents`` names the type of the cache and its scales, so that blocks of different engines differ. It is empty for
     the model's own type.
     """
 
-    def __init__(self, pool: BlockPool, enabled: bool = True, contents: str = "") -> None:
-        self.pool, self.enabled, self._contents = pool, enabled, contents.encode()
+    def __init__(
+        self, pool: BlockPool, enabled: bool = True, contents: str = "", groups: tuple[CacheGroup, ...] = WHOLE
+    ) -> None:
+        self.pool, self.enabled, self._contents, self.groups = pool, enabled, contents.encode(), groups
 
     def rekey(self, contents: str) -> None:
         """Set new ``contents``: none of the blocks published before is found any more."""
@@ -63,20 +85,55 @@ class PrefixCache:
         skips = sequence.request.params.skip_reading_prefix_cache
         return self.enabled and not sequence.owes_prompt_logprobs and not skips
 
-    def lookup(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of the longest cached prefix of a waiting sequence.
+    def lookup(self, sequence: Sequence) -> Hit:
+        """Return the longest cached prefix of a waiting sequence.
 
         The last token is left out: it must be computed to sample the next one.
         """
         if not self.reads_for(sequence):
-            return []
-        blocks: list[int] = []
-        for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
-            block = self.pool.find(self._block_hash(sequence, sequence.tokens, index))
-            if block is None:
+            return Hit(0, [[] for _ in self.groups])
+        most = (len(sequence.tokens) - 1) // self.pool.block_size
+        whole, windowed = self._whole(sequence, most)
+        columns = branch = len(whole[0]) if whole else most
+        found = dict[tuple[int, int], int]()  # blocks of groups with windows, by group and column
+        while columns and (missing := self._missing(sequence, columns, windowed, found)) is not None:
+            columns = missing
+        blocks = [each[:columns] for each in whole]
+        for group in windowed:
+            tail = self.groups[group].tail(columns, self.pool.block_size)
+            blocks.append([found[group, column] for column in range(columns - tail, columns)])
+        return Hit(columns, blocks, branch if whole else columns)
+
+    def _whole(self, sequence: Sequence, most: int) -> tuple[list[list[int]], list[int]]:
+        """Return the blocks of the columns that all groups without a window have, and the numbers of other groups.
+
+        There are at most ``most`` columns. Groups with a window come last.
+        """
+        whole = [number for number, group in enumerate(self.groups) if group.window is None]
+        found: list[list[int]] = [[] for _ in whole]
+        for column in range(most if whole else 0):
+            blocks = [self.pool.find(self._key(sequence, sequence.tokens, column, group)) for group in whole]
+            if None in blocks:
                 break
-            blocks.append(block)
-        return blocks
+            for own, block in zip(found, blocks, strict=True):
+                own.append(block)  # type: ignore[arg-type]
+        return found, list(range(len(whole), len(self.groups)))
+
+    def _missing(
+        self, sequence: Sequence, columns: int, windowed: list[int], found: dict[tuple[int, int], int]
+    ) -> int | None:
+        """Return the last column that a group lacks for a prefix of ``columns``, None if nothing is missing."""
+        missing: int | None = None
+        for group in windowed:
+            for column in range(columns - 1, columns - 1 - self.groups[group].tail(columns, self.pool.block_size), -1):
+                if (group, column) in found:
+                    continue
+                block = self.pool.find(self._key(sequence, sequence.tokens, column, group))
+                if block is None:
+                    missing = column if missing is None else min(missing, column)
+                    break
+                found[group, column] = block
+        return missing
 
     def restore(self, sequence: Sequence) -> None:
         """Load blocks of a waiting sequence from the pool's tier.
@@ -103,18 +160,20 @@ class PrefixCache:
                 self._tell(sequence, sequence.tokens, [index])
         pool.release(held)
 
-    def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
-        """Publish the logical blocks ``first`` to ``last`` - 1.
+    def publish(self, sequence: Sequence, tokens: np.ndarray, tables: np.ndarray, first: int, last: int) -> None:
+        """Publish the logical blocks ``first`` to ``last`` - 1 of each group.
 
-        Their keys and values must be in the cache. ``tokens`` and ``table``, both int32, are the sequence's rows of the
-        slots' arrays.
+        Their keys and values must be in the cache. ``tokens`` and ``tables`` [groups, columns], both int32, are the
+        sequence's rows of the slots' arrays. Events tell of the first group.
         """
         if not self.enabled:
             return
         stored: list[int] = []
         for index in range(first, last):
-            if self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index)):
-                stored.append(index)
+            for group in range(len(self.groups)):
+                new = self.pool.publish(int(tables[group, index]), self._key(sequence, tokens, index, group))
+                if new and not group:
+                    stored.append(index)
         if stored:
             self._tell(sequence, tokens, stored)
 
@@ -134,6 +193,11 @@ class PrefixCache:
 
     def _root(self, sequence: Sequence) -> bytes:
         return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()
+
+    def _key(self, sequence: Sequence, tokens: np.ndarray, index: int, group: int) -> bytes:
+        """Return the key of logical block ``index`` of ``group``: the hash, followed by the number of a later group."""
+        found = self._block_hash(sequence, tokens, index)
+        return found + bytes((group,)) if group else found
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
         """Return the hash of logical block ``index``.

@@ -74,6 +74,8 @@ def process_results(
         _roll_back(slots, schedule, live, ends)
         _count_drafts(schedule, live, ends, totals, drafting)
     _publish(running, prefix, schedule, ends, live)
+    if running.windowed:
+        running.give_back(schedule.slots[live], ends[live])
     slots.tokens[kept.slots, kept.positions] = kept.tokens
     totals.generation_tokens += len(kept.slots) if result.hidden is None else 0
     begins = schedule.persistent_batch == NO_PERSISTENT_BATCH or schedule.persistent_batch != running.begun
@@ -253,8 +255,8 @@ def _publish(
     first, last = schedule.first // size, ends // size
     for row in ((last > first) & live).nonzero()[0].tolist():
         slot = int(schedule.slots[row])
-        tokens, table = slots.tokens[slot], slots.block_table[slot]
-        prefix.publish(running.sequence(slot), tokens, table, int(first[row]), int(last[row]))
+        tokens, tables = slots.tokens[slot], slots.tables[slot]
+        prefix.publish(running.sequence(slot), tokens, tables, int(first[row]), int(last[row]))
 
 
 def _stops(slots: Slots, sampled: _Tokens) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Every block reference is taken and dropped here. A freed block may be reused at once. A step in flight may still write
 a token of the former owner to it, but steps run in order, so the new owner writes later. Such a block is not in the
-prefix cache: only blocks with all tokens processed are published.
+prefix cache: only blocks with all tokens processed are published. A group with a window gives back the blocks that no
+later token reads, once results have published the blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.core import NO_PERSISTENT_BATCH
 from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.prefix import Hit
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
@@ -26,11 +29,23 @@ class RunningSequences:
 
     ``order`` int64 lists the running slots by rank: priority, then arrival. ``ids`` int64 [slots] are the request ids,
     FREE for a free slot. ``changes`` counts arrivals and departures. ``begun`` is a persistent batch: the results of
-    its first step are known, and so its rows are past their prompts.
+    its first step are known, and so its rows are past their prompts. ``windowed`` are the numbers of the ``groups``
+    with a window. At most ``in_flight`` tokens of a sequence are computed at a time.
     """
 
-    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterSlotTable | None = None) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        pool: BlockPool,
+        adapters: AdapterSlotTable | None = None,
+        groups: tuple[CacheGroup, ...] = WHOLE,
+        in_flight: int = 1,
+    ) -> None:
         self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterSlotTable()
+        self.groups, self._size = groups, slots.block_size
+        self.windowed = [number for number, group in enumerate(groups) if group.window is not None]
+        # The most blocks that a group holds of any sequence.
+        self._most = [group.columns(slots.max_model_len, self._size, in_flight) for group in groups]
         self.order = np.zeros(0, np.int64)
         self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
@@ -61,17 +76,21 @@ class RunningSequences:
         """The sequence that is last in rank."""
         return self.sequence(int(self.order[-1]))
 
-    def start(self, sequence: Sequence, cached: list[int]) -> int:
-        """Give ``sequence`` a slot that begins with the blocks ``cached``, now shared.
+    def start(self, sequence: Sequence, hit: Hit | None = None) -> int:
+        """Give ``sequence`` a slot that begins with the blocks of ``hit``, now shared.
 
         Returns the slot.
         """
         slots = self.slots
         slot = slots.take(sequence.request, sequence.tokens)
-        self.pool.share(cached)
-        slots.set_blocks(slot, slice(len(cached)), cached)
-        slots.num_blocks[slot] = len(cached)
-        slots.cached_len[slot] = len(cached) * slots.block_size
+        if hit is not None:
+            self.pool.share(hit.all_blocks)
+            for group, blocks in enumerate(hit.blocks):
+                slots.live_from[slot, group] = hit.columns - len(blocks)
+                slots.set_blocks(slot, slice(hit.columns - len(blocks), hit.columns), blocks, group)
+            slots.num_blocks[slot] = hit.columns
+            slots.cached_len[slot] = hit.columns * slots.block_size
+            sequence.branch = hit.branch
         if not sequence.owes_prompt_logprobs:
             slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence has reported them
         if sequence.grammar is not None:
@@ -100,29 +119,71 @@ class RunningSequences:
         """Allocate blocks for the first ``length`` tokens; enough must be free."""
         lacking = self.blocks_lacking(slot, length)
         if lacking:
-            count = int(self.slots.num_blocks[slot])
-            self.slots.set_blocks(slot, slice(count, count + lacking), self.pool.allocate(lacking))
+            count, groups = int(self.slots.num_blocks[slot]), len(self.groups)
+            blocks = np.array(self.pool.allocate(lacking * groups), np.int32).reshape(lacking, groups)
+            self.slots.set_blocks(slot, slice(count, count + lacking), blocks.T, slice(None))
             self.slots.num_blocks[slot] = count + lacking
 
     def grow_each(self, grown: np.ndarray) -> None:
-        """Allocate one more block for each of the slots ``grown``.
+        """Allocate one more block in each group for each of the slots ``grown``.
 
         Enough must be free.
         """
-        slots = self.slots
-        slots.set_blocks(grown, slots.num_blocks[grown], self.pool.allocate(len(grown)))
+        slots, groups = self.slots, len(self.groups)
+        blocks = np.array(self.pool.allocate(len(grown) * groups), np.int32).reshape(len(grown), groups)
+        for group in range(groups):
+            slots.set_blocks(grown, slots.num_blocks[grown], blocks[:, group], group)
         slots.num_blocks[grown] += 1
+
+    @property
+    def columns_free(self) -> int:
+        """How many more blocks a sequence can have in every group."""
+        return self.pool.num_free // len(self.groups)
 
     def blocks_promised(self) -> int:
         """Return how many blocks the running sequences still need for their known tokens."""
-        slots = self.slots
-        wanted = -(-slots.device_len[self.order] // slots.block_size)
-        return int(np.maximum(wanted - slots.num_blocks[self.order], 0).sum())
+        slots, order = self.slots, self.order
+        wanted = -(-slots.device_len[order] // slots.block_size)
+        lacking = np.maximum(wanted - slots.num_blocks[order], 0)
+        if not self.windowed:
+            return int(lacking.sum()) * len(self.groups)
+        held = slots.num_blocks[order, None] - slots.live_from[order]
+        return int(np.minimum(lacking[:, None], np.maximum(np.array(self._most) - held, 0)).sum())
+
+    def blocks_needed(self, sequence: Sequence, hit: Hit) -> int:
+        """Return how many free blocks ``sequence`` needs at once to start from ``hit``, for its known tokens."""
+        lacking = -(-len(sequence.tokens) // self._size) - hit.columns
+        more = (min(lacking, max(most - len(own), 0)) for most, own in zip(self._most, hit.blocks, strict=True))
+        return sum(more) + self.pool.count_cached(hit.all_blocks)
+
+    def give_back(self, settled: np.ndarray, ends: np.ndarray) -> None:
+        """Give back the blocks that no later token of the slots ``settled`` reads.
+
+        Their tokens before ``ends`` are processed, and their blocks published. Blocks near the end of a prompt, or of
+        a prefix that other requests share, keep their place in the order of eviction; other ones are evicted first.
+        """
+        slots, size = self.slots, self._size
+        for group in self.windowed:
+            window = self.groups[group].window or 0
+            behind = np.maximum(ends - window + 1, 0) // size
+            for row in (behind > slots.live_from[settled, group]).nonzero()[0].tolist():
+                slot, first, last = int(settled[row]), int(slots.live_from[settled[row], group]), int(behind[row])
+                blocks = slots.tables[slot, group, first:last].tolist()
+                kept = [self._is_kept(slot, group, column) for column in range(first, last)]
+                self.pool.release([block for block, keep in zip(blocks, kept, strict=True) if not keep], first=True)
+                self.pool.release([block for block, keep in zip(blocks, kept, strict=True) if keep])
+                slots.set_blocks(slot, slice(first, last), 0, group)
+                slots.live_from[slot, group] = last
+
+    def _is_kept(self, slot: int, group: int, column: int) -> bool:
+        """Return whether a prefix that is likely to come again needs the block of ``column``."""
+        ends = int(self.slots.prompt_len[slot]) // self._size, self.sequence(slot).branch
+        return any(end - self.groups[group].tail(end, self._size) - 1 <= column < end for end in ends)
 
     def stop(self, stopped: list[int]) -> None:
         """Free these slots and their blocks."""
         for slot in stopped:
-            self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
+            self.pool.release(self._blocks_of(slot))
             self.slots.give_back(slot)
             if (adapter := self.sequence(slot).adapter) is not None:
                 self.adapters.end(adapter)
@@ -131,6 +192,11 @@ class RunningSequences:
             self.sequences[slot] = None
             self.changes += 1
         self.order = self.order[self.ids[self.order] != FREE]
+
+    def _blocks_of(self, slot: int) -> list[int]:
+        """Return the blocks of a sequence by column, the later groups of a column last."""
+        blocks = self.slots.tables[slot, :, : self.slots.num_blocks[slot]].T
+        return blocks.ravel().tolist() if not self.windowed else blocks[blocks > 0].tolist()
 
     def preempt_last(self) -> tuple[int, Sequence]:
         """Stop the last sequence in rank; its tokens must be known.
@@ -152,13 +218,14 @@ class RunningSequences:
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]
         self.pool.swap(pairs, moved)
-        self.slots.set_blocks(self.order, slice(None), moved[self.slots.block_table[self.order]])
+        self.slots.move_blocks(self.order, moved)
 
     def check(self) -> None:
         """Raise RuntimeError unless the pool's references are exactly the blocks of the running sequences."""
         slots = self.slots
-        used = np.arange(slots.max_blocks) < slots.num_blocks[:, None]
-        counts = np.bincount(slots.block_table[used], minlength=self.pool.num_blocks)
+        columns = np.arange(slots.max_blocks)
+        used = (columns < slots.num_blocks[:, None, None]) & (columns >= slots.live_from[:, :, None])
+        counts = np.bincount(slots.tables[used], minlength=self.pool.num_blocks)
         self.pool.check(counts.astype(np.int32))
         if sorted(self.order.tolist()) != sorted(self._slot_of.values()):
             raise RuntimeError("running order and slots disagree")

@@ -36,7 +36,7 @@ from preheat.schedule.images import EncoderCache, inside
 from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch, room_of
-from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.prefix import Hit, PrefixCache
 from preheat.schedule.resume import check_resume
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
@@ -91,11 +91,12 @@ class Scheduler:
         self._head = head
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
-        self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        groups = limits.groups
+        self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups))
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
-        self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents)
+        self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents, groups)
         self.adapters = AdapterSlotTable(max_loras)
-        self.running = RunningSequences(self.slots, self.pool, self.adapters)
+        self.running = RunningSequences(self.slots, self.pool, self.adapters, groups, limits.in_flight)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
@@ -435,7 +436,7 @@ class Scheduler:
             cached = int(slots.cached_len[slot])
             if self.running.blocks_lacking(slot, cached + 1) and not len(self._make_room(step, np.array([slot]))):
                 return
-            space = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size - cached
+            space = (int(slots.num_blocks[slot]) + self.running.columns_free) * slots.block_size - cached
             request, wanted = self.running.sequence(slot).request, min(int(slots.device_len[slot]) - cached, space)
             chunk = self._chunk(step, self._before_images(step, request, cached, wanted))
             if not chunk:
@@ -457,29 +458,35 @@ class Scheduler:
                 if (claimed := self.adapters.claimed(passed_over)) is not None:
                     passed_over.add(claimed)
                 continue
-            cached, restored = self._cached(step, sequence)
-            extend = len(sequence.tokens) - len(cached) * self.pool.block_size
-            first = len(cached) * self.pool.block_size
-            chunk = self._chunk(step, self._before_images(step, sequence.request, first, extend))
+            hit, restored = self._cached(step, sequence)
+            first = hit.columns * self.pool.block_size
+            extend = len(sequence.tokens) - first
+            wanted = min(extend, self._room_behind(hit))
+            chunk = self._chunk(step, self._before_images(step, sequence.request, first, wanted))
             whole = self.chunked or chunk == extend or not self._fits_alone(extend)
-            if not chunk or not whole or not self._blocks_last(sequence, cached):
+            if not chunk or not whole or not self._blocks_last(sequence, hit):
                 return
             del self.waiting[sequence.request.id]
-            self._count_start(step, sequence, len(cached) * self.pool.block_size, restored * self.pool.block_size)
-            self._add_prefill(step, self.running.start(sequence, cached), chunk)
+            self._count_start(step, sequence, first, restored * self.pool.block_size)
+            self._add_prefill(step, self.running.start(sequence, hit), chunk)
 
-    def _cached(self, step: NextStep, sequence: Sequence) -> tuple[list[int], int]:
+    def _cached(self, step: NextStep, sequence: Sequence) -> tuple[Hit, int]:
         """Return the blocks that ``sequence`` may begin with.
 
         Also return how many of them come from the host. Blocks are brought back from the host once the sequence can
         start.
         """
-        cached = self.prefix.lookup(sequence)
-        if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, cached):
-            return cached, 0
+        hit = self.prefix.lookup(sequence)
+        if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, hit):
+            return hit, 0
         self.prefix.restore(sequence)
         found = self.prefix.lookup(sequence)
-        return found, len(found) - len(cached)
+        return found, found.columns - hit.columns
+
+    def _room_behind(self, hit: Hit) -> int:
+        """Return for how many tokens behind ``hit`` there are free blocks in every group."""
+        free = self.pool.num_free - self.pool.count_cached(hit.all_blocks)
+        return free // len(self.limits.groups) * self.pool.block_size
 
     def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
         """Return how many of ``wanted`` tokens a row may have.
@@ -542,7 +549,7 @@ class Scheduler:
             return most
         return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 
-    def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
+    def _blocks_last(self, sequence: Sequence, hit: Hit) -> bool:
         """Return whether there are enough free blocks for ``sequence``.
 
         Its known tokens and the running sequences' need blocks. If only the first chunk had to fit, a long
@@ -550,7 +557,7 @@ class Scheduler:
         """
         if not self.running:
             return True
-        needed = -(-len(sequence.tokens) // self.pool.block_size) - len(cached) + self.pool.count_cached(cached)
+        needed = self.running.blocks_needed(sequence, hit)
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
@@ -558,7 +565,7 @@ class Scheduler:
 
         The last in rank are preempted. Returns the remaining slots.
         """
-        while len(slots) > self.pool.num_free:
+        while len(slots) > self.running.columns_free:
             if self._in_flight:
                 raise _MustWait
             left, sequence = self.running.preempt_last()

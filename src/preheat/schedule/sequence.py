@@ -30,6 +30,7 @@ class Sequence:
         self.rank = request.priority, 0  # priority and arrival: the lower one goes first
         self.yields = request.priority >= BACKGROUND_PRIORITY
         self.started = False  # stays True after a preemption
+        self.branch = 0  # blocks at the start that were found in groups without a window
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
         self.pooled: Pooled | None = None

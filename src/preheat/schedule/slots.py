@@ -90,23 +90,27 @@ FIELDS: dict[str, _Field] = {name: field for name, field in vars(SamplingFields)
 class Slots(SamplingFields):
     """The arrays of ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
-    ``tokens`` are prompt and output. A row of ``block_table`` lists a sequence's physical blocks; unused entries are 0,
-    the pad block. Only :meth:`set_blocks` writes it, and counts ``table_writes``: rows of any copy of the table with
-    the same ``table_version`` are equal.
+    ``tokens`` are prompt and output. ``tables`` [slots, groups, columns] list the physical blocks of sequences for each
+    of ``groups`` groups of layers; ``block_table`` are the first group's. Entries that are unused, or given back, are
+    0, the pad block: a group has blocks in the columns from ``live_from`` to ``num_blocks`` - 1. Only
+    :meth:`set_blocks` and :meth:`move_blocks` write tables, and count ``table_writes``: rows of any copy of the tables
+    with the same ``table_version`` are equal.
     """
 
-    def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_len: int, block_size: int, groups: int = 1) -> None:
         super().__init__(num_slots)
         n = num_slots
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_len, block_size
         self.max_blocks = -(-max_len // block_size)
         self.tokens = np.zeros((n, max_len), np.int32)
-        self._blocks = np.zeros((n, self.max_blocks), np.int32)
-        self.block_table = self._blocks.view()
-        self.block_table.flags.writeable = False
+        self._blocks = np.zeros((n, groups, self.max_blocks), np.int32)
+        self.tables = self._blocks.view()
+        self.tables.flags.writeable = False
+        self.block_table = self.tables[:, 0]
         self.table_version = np.zeros(n, np.int64)  # 0: the row was never written
         self.table_writes = 0
         self.num_blocks = np.zeros(n, np.int32)
+        self.live_from = np.zeros((n, groups), np.int32)
         self.cached_len = np.zeros(n, np.int32)
         self.device_len = np.zeros(n, np.int32)
         self.prompt_len = np.zeros(n, np.int32)
@@ -162,7 +166,7 @@ class Slots(SamplingFields):
 
     def _describe(self, slot: int | np.ndarray, request: Request) -> None:
         """Set everything that follows from the request's parameters and ``prompt_len``."""
-        self.num_blocks[slot] = self.cached_len[slot] = 0
+        self.num_blocks[slot] = self.cached_len[slot] = self.live_from[slot] = 0
         self.adapter[slot] = NO_ADAPTER
         self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
         self.image_end[slot] = request.segments[-1].end if request.segments else 0
@@ -172,9 +176,17 @@ class Slots(SamplingFields):
         self.describe(slot, request)
         self._take_stop_ids(slot, request.stop_ids)
 
-    def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
-        """Write ``blocks`` into these entries of the block table."""
-        self._blocks[slots, columns] = blocks
+    def set_blocks(
+        self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray, group: int | slice = 0
+    ) -> None:
+        """Write ``blocks`` into these entries of the block table of ``group``."""
+        self._blocks[slots, group, columns] = blocks
+        self.table_writes += 1
+        self.table_version[slots] = self.table_writes
+
+    def move_blocks(self, slots: Index, moved: np.ndarray) -> None:
+        """Replace each block of ``slots``, in all groups, by its entry of ``moved`` [blocks]."""
+        self._blocks[slots] = moved[self._blocks[slots]]
         self.table_writes += 1
         self.table_version[slots] = self.table_writes
 
@@ -192,8 +204,8 @@ class Slots(SamplingFields):
         """Free ``slot``; the caller releases its blocks."""
         self.request[slot] = None
         if self.num_blocks[slot]:
-            self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
-            self.num_blocks[slot] = 0
+            self.set_blocks(slot, slice(self.num_blocks[slot]), 0, slice(None))
+            self.num_blocks[slot] = self.live_from[slot] = 0
         self.many_stop_ids.pop(slot, None)
         self.grammars.pop(slot, None)
         heapq.heappush(self._free, slot)

@@ -153,7 +153,7 @@ REFUSED: Mapping[str, str] = {
         --enable-layerwise-nvtx-tracing --enable-per-request-metrics --jit-monitor-mode= --jit-monitor-verbose
         --ray-workers-use-nsight""",
     "set VLLM_PROFILER_ENABLED for a trace of the start and of every step": "--profiler-config={}",
-    _CACHE: """--disable-hybrid-kv-cache-manager --disable-sliding-window --kv-cache-dtype-skip-layers=
+    _CACHE: """--disable-sliding-window --kv-cache-dtype-skip-layers=
         --kv-sharing-fast-prefill --prefix-cache-retention-interval= --prefix-match-unit= --swa-bounded-replay""",
     "there is only one hash for blocks": "--prefix-caching-hash-algo=sha256",
     "scales of the first pass differ from boot to boot: measure them with preheat calibrate": "--calculate-kv-scales",

@@ -87,13 +87,20 @@ class CheckRunner:
         slot = self._take_slot(tokens, cached, prompt=prompt, segments=segments)
         own: list[int] = []
         try:
-            own = self._allocate(int(slots.num_blocks[slot]) - shared)
-            slots.set_blocks(slot, slice(slots.num_blocks[slot]), [*slots.block_table[of, :shared], *own])
+            groups, count = slots.tables.shape[1], int(slots.num_blocks[slot]) - shared
+            own = self._allocate(count * groups)
+            slots.set_blocks(slot, slice(shared), slots.tables[of, :, :shared], slice(None))
+            slots.set_blocks(slot, slice(shared, shared + count), np.reshape(own, (groups, count)), slice(None))
             yield slot
         finally:
             if own:  # read from the table: :meth:`move` may have replaced them
-                self.pool.release(slots.block_table[slot, shared : slots.num_blocks[slot]].tolist())
+                self.pool.release(self.blocks_of(slot, shared))
             slots.give_back(slot)
+
+    def blocks_of(self, slot: int, first: int = 0) -> list[int]:
+        """Return the blocks of ``slot`` in all cache groups, from column ``first`` on."""
+        found: list[int] = self.slots.tables[slot, :, first : self.slots.num_blocks[slot]].ravel().tolist()
+        return found
 
     @contextmanager
     def poisoned(self, tokens: np.ndarray, cached: int = 0) -> Iterator[int]:
@@ -102,7 +109,7 @@ class CheckRunner:
         NaN is also the content of the keys and values of its first ``cached`` tokens.
         """
         with self.sequence(tokens) as slot:
-            blocks = self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist()
+            blocks = self.blocks_of(slot)
             self.slots.cached_len[slot] = cached
             try:
                 for block in blocks:
@@ -188,7 +195,7 @@ class CheckRunner:
         blocks = sum(-(-length // limits.block_size) for length in lengths)
         if max(lengths) > limits.max_model_len or len(rows) > limits.max_num_seqs:
             return None
-        if sum(lacking) > limits.max_num_batched_tokens or blocks >= limits.num_blocks:
+        if sum(lacking) > limits.max_num_batched_tokens or blocks > limits.columns:
             return None
         decodes = max(lacking) <= 1
         longest = max(lengths if decodes else lacking)
@@ -301,7 +308,7 @@ class CheckRunner:
         They are the least size, and larger sizes that free blocks can fill. Without graphs no size is a program of its
         own: unless ``every`` size is asked for, the least size and one of several parts stand for all.
         """
-        count = int(self.slots.num_blocks[slot])
+        count = len(self.blocks_of(slot))
         sizes = [size for size in SWAP_SIZES if size >= count]
         if not (every or self.executor.backend.facts.captures):
             sizes = [size for size in sizes if size == sizes[0] or size == 4 * PAIRS_AT_ONCE]
@@ -312,15 +319,18 @@ class CheckRunner:
 
         They are the last pairs of a swap of ``size``, behind as many pairs of other free blocks as there are.
         """
-        slots, count = self.slots, int(self.slots.num_blocks[slot])
+        slots, here = self.slots, self.blocks_of(slot)
+        count = len(here)
         others = max(min(size - count, (self.pool.num_free - count) // 2), 0)
         free = self._allocate(count + 2 * others)
-        here, there, left = slots.block_table[slot, :count].tolist(), free[:count], free
+        there, left = free[:count], free
         try:
             own = np.array([here, there], np.int32).T
             pairs = np.concatenate([np.array(free[count:], np.int32).reshape(-1, 2), own])
             self.executor.swap(Swaps(pairs, size))
-            slots.set_blocks(slot, slice(count), there)
+            slots.set_blocks(
+                slot, slice(slots.num_blocks[slot]), np.reshape(there, (slots.tables.shape[1], -1)), slice(None)
+            )
             left = [*here, *free[count:]]
         finally:
             self.pool.release(left)

@@ -66,10 +66,10 @@ def _publish(cache: PrefixCache, sequence: Waiting) -> None:
     Blocks that are published already stay.
     """
     blocks = cache.pool.allocate(2)
-    cache.publish(sequence, sequence.tokens, np.array(blocks, np.int32), 0, 2)
+    cache.publish(sequence, sequence.tokens, np.array([blocks], np.int32), 0, 2)
 
 
 def _expect(cache: PrefixCache, what: str, count: int, sequence: Waiting) -> None:
-    found = len(cache.lookup(sequence))
+    found = cache.lookup(sequence).columns
     if found != count:
         raise CheckFailed(f"prefix hit: a prompt with {what} finds {found} blocks, and {count} are its own")

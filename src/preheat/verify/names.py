@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     @property
     def room(self) -> int:
         """Number of tokens that all blocks hold."""
-        return (self.limits.num_blocks - 1) * self.limits.block_size
+        return self.limits.columns * self.limits.block_size
 
     @property
     def images(self) -> bool:
@@ -97,7 +97,7 @@ CHECKS: tuple[Check, ...] = (
     Check("adapters", lambda asked: asked.settings.enable_lora),
     Check("grammar", lambda asked: not asked.pools and preloads_of(asked.settings)),
     Check("compaction", lambda asked: policy_of(asked.settings).compacts and asked.longest > 1
-          and asked.limits.num_blocks > 2 and not asked.encodes),
+          and asked.limits.columns > 1 and not asked.encodes),
     Check("windows", lambda asked: not asked.pools and asked.windowed),
     Check("eager", lambda asked: asked.mode not in ("eager", "llvm")),
 )  # fmt: skip
@@ -135,7 +135,7 @@ def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
     """
     lengths = (facts.split + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
-    blocks = max((limits.num_blocks - 1) // 2, 1)
+    blocks = max(limits.columns // 2, 1)
     return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in lengths))
 
 
@@ -145,7 +145,7 @@ def long_context(limits: Limits, facts: Facts) -> int | None:
     Returns None if no sequence can have it. Three is the least number of splits with an order of merging.
     """
     length = 2 * facts.split + 44
-    fits = length < limits.max_model_len and -(-length // limits.block_size) < limits.num_blocks
+    fits = length < limits.max_model_len and -(-length // limits.block_size) <= limits.columns
     return length if fits else None
 
 
@@ -159,7 +159,7 @@ def image_context(limits: Limits) -> int:
 
 def _room(limits: Limits) -> int:
     """Return the most tokens of a sequence that fits twice into the cache."""
-    return min(limits.max_model_len - 1, (limits.num_blocks - 1) // 2 * limits.block_size)
+    return min(limits.max_model_len - 1, limits.columns // 2 * limits.block_size)
 
 
 def check_required(settings: Settings) -> None:

@@ -28,7 +28,7 @@ def check_windows(runner: CheckRunner) -> int:
     sequence is that long.
     """
     layers, count = runner.executor.decoder.spec.layer_windows, 0
-    room = runner.pool.num_free * runner.slots.block_size
+    room = runner.pool.num_free // runner.slots.tables.shape[1] * runner.slots.block_size
     for window in sorted({each for each in layers if each is not None}):
         if window + BEHIND_WINDOW <= min(runner.slots.max_model_len - 1, room):
             with_it = [index for index, each in enumerate(layers) if each == window]
@@ -66,10 +66,12 @@ def _logits(
     slots, size = runner.slots, runner.slots.block_size
     tokens = np.arange(length, dtype=np.int32) % runner.vocab_size
     with runner.sequence(tokens) as slot:
-        for block in slots.block_table[slot, : slots.num_blocks[slot]].tolist():
+        for block in runner.blocks_of(slot):
             runner.executor.fill_block(block, ZEROS)
         if great is not None:
-            runner.executor.fill_values([*layers], int(slots.block_table[slot, great // size]), great % size)
+            for layer in layers:
+                group = runner.executor.cache.group_of_layer[layer]
+                runner.executor.fill_values([layer], int(slots.tables[slot, group, great // size]), great % size)
         slots.cached_len[slot] = length - lacking
         return runner.step(slot)
 

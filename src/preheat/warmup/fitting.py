@@ -123,6 +123,7 @@ class Fitting:
             cache_bytes=self._shared(self.backend.kv_cache_memory()),
             image_tokens=self.model.spec.image_tokens,
             spare=SPARE * self.model.spec.encodes,
+            groups=self.model.groups,
         )
         return split, limits
 

@@ -68,7 +68,7 @@ def _run(  # noqa: PLR0917 - as profile_run
 
 def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan, build: Build) -> Tensor:
     limits, rows = plan.limits, plan.sampler_sizes[-1]
-    slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+    slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(limits.groups))
     packer, executor = build(settings, backend, model, plan, slots, how=Assembly("eager", num_blocks=CACHE_BLOCKS))
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
     images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)

@@ -25,13 +25,13 @@ class CpuWork(AttentionWork):
     """Work of a step by kind of layer.
 
     ``decode`` are the rows that decode, if any, and ``prompts`` are groups of tiles. ``first_rows`` int64 [T,
-    rows], by the rows of an entry, are rows of the cache: the first rows of each token's block, for every head's keys,
-    then for every head's values.
+    rows], by cache group and the rows of an entry, are rows of the cache: the first rows of each token's block, for
+    every head's keys, then for every head's values.
     """
 
     decode: dict[Heads, DecodeAttention]
     prompts: dict[Heads, PagedAttention]
-    first_rows: dict[int, Tensor]
+    first_rows: dict[tuple[int, int], Tensor]
 
 
 class CpuAttention:
@@ -46,7 +46,9 @@ class CpuAttention:
         self._layers, self._in_place = layers, contiguous and layers[0].cache.shape[-2] == SPLIT
         self._dtype = layers[0].dtype
         self._kinds = [
-            Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1])
+            Heads(
+                each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1], each.group
+            )
             for each in layers
         ]
         self._stores = [_Store(each) for each in layers]
@@ -56,10 +58,10 @@ class CpuAttention:
                    widest_tile(kind.heads // kind.kv_heads, kind.dim, self._dtype))
             for kind in dict.fromkeys(self._kinds)
         }  # fmt: skip
-        self._entries = sorted({kind.rows for kind in self._kinds})
+        self._entries = sorted({(kind.group, kind.rows) for kind in self._kinds})
         self._work: CpuWork | None = None
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
-        self._new_rows: dict[int, Tensor] = {}
+        self._new_rows: dict[tuple[int, int], Tensor] = {}
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """Return no sizes: the work is not read from the step's buffers."""
@@ -74,15 +76,17 @@ class CpuAttention:
         row = np.repeat(np.arange(len(step.slots)), step.extend)
         first = step.first.astype(np.int64)
         position = first[row] + np.arange(count) - (step.ends - step.extend)[row]
-        block = np.zeros(step.tokens, np.int64)
-        block[:count] = tables.block_table[step.slots[row], position // tables.block_size]
-        first_rows = {entry: _first_rows(block, entry, tables.block_size) for entry in self._entries}
+        blocks = np.zeros((step.tokens, tables.tables.shape[1]), np.int64)
+        blocks[:count] = tables.tables[step.slots[row], :, position // tables.block_size]
+        first_rows = {
+            (group, entry): _first_rows(blocks[:, group], entry, tables.block_size) for group, entry in self._entries
+        }
         only = decode == len(step.slots)
         rows = {
             kind: DecodeAttention(
                 first[:decode],
                 step.slots[:decode],
-                tables.block_table,
+                tables.tables[:, kind.group],
                 kind,
                 self._dtype,
                 block_size=tables.block_size,
@@ -102,7 +106,7 @@ class CpuAttention:
         rows, (most, widest) = slice(step.num_decode, None), self._widest[kind]
         begin, extend = step.first[rows].astype(np.int64), step.extend[rows]
         blocks = -(-int((begin + extend).max()) // tables.block_size)
-        cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.block_table[step.slots[rows], :blocks])
+        cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.tables[step.slots[rows], kind.group, :blocks])
         tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest, causal=kind.causal)
         return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype, sides=kind.sides)
 
@@ -139,7 +143,7 @@ class CpuAttention:
             if layer.growth is not None:
                 qkv[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
             store = self._stores[index]
-            store.write(self._new_rows[kind.rows], qkv[:, heads:])
+            store.write(self._new_rows[kind.group, kind.rows], qkv[:, heads:])
             decode = work.decode.get(kind)
             if decode is not None:
                 bias = layer.alibi if layer.distances is None else layer.distances

@@ -25,7 +25,7 @@ from preheat.ops.distances import by_distance
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention that decide its cutting into work.
+    """Sizes of a layer's attention that decide its cutting into work, and the group with its block table.
 
     A row of one token is alike in causal and in other attention: the token sees no key behind it. ``sides``: a head has
     a key and a value in the cache, or one entry for both.
@@ -37,6 +37,7 @@ class Heads(NamedTuple):
     dim: int
     causal: bool = True
     sides: int = 2
+    group: int = 0
 
     @property
     def rows(self) -> int:

@@ -33,6 +33,7 @@ FACTS = Facts(
     plain_experts="nobody has written the biases of experts and the sinks of attention there",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
+        ("groups",): "its attention kernels read one block table",
         ("encoder",): "its attention kernels read no key behind a token",
         ("adapters",): "it has no kernels for adapters yet",
         ("sleep",): "graphs hold the addresses of weights and cache, so these cannot move",

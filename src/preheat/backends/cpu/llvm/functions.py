@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from preheat.backends.cpu.llvm.attend import Attend, Token, append, queries_at_once, tokens_at_once
 from preheat.backends.cpu.llvm.cache import Cache
-from preheat.backends.cpu.llvm.emit import INT, LONG, POINTER, Value
+from preheat.backends.cpu.llvm.emit import INT, LONG, POINTER, WORD, Value
 from preheat.backends.cpu.llvm.job import Job, Once, wait
 from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, SPLIT, LayerKind, Product, RowNorm
 from preheat.backends.cpu.llvm.norms import norm, norm_row
@@ -36,7 +36,7 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     positions, tables = e.pointer("positions"), e.pointer("tables")
     names = "cos", "sin", "cache", "scales", "slopes", "q_norm", "k_norm", "growth", "sinks", "distances"
     parts = {each: e.part(each) for each in names}
-    window = e.field(e.layer, LAYER_FRAME["window"])
+    window, group = (e.field(e.layer, LAYER_FRAME[each]) for each in ("window", "group"))
     width, out_width = how.qkv.results, how.heads * how.dim
     if how.norm is None:
         wait(e, product(e, how.qkv, "qkv", e.pointer("given"), stored(e, qkv, width)))
@@ -48,7 +48,8 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
         _norm_heads(e, how.whole_qk_norm, qkv, width, (parts["q_norm"], parts["k_norm"]))
 
     def cached(row: Value, head: Value) -> tuple[Value, Cache]:
-        return e.field(positions, row), Cache(e, how, parts, e.field(tables, row, POINTER), head)
+        table = e.at(e.field(tables, row, POINTER), group, WORD)
+        return e.field(positions, row), Cache(e, how, parts, table, head)
 
     phase = e.phase(e.mul(e.rows, how.kv_heads))
     with e.units(*phase) as unit:

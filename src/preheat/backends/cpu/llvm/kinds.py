@@ -182,10 +182,12 @@ LAYER_FRAME = {
         "norm qkv qkv_bias q_norm k_norm cos sin cache window o o_bias post_norm gate_up gate_up_bias down "
         "down_bias o_norm down_norm slopes scales qkv_terms o_terms gate_up_terms down_terms gate_up_step down_step "
         "router router_terms shared_gate_up shared_gate_up_terms shared_down shared_down_terms shared_gate growth "
-        "taken taken_x taken_attended sinks router_bias distances".split()
+        "taken taken_x taken_attended sinks router_bias distances group".split()
     )
 }  # fmt: skip
 """Fields of a layer's frame: addresses, and the window in tokens, 0 for none.
+
+``group`` is the place of the layer's block table among the blocks of a sequence's tables.
 
 A norm's factors are followed by its bias. ``slopes`` are ALiBi's, one for each head. ``growth`` are the factors of
 queries, one for each position. ``distances`` are the biases of distances, a row for each head. ``scales`` are the

@@ -59,7 +59,7 @@ class Functions:
         self, layers: Sequence[LayerParts], final_norm: Norm, others: Sequence[object], limits: Limits, *,
         threads: int, folder: Path | None, rows: int,
     ) -> None:  # fmt: skip
-        self._rows, self._kept = rows, list[Tensor]()
+        self._rows, self._columns, self._kept = rows, limits.max_blocks_per_seq, list[Tensor]()
         self._kinds = [_kind(layer, limits) for layer in layers]
         single = [each for each in others if isinstance(each, PanelLayer)]
         panels = [*(each for layer in layers for each in _panels(layer).values()), *single]
@@ -166,6 +166,7 @@ class Functions:
         key, value = attention.kv_scales
         frame[LAYER_FRAME["scales"]] = self._keep(torch.tensor([attention.scale * key, key, value]))
         frame[LAYER_FRAME["window"]] = attention.window or 0
+        frame[LAYER_FRAME["group"]] = attention.group * self._columns
         frame[LAYER_FRAME["cache"]] = attention.cache.data_ptr()
         return frame
 

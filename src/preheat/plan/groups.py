@@ -1,0 +1,84 @@
+"""The choice of cache groups for an engine: groups, or one group for all layers with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from preheat.backends.base import Facts, Mode
+from preheat.cache_groups import WHOLE, CacheGroup, cut, width_of
+from preheat.combinations import reason_against, traits_of
+from preheat.settings import Settings
+
+
+class Windows(Protocol):
+    """The facts of a model that decide its groups; a model's spec has them."""
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def encodes(self) -> bool: ...
+
+    @property
+    def image_tokens(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Grouping(NamedTuple):
+    """The cache groups of a model.
+
+    ``reason``: why a model with windows has one group for all layers; "" otherwise. A block has room for ``width`` of
+    the model's ``num_layers`` layers.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    reason: str
+    width: int
+    num_layers: int
+
+    def of_bytes(self, block_bytes: int) -> int:
+        """Return the bytes of a block, where a block of all layers would have ``block_bytes``."""
+        return block_bytes * self.width // self.num_layers
+
+    def __str__(self) -> str:
+        names = ("all tokens" if each.window is None else f"a window of {each.window}" for each in self.groups)
+        counts = (len(each.layers) or self.num_layers for each in self.groups)
+        return "; ".join(f"{count} layers, {name}" for count, name in zip(counts, names, strict=True))
+
+
+def choose(settings: Settings, facts: Facts, spec: Windows, mode: Mode | None = None) -> Grouping:
+    """Return the cache groups of a model.
+
+    Groups must save memory for the longest sequence.
+    """
+    windows, length = spec.layer_windows, settings.max_model_len or spec.max_position_embeddings
+    count = len(windows)
+    groups = cut(windows)
+    if groups == cut([None] * count):
+        return Grouping(WHOLE, "", count, count)
+    width = width_of(groups, count)
+    size = settings.block_size or facts.block_size
+    reason = _obstacle(settings, facts, spec, mode)
+    if not reason and _most(groups, length, size) * width >= -(-length // size) * count:
+        reason = f"a sequence of {length} tokens takes no less memory with groups"
+    if reason:
+        return Grouping(WHOLE, reason, count, count)
+    return Grouping(groups, "", width, count)
+
+
+def _obstacle(settings: Settings, facts: Facts, spec: Windows, mode: Mode | None) -> str:
+    """Return why these features keep one group; "" if they do not."""
+    if settings.disable_hybrid_kv_cache_manager:
+        return "disable_hybrid_kv_cache_manager is set"
+    if not settings.enable_chunked_prefill:
+        return "without enable_chunked_prefill a prompt must fit into the cache as a whole"
+    more = {"images": spec.image_tokens > 0, "encoder": spec.encodes, mode or "": mode is not None}
+    on = traits_of(settings) | {name for name, applies in more.items() if applies}
+    return reason_against("groups", on, facts.lacks)
+
+
+def _most(groups: Sequence[CacheGroup], length: int, size: int) -> int:
+    return sum(group.columns(length, size, 1) for group in groups)
