@@ -36,7 +36,7 @@ _PREFIX = "schedule/prefix.py"
 _BATCH = "execution/input_batch.py"
 
 _MERGE = "total, norm = part[:, 0] * weight[:, 0], weight[:, 0]\n"
-_PLAN = "        first_rows = {entry: _first_rows"
+_PLAN = "        first_rows = {\n            (group"
 _AGAIN = """        again = (step.extend > 1) & (step.first + step.extend > tables.prompt_len[step.slots])
         self.again = torch.from_numpy(np.flatnonzero(again[row]))
 """

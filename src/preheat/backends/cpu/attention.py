@@ -46,11 +46,10 @@ class CpuAttention:
         self._layers, self._in_place = layers, contiguous and layers[0].cache.shape[-2] == SPLIT
         self._dtype = layers[0].dtype
         self._kinds = [
-            Heads(
-                each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1], each.group
-            )
+            Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1],
+                  each.group)
             for each in layers
-        ]
+        ]  # fmt: skip
         self._stores = [_Store(each) for each in layers]
         self._block_size = layers[0].cache.shape[-2]
         self._widest = {
