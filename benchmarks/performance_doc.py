@@ -160,6 +160,24 @@ def cpu_engines(name: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+def encoders(name: str, results: Path) -> str:
+    """Return a table of engines of embeddings on a CPU: texts and tokens a second, and the time of a query."""
+    path = results / "encoders.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"figures": {"cases": {}}}
+    case, figures = found["figures"]["cases"].get(name), found["figures"]
+    if case is None:
+        return f"\n{name}: not measured yet.\n\n"
+    remark = f" {figures['note'][:1].upper()}{figures['note'][1:]}." if figures["note"] else ""
+    lines = [
+        f"\n{name}, {figures['threads']} threads, {figures['texts']:,} texts. {_machine(found['machine'])}.{remark}\n"
+    ]
+    lines.append("\n| | Texts/s | Tokens/s | p50 of a query, ms |\n| --- | --- | --- | --- |\n")
+    for engine, each in case.items():
+        cells = f"{each['texts_per_s']:,.1f} | {each['tokens_per_s']:,.0f} | {each['query_p50_ms']:,.1f}"
+        lines.append(f"| {engine} | {cells} |\n")
+    return "".join(lines) + "\n"
+
+
 CPU_FIGURES = ("tokens_per_s", "decode_tokens_per_s", "prompt_tokens_per_s")
 
 
@@ -215,6 +233,7 @@ WRITERS = {
     "beside_vllm": beside_vllm,
     "by_format": by_format,
     "cpu_engines": cpu_engines,
+    "encoders": encoders,
     "invariance_cost": invariance_cost,
     "kernels": kernels,
     "plot": plot,

@@ -66,6 +66,27 @@ def test_the_embed_endpoint_of_tei(embedder: Server) -> None:
     long = {"inputs": "def add(a, b): " * 200}
     assert embedder.post("/embed", long).status == 400
     assert embedder.post("/embed", {**long, "truncate": True}).status == 200
+    ids = [embedder.post("/tokenize", {"prompt": text}).json["tokens"] for text in TEXTS]
+    assert embedder.post("/", {"inputs": TEXTS}).json == alone
+    tokens = np.array(embedder.post("/embed_all", {"inputs": TEXTS[0]}).json[0])
+    assert np.allclose(tokens.mean(0) / np.linalg.norm(tokens.mean(0)), alone[0], atol=1e-6)
+    pooled = embedder.post("/pooling", {"input": TEXTS[0], "task": "token_embed", "normalize": False}).json
+    assert pooled["data"][0]["data"] == tokens.tolist()
+    compared = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
+    assert np.allclose(embedder.post("/similarity", compared).json, np.array(alone) @ alone[0], atol=1e-6)
+    pieces = embedder.post("/tokenize", {"inputs": TEXTS}).json
+    assert [[piece["id"] for piece in some] for some in pieces] == ids
+    assert "".join(piece["text"] for piece in pieces[1] if not piece["special"]) == TEXTS[1]
+    assert embedder.post("/decode", {"ids": ids}).json == TEXTS
+    assert embedder.post("/decode", {"ids": ids[0]}).json == TEXTS[:1]
+    for path, body, said in (
+        ("/embed_sparse", {"inputs": "x"}, "no head for sparse vectors"),
+        ("/decode", {"ids": [10**6]}, "ids must be in"),
+        ("/similarity", {"inputs": {"source_sentence": "x", "sentences": []}}, "must not be empty"),
+        ("/tokenize", {"inputs": []}, "1 to"), ("/pooling", {"input": "x", "task": "plugin"}, "task"),
+    ):  # fmt: skip
+        answer = embedder.post(path, body)
+        assert answer.status == 400 and said in answer.error["message"], answer.body
     assert embedder.get("/info").json["model_type"] == {"embedding": {"pooling": "mean"}}
 
 

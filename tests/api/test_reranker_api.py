@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from preheat.server.middleware import is_open
 from tests.api.conftest import Server, serving
 from tests.encoders import logits_of, save_encoder, save_wordpiece
 
@@ -97,6 +98,7 @@ def test_the_endpoints_of_tei(server: Server, right: list[float]) -> None:
     assert server.post("/predict", {"inputs": DOCUMENTS[0]}).json[0]["label"] == "fits"
     assert server.post("/rerank", {"query": "a", "texts": [LONG]}).status == 400
     assert server.post("/rerank", {"query": "a", "texts": [LONG], "truncate": True}).status == 200
+    assert server.post("/", {"query": QUERY, "texts": DOCUMENTS}).json[0]["index"] == best[0]
     told = server.get("/info").json
     assert told["model_type"] == {"reranker": {"id2label": {"0": "fits"}, "label2id": {"fits": 0}}}
     assert told["max_input_length"] == 64
@@ -106,3 +108,9 @@ def test_the_endpoints_of_tei(server: Server, right: list[float]) -> None:
     ):  # fmt: skip
         answer = server.post(path, body)
         assert answer.status == 400 and said in answer.error["message"], answer.body
+
+
+def test_a_body_at_the_root_needs_a_key() -> None:
+    """The page at the root is open; a body posted there is work, so it needs a key and counts."""
+    assert is_open({"path": "/", "method": "GET"}) and not is_open({"path": "/", "method": "POST"})
+    assert is_open({"path": "/health", "method": "POST"}) and not is_open({"path": "/embed", "method": "POST"})

@@ -202,6 +202,16 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def pieces(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, bool, int | None, int | None]]:
+        """Return the tokens of ``text``: id, text, whether it is special, and the first and last character's place."""
+        _check_unicode(text)
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+        return [
+            (id, token, True, None, None) if special else (id, text[start:stop], False, start, stop)
+            for id, token, special, (start, stop) in columns
+        ]
+
     def encode_pair(self, pair: Pair, most: int | None = None) -> list[int]:
         """Return the token ids of ``pair``, with special tokens, as the tokenizer's template has them.
 

@@ -20,7 +20,12 @@ from preheat.server.schema import REQUEST_ID
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/live", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"}
 )
-"""Paths that need no key and do not count towards the limit."""
+"""Paths that need no key and do not count towards the limit, unless a body is posted to the first one."""
+
+
+def is_open(scope: Scope) -> bool:
+    """Return whether a request needs no key and does not count."""
+    return scope["path"] in OPEN_PATHS and not (scope["path"] == "/" and scope.get("method") == "POST")
 
 
 def request_id(request: Request) -> str:
@@ -112,7 +117,7 @@ class AuthMiddleware:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS or not self._keys or self._knows(scope):
+        if is_open(scope) or not self._keys or self._knows(scope):
             await self._app(scope, receive, send)
         else:
             error = Unauthorized("A valid API key is required: send it as 'Authorization: Bearer KEY'")
@@ -137,7 +142,7 @@ class ConcurrencyLimit:
         self._app, self._most, self._served = app, most, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
+        if is_open(scope):
             await self._app(scope, receive, send)
         elif self._served >= self._most:
             error = TooManyServed(f"{self._served} requests are being served already; try again later")

@@ -41,6 +41,7 @@ from preheat.server import (
     scoring,
     status,
     tei,
+    tei_tokens,
 )
 from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
@@ -60,7 +61,19 @@ from preheat.server.messages_schema import CountRequest, MessageAnswer, Messages
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
 from preheat.server.schema import ErrorResponse
-from preheat.server.tei_schema import EmbedRequest, Info, Prediction, PredictRequest, Rank, RerankTextsRequest
+from preheat.server.tei_schema import (
+    DecodeRequest,
+    EmbedRequest,
+    EmbedTokensRequest,
+    Info,
+    Prediction,
+    PredictRequest,
+    Rank,
+    RerankTextsRequest,
+    SimilarityRequest,
+    TokenizeTextsRequest,
+    TokenPiece,
+)
 from preheat.utils.structs import describe_structs
 from preheat.warmup.record import Record
 
@@ -116,7 +129,7 @@ class Operation:
 
     @property
     def needs_key(self) -> bool:
-        return self.path not in OPEN_PATHS
+        return self.path not in OPEN_PATHS or "post" in self.methods
 
 
 _OPERATED = (400, 404, 500, 503)
@@ -149,6 +162,12 @@ OPERATIONS = (
         "/rerank", tei.rerank, Reranking | list[Rank], RerankRequest | RerankTextsRequest, (504,),
     ),
     _posted("/embed", tei.embed, list[list[float]], EmbedRequest, (504,)),
+    _posted("/embed_all", tei.embed_all, list[list[list[float]]], EmbedTokensRequest, (504,)),
+    _posted("/embed_sparse", tei.embed_sparse, None, EmbedTokensRequest, (504,)),
+    _posted("/similarity", tei.similarity, list[float], SimilarityRequest, (504,)),
+    _posted("/decode", tei_tokens.decode, list[str], DecodeRequest),
+    _posted("/", tei.by_kind, list[list[float]] | list[Rank] | list[Prediction], EmbedRequest | RerankTextsRequest,
+            (504,)),
     _posted("/predict", tei.predict, list[Prediction] | list[list[Prediction]], PredictRequest, (504,)),
     Operation("/info", tei.info, Info, None, (400,)),
     _posted("/v2/rerank", scoring.rerank, Reranking, RerankRequest, (504,)),
@@ -169,7 +188,10 @@ OPERATIONS = (
     ),
     Operation("/v1/batches/{id}", batches.get_batch, batch_schema.BatchObject, None, (404,)),
     _posted("/v1/batches/{id}/cancel", batches.cancel_batch, batch_schema.BatchObject, None, (400, 404)),
-    _posted("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
+    _posted(
+        "/tokenize", tei_tokens.tokenize, answers.Tokens | list[list[TokenPiece]],
+        schema.TokenizeRequest | TokenizeTextsRequest,
+    ),
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
     _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),

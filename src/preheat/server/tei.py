@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, prompt_of
+from preheat.frontend.embedding import asked_of, check_of_tokens, prompt_of
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.server import scoring
@@ -24,21 +24,74 @@ from preheat.server.params import prepared
 from preheat.server.schema import MAX_PROMPTS
 from preheat.server.scoring import pair_states
 from preheat.server.service import Service
-from preheat.server.tei_schema import Cut, EmbedRequest, Info, Prediction, PredictRequest, Rank, RerankTextsRequest
+from preheat.server.tei_schema import (
+    Cut,
+    EmbedRequest,
+    EmbedTokensRequest,
+    Info,
+    Prediction,
+    PredictRequest,
+    Rank,
+    RerankTextsRequest,
+    SimilarityOptions,
+    SimilarityRequest,
+)
 from preheat.utils.pooling import Pooling
 
 
 async def embed(request: Request) -> ASGIApp:
     """Make embeddings of texts; the answer is a list of vectors."""
     frontend, body = await read_request(request, EmbedRequest)
-    own, given = frontend.embedding_of("Embed API"), body.inputs
-    if body.prompt_name is not None:
-        texts = [given] if isinstance(given, str) else given
-        given = [f"{prompt_of(own, body.prompt_name) or ''}{text}" for text in texts if isinstance(text, str)]
-        if len(given) < len(texts):
-            raise InvalidRequest("prompt_name puts a text before the inputs: give texts", param="prompt_name")
+    given = prompted(frontend.embedding_of("Embed API"), body.inputs, body.prompt_name)
     states = await embedded_states(request, frontend, _asked(body, body.dimensions), given)
     return _VectorsWriter(request, body, states)
+
+
+async def embed_all(request: Request) -> ASGIApp:
+    """Return the states of all tokens of texts, as they are; a ColBERT's vectors have length 1."""
+    frontend, body = await read_request(request, EmbedTokensRequest)
+    own = frontend.pooling_of("Embed all API")
+    check_of_tokens(own, None)
+    given = prompted(own, body.inputs, body.prompt_name)
+    states = await embedded_states(request, frontend, _asked(body), given, of_tokens=True)
+    return _TokensWriter(request, _asked(body), states)
+
+
+async def embed_sparse(request: Request) -> ASGIApp:
+    """Refuse to make sparse vectors."""
+    raise InvalidRequest("The model does not support Embed sparse API: it has no head for sparse vectors, see /embed")
+
+
+async def similarity(request: Request) -> ASGIApp:
+    """Compare a sentence with others; the answer is a list of cosines."""
+    frontend, body = await read_request(request, SimilarityRequest)
+    own, how = frontend.embedding_of("Similarity API"), body.parameters or SimilarityOptions()
+    if not body.inputs.sentences:
+        raise InvalidRequest("inputs.sentences must not be empty", param="inputs")
+    given = prompted(own, [body.inputs.source_sentence, *body.inputs.sentences], how.prompt_name)
+    asked = _asked(Cut(model=body.model, truncate=how.truncate, truncation_direction=how.truncation_direction))
+    return _SimilarityWriter(request, asked, await embedded_states(request, frontend, asked, given))
+
+
+async def by_kind(request: Request) -> ASGIApp:
+    """Do what the model is for: embed texts, rank texts, or classify them."""
+    own = request.app.state.service.frontend.pooling_of("Embed API")
+    if not own.classes:
+        return await embed(request)
+    return await (_rerank_texts if own.scores_pairs else predict)(request)
+
+
+def prompted(
+    own: Pooling, given: str | Sequence[str | int | list[int]], name: str | None
+) -> str | Sequence[str | int | list[int]]:
+    """Return the inputs with the model's prompt ``name`` before each. Raises InvalidRequest for token ids."""
+    if name is None:
+        return given
+    texts = [given] if isinstance(given, str) else given
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("prompt_name puts a text before the inputs: give texts", param="prompt_name")
+    before = prompt_of(own, name) or ""
+    return [f"{before}{text}" for text in texts]
 
 
 async def predict(request: Request) -> ASGIApp:
@@ -132,6 +185,21 @@ class _VectorsWriter(PooledWriter):
 
     def whole(self) -> list[list[float]]:
         return [vector.tolist() for vector in self.vectors(self._normalize)]
+
+
+class _TokensWriter(PooledWriter):
+    prefix = "embd"
+
+    def whole(self) -> list[list[list[float]]]:
+        """Return the vectors of each text's tokens: hidden states are not normalized."""
+        return [vectors.tolist() for vectors in self.token_vectors(self._pooling.of_tokens)]
+
+
+class _SimilarityWriter(PooledWriter):
+    prefix = "score"
+
+    def whole(self) -> list[float]:
+        return self.similarities(1)
 
 
 class _PredictWriter(PooledWriter):

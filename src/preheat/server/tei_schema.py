@@ -37,6 +37,64 @@ class EmbedRequest(Cut, kw_only=True):
     dimensions: int | None = None
 
 
+class EmbedTokensRequest(Cut, kw_only=True):
+    """POST /embed_all. ``prompt_name`` is the name of a prompt of sentence-transformers."""
+
+    most_values: ClassVar[int] = MOST_IDS
+
+    inputs: str | list[str | int | list[int]]
+    prompt_name: Name | None = None
+
+
+class Compared(Struct, forbid_unknown_fields=True):
+    """One sentence, and sentences to compare it with."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityOptions(Struct, forbid_unknown_fields=True):
+    """Fields of /similarity that other bodies have beside their inputs."""
+
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+    prompt_name: Name | None = None
+
+
+class SimilarityRequest(ForModel, kw_only=True):
+    """POST /similarity: the cosines of a sentence's embedding and the embeddings of others."""
+
+    inputs: Compared
+    parameters: SimilarityOptions | None = None
+
+
+class TokenizeTextsRequest(ForModel, kw_only=True):
+    """POST /tokenize with ``inputs``."""
+
+    inputs: str | list[str]
+    add_special_tokens: bool | None = None
+    prompt_name: Name | None = None
+
+
+class TokenPiece(Struct):
+    """A token, with its place in the text's characters; a special token has none."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class DecodeRequest(ForModel, kw_only=True):
+    """POST /decode: the ids of a text, or of several texts."""
+
+    most_values: ClassVar[int] = MOST_IDS
+
+    ids: list[int | list[int]]
+    skip_special_tokens: bool | None = None
+
+
 class PredictRequest(Cut, kw_only=True):
     """POST /predict: a text, a pair of texts, or a batch of lists of one or two texts."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Server
+from tests.api.conftest import Server, serving
 
 HERE = Path(__file__).parent
 STEPS = ["text", "stream", "tools", "json"]
@@ -44,7 +44,7 @@ def steps_of(command: list[str | Path], url: str, **options: Any) -> list[str]:
 
 
 def test_every_program_is_run() -> None:
-    assert {path.stem for path in HERE.glob("use_*.py")} == {f"use_{name}" for name in ENVIRONMENTS}
+    assert {path.stem for path in HERE.glob("use_*.py")} == {f"use_{name}" for name in (*ENVIRONMENTS, "embeddings")}
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -53,6 +53,17 @@ def test_clients_in_python(name: str, talker: Server) -> None:
     if not python.exists():
         pytest.skip("the clients are not installed: scripts/install clients")
     assert steps_of([python, HERE / f"use_{name}.py"], talker.url) == STEPS
+
+
+def test_clients_of_embeddings() -> None:
+    """LangChain, huggingface_hub, Haystack, LlamaIndex and Cohere get the vectors and rankings of the server."""
+    packages = next(Path(sys.prefix, "clients").glob("lib/python3*/site-packages"), Path("none"))
+    if not (packages / "langchain_cohere").is_dir():
+        pytest.skip("the clients of embeddings are not installed: scripts/install clients")
+    options = {"runner": "pooling", "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
+    with serving("bundled", engine=None, served_model_name=["m"], **options) as server:
+        steps = steps_of([Path(sys.prefix, "clients", "bin", "python"), HERE / "use_embeddings.py"], server.url)
+    assert steps == ["langchain", "hugging_face", "haystack", "llama_index", "cohere"]
 
 
 def test_the_sdk_of_vercel(talker: Server) -> None:
