@@ -84,6 +84,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "budget": Trait("budgets of reasoning", "", None, _ASKED),
     "beam_search": Trait("beam search", "", None, _ASKED),
     "images": Trait("a model that sees images", "", None, _MODEL),
+    "latents": Trait("a cache of latent vectors", "", None, _MODEL),
     "prompt_embeds": Trait("embeddings as prompts", "enable_prompt_embeds", lambda s: s.enable_prompt_embeds),
     "pooling": Trait("pooling", "runner", None, "write --runner generate"),
     "encoder": Trait("an encoder", "", None, _MODEL),
@@ -171,6 +172,12 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("encoder", "offload events", "an encoder keeps nothing in the prefix cache", yet=False),
     Refused("encoder", "w8a8 inc", "a norm that replaces the residual stream writes no inputs in float8"),
     Refused("encoder", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
+    Refused("latents", "inc", "its files have the ranges of keys and values of each head"),
+    Refused("latents", "eagle3", "nobody has tried an EAGLE-3 head beside latent vectors"),
+    Refused("latents", "images encoder groups", "no model of such kind has latent vectors"),
+    Refused("latents", "llvm", "attention over latent vectors has no function"),
+    Refused("latents", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
+    Refused("latents", "compile pipeline", "nobody has tried it"),
     Refused("pooling", "adapters", "requests for embeddings cannot name an adapter"),
     Refused("pooling", "images prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
@@ -243,6 +250,13 @@ _WORKS: tuple[Works, ...] = (
     _together("eager split w8a16 sleep updates receipts answer_cache"),
     _together("eager split w4a16 structured budget"),
     _together("eager split inc"),
+    _together("eager latents adapters w8a16 text_drafts structured budget beam_search fp8_cache offload events "
+              "operator receipts answer_cache audit"),
+    _together("eager latents split w4a16 prompt_embeds"),
+    _together("eager latents pooling w8a8 sleep updates"),
+    _together("eager latents draft_model"),
+    _together("graphs latents"),
+    _together("tensor_parallel eager latents"),
     _together("compile w8a8 draft_model structured budget beam_search fp8_cache offload events sleep operator updates "
               "receipts audit"),
     _together("compile groups w8a16 text_drafts prompt_embeds"),
@@ -294,15 +308,15 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
-          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling encoder "
-          "groups offload split eager compile graphs llvm"),
+          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images latents prompt_embeds pooling "
+          "encoder groups offload split eager compile graphs llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
-          f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images prompt_embeds pooling "
-          "encoder groups offload split eager compile graphs llvm"),
+          f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images latents prompt_embeds "
+          "pooling encoder groups offload split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
-          "prompt_embeds pooling operator events split eager lazy graphs"),
+          "prompt_embeds pooling latents operator events split eager lazy graphs"),
 )  # fmt: skip
 
 ROWS: tuple[Row, ...] = (*_REFUSED, *_WORKS)

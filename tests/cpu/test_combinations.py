@@ -61,7 +61,7 @@ WINDOWED = {
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "pooling", "encoder", "groups",
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "latents", "pooling", "encoder", "groups",
            "tensor_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
@@ -104,6 +104,27 @@ class Made:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes((self.text / name).read_bytes())
         return folder
+
+    @cache  # noqa: B019 - one object
+    def latents(self) -> Path:
+        """A model whose linear layers divide into groups of scales, and whose heads four ranks can share."""
+        own = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4}
+        sizes = {"q_lora_rank": 32, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+                 "v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                 "num_experts_per_tok": 2, "first_k_dense_replace": 1}  # fmt: skip
+        folder = self.folder / "latents"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config | own | sizes))
+        for path in self.text.iterdir():
+            if path.name != "config.json":
+                (folder / path.name).write_bytes(path.read_bytes())
+        return folder
+
+    def model_for(self, names: list[str]) -> Path:
+        """Return the folder of a model with the traits of ``names``."""
+        special = (kind for kind in ("images", "encoder", "latents") if kind in names)
+        kind = next(special, None)
+        return getattr(self, kind)() if kind else self.text
 
     @cache  # noqa: B019 - one object
     def head(self) -> str:
@@ -167,7 +188,7 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
 
 def options_of(made: Made, names: list[str]) -> dict[str, Any]:
     """Return the options of an engine with all of ``names``."""
-    model = made.images() if "images" in names else made.encoder() if "encoder" in names else made.text
+    model = made.model_for(names)
     found = {**OPTIONS, "model": str(model)}
     for name in names:
         found |= ASKS[name](made) if name in ASKS else {}
@@ -207,7 +228,7 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
         ("plain", {"prompt_token_ids": each}, some, None) for each, some in zip(ids, params, strict=True)
     ]
     if "adapters" in names:
-        model = made.images() if "images" in names else made.text
+        model = made.model_for(names)
         asked.append(("adapted", {"prompt_token_ids": ids[0]}, params[1], LoRARequest("own", 1, made.adapter(model))))
     if "structured" in names:
         held = SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=1,

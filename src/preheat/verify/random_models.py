@@ -30,6 +30,7 @@ WITH_EXPERTS = (
     "FlexOlmoForCausalLM",
 )
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
+WITH_LATENTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
 SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 """Families with a field for attention biases or windows.
@@ -37,7 +38,7 @@ SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 A field that a family does not read is an error.
 """
 
-FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
+FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, *WITH_LATENTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
@@ -103,6 +104,8 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
         found["attention_bias"] = draw.random() < 0.3
     if family == "LlamaForCausalLM":
         found["mlp_bias"] = draw.random() < 0.2
+    if family in WITH_LATENTS:
+        return found | _latent(draw, family, config, even)
     if family in LLAMA_LIKE:
         return found | _beside_llama(draw, family, dim, layers)
     narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
@@ -161,6 +164,24 @@ def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[
         "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": _width(draw, 200, even),
         "norm_topk_prob": draw.random() < 0.7, "decoder_sparse_step": draw.randint(1, min(layers, 2)),
         "mlp_only_layers": [],
+    }  # fmt: skip
+
+
+def _latent(draw: random.Random, family: str, config: dict[str, Any], even: bool) -> dict[str, Any]:
+    """Return the fields of a model with latent vectors; all heads of a query fit into :data:`WIDEST`."""
+    softmax, groups, heads = family == "DeepseekV2ForCausalLM", draw.choice((1, 2)), config["num_attention_heads"]
+    heads = -(-heads // 4) * 4 if even else heads
+    entry = min(256, WIDEST // heads)
+    turned = 2 * draw.randrange(4, max(entry // 4, 5))
+    return {
+        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": turned, "qk_rope_head_dim": turned,
+        "kv_lora_rank": draw.randrange(16, max(entry - turned, 17)), "qk_nope_head_dim": draw.randrange(8, 65),
+        "v_head_dim": 8 * draw.randint(1, 8) if even else draw.randrange(8, 65),
+        "q_lora_rank": draw.choice((None, _width(draw, 200, even))), "n_routed_experts": 8, "n_group": 2 * groups,
+        "topk_group": groups, "num_experts_per_tok": draw.randint(1, 4), "n_shared_experts": draw.randint(1, 2),
+        "moe_intermediate_size": _width(draw, 200, even), "first_k_dense_replace": draw.randint(0, 1),
+        "topk_method": "group_limited_greedy" if softmax else "noaux_tc", "norm_topk_prob": not softmax,
+        "routed_scaling_factor": draw.uniform(0.5, 3.0),
     }  # fmt: skip
 
 
