@@ -6,21 +6,26 @@ The scheduler runs on a paper device. A row may read only its own places of its 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preheat.backends.cpu.facts import FACTS
 from preheat.cache_groups import MAX_GROUPS, WHOLE, CacheGroup, cut, group_of, width_of
 from preheat.errors import SettingsError
+from preheat.plan.commands import plan
 from preheat.schedule import results
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import Hit, PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
+from preheat.settings import Settings
 from tests.pure.paper import Harness, WrongCache, limits, request
+from tests.specs import llama
 
 SIZE = 4
 MIXED = cut([None, 6, 6])
@@ -246,3 +251,20 @@ def test_control_lengths_that_are_not_settled_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(RunningSequences, "give_back", ahead)
     with pytest.raises((WrongCache, RuntimeError)):
         grown(Harness(roomy(max_num_batched_tokens=16), overlap=True))
+
+
+def test_the_plan_states_the_memory_of_each_group() -> None:
+    """A third of the layers have no window; without groups the same memory holds fewer sequences."""
+    plain = llama(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, vocab=128)
+    layers = [replace(each, attention=replace(each.attention, window=32 if at else None))
+              for at, each in enumerate(plain.layers)]  # fmt: skip
+    spec = replace(plain, layers=tuple(layers))
+    options = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16,
+               "kv_cache_memory_bytes": 3 << 20, "device": "cpu"}  # fmt: skip
+    said = plan(Settings.load(options), spec, 1024, facts=FACTS)
+    assert "1 layers, all tokens: 128 B a token, 128 KiB a sequence of 1,024 tokens" in said
+    assert "2 layers, a window of 32, at most 128 in flight: 256 B a token, 44 KiB a sequence" in said
+    assert "4 such sequences fit; each takes 172 KiB, and 384 KiB without cache groups" in said
+    off = plan(Settings.load(options | {"disable_hybrid_kv_cache_manager": True}), spec, 1024, facts=FACTS)
+    assert "cache groups are off: disable_hybrid_kv_cache_manager is set" in off
+    assert "such sequences fit" not in plan(Settings.load(options), plain, 1024, facts=FACTS)

@@ -8,12 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from preheat.backends.base import Facts
-from preheat.limits import resolve_limits
+from preheat.cache_groups import WHOLE
+from preheat.limits import Limits, resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
+from preheat.plan.groups import Grouping, choose
 from preheat.plan.items import DraftItem, ForwardItem, Item, PaceItem, SamplerItem
 from preheat.plan.lines import format_bytes
-from preheat.plan.modes import with_defaults
+from preheat.plan.modes import resolve, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.sampler_settings import LEVEL_SETTINGS
@@ -69,9 +71,15 @@ def plan(
     the bytes of its weights by quantization.
     """
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
-    block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token
+    grouping = choose(settings, facts, spec, resolve(facts, settings))
+    block_bytes = grouping.of_bytes((settings.block_size or facts.block_size) * sizes.kv_bytes_per_token)
     limits = resolve_limits(
-        settings, max_positions, block_bytes, image_tokens=spec.image_tokens, spare=SPARE * spec.encodes
+        settings,
+        max_positions,
+        block_bytes,
+        image_tokens=spec.image_tokens,
+        spare=SPARE * spec.encodes,
+        groups=grouping.groups,
     )
     made = make_plan(
         limits, PlanOptions.of(settings, facts, pools=spec.head is None), Costs(sizes, facts.machine, limits.block_size)
@@ -80,7 +88,8 @@ def plan(
         return json.dumps(made.to_dict() | ({"weights": dict(weights)} if weights else {}), indent=2)
     return "\n".join(
         [
-            *_head(made, sizes.kv_bytes_per_token),
+            *_head(made, sizes.kv_bytes_per_token, block_bytes),
+            *_groups(made.limits, grouping, block_bytes),
             *_weights(weights or {}, dtype),
             "",
             *_items(made),
@@ -91,19 +100,40 @@ def plan(
     )  # fmt: skip
 
 
-def _head(plan: Plan, token_bytes: int) -> list[str]:
+def _head(plan: Plan, token_bytes: int, block_bytes: int) -> list[str]:
     limits = plan.limits
     seconds = sum(item.estimate.seconds for item in plan.items)
     size = f"{limits.max_num_seqs} sequences x {limits.max_model_len:,} tokens"
     step = f"{limits.max_num_batched_tokens:,} tokens a step, blocks of {limits.block_size}"
     how = f"{plan.policy.name} policy, {plan.strategy} bucket sizes"
-    most = format_bytes(limits.num_blocks * limits.block_size * token_bytes)
+    most = format_bytes(limits.num_blocks * block_bytes)
     cache = f"KV cache: {format_bytes(token_bytes)} a token, at most {limits.num_blocks:,} blocks, {most}"
     return [
         f"{size}, {step}",
         cache,
         f"{how}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s",
     ]
+
+
+def _groups(limits: Limits, grouping: Grouping, block_bytes: int) -> list[str]:
+    """Return lines on the memory of each kind of cache group, and on the sequences that fit; none for one group."""
+    if grouping.reason:
+        return [f"cache groups are off: {grouping.reason}"]
+    if grouping.groups == WHOLE:
+        return []
+    size, length, found = limits.block_size, limits.max_model_len, []
+    for window in dict.fromkeys(group.window for group in grouping.groups):
+        of_kind = [group for group in grouping.groups if group.window == window]
+        layers = sum(len(group.layers) for group in of_kind)
+        kind = "all tokens" if window is None else f"a window of {window:,}, at most {limits.in_flight:,} in flight"
+        held = sum(group.columns(length, size, limits.in_flight) for group in of_kind) * block_bytes
+        token = format_bytes(len(of_kind) * block_bytes // size)
+        sequence = f"{format_bytes(held)} a sequence of {length:,} tokens"
+        found.append(f"  {layers} layers, {kind}: {token} a token, {sequence}")
+    need = limits.need(length, limits.in_flight)
+    whole = -(-length // size) * block_bytes * grouping.num_layers // grouping.width
+    each = f"each takes {format_bytes(need * block_bytes)}, and {format_bytes(whole)} without cache groups"
+    return [*found, f"  {(limits.num_blocks - 1) // need:,} such sequences fit; {each}"]
 
 
 def _weights(weights: Mapping[str, int], dtype: str) -> list[str]:
