@@ -49,6 +49,7 @@ ELSEWHERE = {
     "warmup.store": "the system",
     "backends.cuda.device": "the system",
     "backends.cpu.environment": "the system",
+    "backends.cuda.environment": "the system",
     "backends.cuda.matmul.tables": "tables of the package",
 }
 """Exceptions: modules that open files or other things themselves.
