@@ -185,6 +185,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     warm.add_argument("--html", metavar="FILE", help="also write the record as a self-contained HTML page")
     _add_verify(commands)
     _add_replay(commands)
+    _add_diff(commands)
     _add_run_batch(commands)
     _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
         "--system-prompt", metavar="TEXT", help="the first message, with instructions for the model"
@@ -268,6 +269,14 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--at", type=int, metavar="N", help="print the logits of token N, computed alone")
     replay.add_argument("--any-contract", action="store_true", help="compare though the engine has another contract")
     replay.add_argument("--json", action="store_true", help="print JSON objects, one a line; with --at all logits")
+
+
+def _add_diff(commands: Any) -> None:
+    diff = _command(commands, "diff", _diff, ENGINE_OPTIONS, "compare the tokens of two configurations of a model")
+    diff.usage = "preheat diff --other JSON [MODEL] [--flag VALUE ...]"
+    diff.add_argument("--other", required=True, metavar="JSON", help="options that the other configuration changes")
+    diff.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
+    diff.add_argument("--json", action="store_true", help="print JSON objects, one a prompt")
 
 
 def _add_run_batch(commands: Any) -> None:
@@ -558,6 +567,28 @@ def _replay(values: dict[str, Any]) -> int:
             _say(str(found) if isinstance(found, replay.Outcome) else "\n".join(found.lines()))
         wrong += not found.equal
     return FAILURE if wrong else 0
+
+
+def _diff(values: dict[str, Any]) -> int:
+    path, text, as_json = values.pop("prompts"), values.pop("other"), values.pop("json")
+    settings = _load(values)
+    set_up_logging(settings)
+    from preheat.startup import boot_engine
+    from preheat.verify import diff
+
+    given = list(_prompts([], path)) if path else None
+    both, found = diff.Both(boot_engine, settings, diff.other_settings(values, text)), []
+    if not as_json:
+        _say(diff.HEADER)
+    for each in both.compare(verify_command.few_prompts(settings, both.one, given)):
+        found.append(each)
+        if as_json:
+            print(msgspec.json.encode(each).decode())
+        else:
+            _say(each.line())
+    if not as_json:
+        _say(diff.summary(found))
+    return 0
 
 
 def _replay_log(receipts: Sequence[Any], engine: Any, *, as_json: bool) -> int:

@@ -82,6 +82,13 @@ def _maker(settings: Settings, asked: Asked, given: Given) -> Prompts:
     return prompts
 
 
+def few_prompts(settings: Settings, engine: Engine, given: Given) -> list[Prompt]:
+    """Return the prompts ``given``, or the few of ``--reduced``."""
+    if given is None:
+        return make_prompts(REDUCED, engine.vocab_size, engine.ready.max_model_len)
+    return with_settings(_encoded(settings, given), REDUCED.outputs)
+
+
 def golden(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say) -> int:
     """Compare answers with a golden file, or write one. Returns the exit status, 0 if no answer differs."""
     from preheat.verify.drive import Engine
