@@ -79,7 +79,7 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
     assert step is not None
     scheduler.process_results(step, StepResult(np.full(rows, 7)))
     layer = AttentionLayer(
-        num_heads=spec.layers[0].attention.num_heads,
+        num_heads=spec.attentions[0].num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         scale=1.0,

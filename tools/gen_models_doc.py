@@ -8,18 +8,18 @@ from typing import Any
 
 from preheat.model.config import Config
 from preheat.model.families import ENCODERS, FAMILIES, read_spec
-from preheat.model.specs import ModelSpec
+from preheat.model.specs import DeltaSpec, ModelSpec
 from preheat.settings import OPTIONS
 from preheat.utils.encoders import HEADS as ENCODER_HEADS
 from preheat.utils.encoders import encoder_name
 from preheat.utils.options import Option
-from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL
+from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL, STATES
 from tests.llava import TEXT, VISION
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 LLAVA, GPT_OSS = "LlavaForConditionalGeneration", "GptOssForCausalLM"
-MISTRAL3 = "Mistral3ForConditionalGeneration"
+MISTRAL3, TEXT_OF = "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 LLAVA_SMALL = {
     "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
     "image_token_index": 336,
@@ -60,6 +60,20 @@ and demand the same bits; `tests/cpu/test_llava.py` does so for LLaVA, from imag
 tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava.py` does so for LLaVA, and
 `tests/cuda/test_moe.py` compares experts with dense kernels.
 
+## Models with states
+
+Most layers of Qwen3-Next and Qwen3.5 keep a state of a sequence in place of keys and values: the last inputs of a
+convolution and a matrix of float32 for each value head. Prompts and decoding run one recurrence, token after token. The
+order of every sum is stated (`src/preheat/ops/delta.py`). So a state is a value of the tokens before it, and chunks,
+batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test_hybrids.py`.
+
+- They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
+- A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
+  takes 61 MiB, so `--max-num-seqs` decides much of the memory.
+- The prefix cache is off, because no state is kept at the ends of blocks yet. The boot says so.
+- Layers that draft (`mtp.*`) and encoders of images (`model.visual.*`) are not loaded. Images are refused.
+- [Combinations](combinations.md) lists the features that do not work with states yet, with the reasons.
+
 Adding a family: [adding.md](adding.md#a-model-family).
 """
 
@@ -97,13 +111,24 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
         specs = [read_spec(LLAVA_SMALL)]
     if MISTRAL3 in names:
         specs = [read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT})]
-    sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.layers[0].attention.whole_qk_norm for spec in specs)
+    if TEXT_OF in names:
+        config = SMALL | STATES | {"model_type": "qwen3_5_text"}
+        specs = [read_spec({"architectures": [TEXT_OF], "text_config": config})]
+    states = any(spec.has_states for spec in specs)
+    sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    cells.append("not yet" if any(spec.layers[0].attention.latent for spec in specs) else "yes")
+    late = states or any(spec.attentions[0].latent for spec in specs)
+    cells.append("not yet" if late else "yes")
     stacked = GPT_OSS in names
-    shared = not (LLAVA in names or stacked or whole)
-    return _line([*cells, "yes" if shared else "no", "mxfp4" if stacked else _offered(OPTIONS["quantization"])])
+    shared = not (LLAVA in names or stacked or whole or states)
+    return _line(
+        [
+            *cells,
+            "yes" if shared else "no",
+            "mxfp4" if stacked else "not yet" if states else _offered(OPTIONS["quantization"]),
+        ]
+    )
 
 
 def _spec(architecture: str, changes: dict[str, Any]) -> ModelSpec:
@@ -115,9 +140,14 @@ def _spec(architecture: str, changes: dict[str, Any]) -> ModelSpec:
 
 
 def _sizes_of(spec: ModelSpec) -> str:
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     heads = f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}"
     found = f"{spec.hidden_size}, {spec.num_layers}, {heads}"
+    if (
+        state := next((each.attention for each in spec.layers if isinstance(each.attention, DeltaSpec)), None)
+    ) is not None:
+        own = state.value
+        found += f"<br>states: {own.value_heads}/{own.key_heads} of {own.key_dim} by {own.value_dim}"
     if (vision := spec.vision) is None:
         return found
     hidden, dim = vision.patches.outputs, vision.patches.outputs // vision.num_heads

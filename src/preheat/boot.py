@@ -164,8 +164,11 @@ def _open_device(settings: Settings, backend: Backend) -> Device:
 
 
 def _for_model(settings: Settings, facts: Facts) -> Settings:
-    """Return the settings that the model needs: an encoder reads whole texts."""
+    """Return the settings that the model needs: an encoder reads whole texts, and states are never reused."""
     spec = stated_spec(settings, find_model(settings, with_weights=False))
+    if spec.has_states and settings.enable_prefix_caching:
+        logger.info("enable_prefix_caching is off: no layer's state is kept at the ends of blocks yet")
+        settings = replace(settings, enable_prefix_caching=False)
     return for_whole_texts(settings, facts, spec.max_position_embeddings) if spec.encodes else settings
 
 
@@ -208,7 +211,14 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
     model, pools = loaded.model, loaded.pools
     windows = {each for each in model.spec.layer_windows if each is not None}
     checks = partial(
-        check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows, encodes=model.spec.encodes
+        check_names,
+        settings,
+        mode=mode,
+        facts=backend.facts,
+        pools=pools,
+        windows=windows,
+        encodes=model.spec.encodes,
+        states=model.spec.has_states,
     )
     fitting = Fitting(
         settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build,

@@ -195,9 +195,7 @@ class Watch:
             for path, module, kind, linear in linear_modules(found.spec)
             if not is_blocked(config, module, kind, linear)
         }
-        self._caches = [
-            [names[0] for names in cache_modules(attention_module(layer.attention))] for layer in found.spec.layers
-        ]
+        self._caches = [[names[0] for names in cache_modules(attention_module(each))] for each in found.spec.attentions]
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
         """Run a step, then observe all blocks in use.

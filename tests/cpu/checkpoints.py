@@ -80,6 +80,22 @@ LATENT: dict[str, Any] = {
 PLUS_ONE = ("Gemma", "Gemma3")
 """Families with norms that are stored as factors minus one."""
 
+STATES: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+}
+SHARED = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 Model = tuple[str, dict[str, Any]]
 
 MODELS: dict[str, Model] = {
@@ -259,6 +275,24 @@ MODELS: dict[str, Model] = {
     "olmoe": ("Olmoe", {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3}),
     "flex olmo": ("FlexOlmo", {"head_dim": 24, "pad_token_id": 0, "num_experts": 6, "num_experts_per_tok": 3}),
     "phi": ("Phi", {"head_dim": 24}),
+    "qwen3-next": ("Qwen3Next", STATES | SHARED),
+    "qwen3-next with dense layers": (
+        "Qwen3Next",
+        STATES | SHARED | {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3.5": ("Qwen3_5", STATES),
+    "qwen3.5 tied": (
+        "Qwen3_5",
+        STATES
+        | {
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 1.0,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["linear_attention"] + ["full_attention"] * 2,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3.5 moe": ("Qwen3_5Moe", STATES | SHARED),
     "qwen3 with yarn": ("Qwen3", {"rope_parameters": YARN_ROPE, "head_dim": 64, "attention_bias": True}),
 }
 
@@ -282,6 +316,23 @@ def save_mistral3(folder: Path) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(tokens[None]).logits[0].detach()
 
 
+def save_qwen3_5_with_images(folder: Path) -> Callable[[Tensor], Tensor]:
+    """Write a random Qwen3.5 with an encoder of images and a layer that drafts; return its reference for text."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    tower = {"hidden_size": 32, "intermediate_size": 40, "depth": 1, "num_heads": 2, "out_hidden_size": 96}
+    text = SMALL | STATES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1],
+                                                 "partial_rotary_factor": 0.25}}  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3_5Config(text_config=text, vision_config=tower, image_token_id=198, attn_implementation="eager")
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.zeros(2, 2)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return lambda tokens: model(tokens[None]).logits[0].detach()
+
+
 def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int = 0) -> Callable[[Tensor], Tensor]:
     """Write a random checkpoint and return its reference.
 
@@ -298,6 +349,8 @@ def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int
         for name, weight in reference.named_parameters():
             if weight.dim() >= 2:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif name.endswith("A_log"):  # decays of some tokens to some hundred
+                weight.normal_(mean=-3.0, std=1.5)
             else:
                 weight.normal_(mean=float(("norm" in name and family not in PLUS_ONE) or ".ln_" in name), std=0.1)
         for name, numbers in reference.named_buffers():

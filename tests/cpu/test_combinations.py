@@ -61,7 +61,7 @@ WINDOWED = {
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "latents", "pooling", "encoder", "groups",
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "latents", "pooling", "encoder", "states", "groups",
            "tensor_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
@@ -106,6 +106,18 @@ class Made:
         return folder
 
     @cache  # noqa: B019 - one object
+    def states(self) -> Path:
+        own = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
+        sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 1,
+                 "linear_num_value_heads": 2}  # fmt: skip
+        folder = self.folder / "states"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config | own | sizes | {"num_hidden_layers": 2}))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((self.text / name).read_bytes())
+        return folder
+
+    @cache  # noqa: B019 - one object
     def latents(self) -> Path:
         """A model whose linear layers divide into groups of scales, and whose heads four ranks can share."""
         own = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -122,7 +134,7 @@ class Made:
 
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""
-        special = (kind for kind in ("images", "encoder", "latents") if kind in names)
+        special = (kind for kind in ("images", "encoder", "latents", "states") if kind in names)
         kind = next(special, None)
         return getattr(self, kind)() if kind else self.text
 

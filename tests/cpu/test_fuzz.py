@@ -74,7 +74,7 @@ def test_its_flags_belong_together(capsys):
 def test_random_models_are_models():
     configs = [random_config(random.Random(seed)) for seed in range(600)]
     specs = [read_spec(config) for config in configs]
-    first = [spec.layers[0].attention for spec in specs]
+    first = [spec.attentions[0] for spec in specs]
     assert {each.num_heads // each.num_kv_heads for each in first if each.latent is None} == set(HEAD_RATIOS)
     assert {window for spec in specs for window in spec.layer_windows} > {None}
     assert {config["architectures"][0] for config in configs} == set(FAMILIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,10 @@ from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
+from preheat.model.specs import DeltaSpec
+from preheat.ops.delta import DeltaRows, DeltaStates, delta_rule
 from preheat.ops.embedding import embed
+from preheat.ops.gate import gated
 from preheat.ops.rotary import apply_rope_
 from tests.cpu.checkpoints import MODELS, YARN_ROPE, longrope, save_checkpoint, save_mistral3
 
@@ -46,9 +50,14 @@ def dense_attention(decoder: Decoder) -> Attend:
     """Attend among the step's own tokens, a single sequence from position 0 on."""
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
+        spec, weights = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention
+        if isinstance(spec, DeltaSpec):
+            rows = DeltaRows(*(np.array([each]) for each in (0, 0, len(qkv))), spec.value.taps, qkv.device)
+            states = DeltaStates.of(spec.value, 1, qkv.dtype, qkv.device)
+            return delta_rule(qkv.flatten(1), torch.tensor([True]), rows, weights.delta, states)
         turn(decoder, layer, qkv)
-        spec = decoder.spec.layers[layer].attention
         sizes = [spec.num_heads, *[spec.num_kv_heads] * spec.kv.sides]
+        qkv, gates = qkv.tensor_split([sum(sizes)], 1)
         q, *kv = (part.transpose(0, 1) for part in qkv.split(sizes, dim=1))
         k, v = kv[0], kv[-1]
         position = torch.arange(len(qkv))
@@ -65,7 +74,8 @@ def dense_attention(decoder: Decoder) -> Attend:
         out = F.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=bias, enable_gqa=True, scale=spec.scale
         )
-        return out[0].transpose(0, 1).reshape(len(qkv), -1)
+        found = out[0].transpose(0, 1).reshape(len(qkv), -1)
+        return gated(found, gates.flatten(1)) if spec.gated else found
 
     return attend
 

@@ -29,6 +29,7 @@ from preheat.model.files import (
 from preheat.model.formats import expected_tensors
 from preheat.model.specs import (
     STACKED,
+    DeltaSpec,
     DenseSpec,
     ExpertsSpec,
     KVSpec,
@@ -443,10 +444,15 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
         config |= {"num_key_value_heads": config["num_attention_heads"], "n_routed_experts": 8, "n_group": 1,
                    "first_k_dense_replace": 0,
                    "topk_group": 1, "norm_topk_prob": architecture != "DeepseekV2ForCausalLM"}  # fmt: skip
+    if architecture.startswith(("Qwen3Next", "Qwen3_5")) and "layer_types" not in changes:
+        config["layer_types"] = ["linear_attention"] * (config["num_hidden_layers"] - 1) + ["full_attention"]
     if architecture == "LlavaForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
     if architecture == "Mistral3ForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "mistral"}}
+    if architecture.startswith("Qwen3_5") and architecture.endswith("ForConditionalGeneration"):
+        kind = "qwen3_5_moe_text" if "Moe" in architecture else "qwen3_5_text"
+        return {"architectures": [architecture], "text_config": config | {"model_type": kind}}
     return config | {own: config[name] for name, names in OWN_NAMES.items() for own in names}
 
 
@@ -474,8 +480,12 @@ def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied)
     assert len(set(paths)) == len(paths) >= 3 * layers + 1
     assert paths[-1] == "head"
     for layer in () if architecture in LATENT else spec.layers:
-        assert layer.attention.qkv.outputs == (heads + 2 * layer.kv.num_kv_heads) * 8
-        assert layer.attention.o.inputs == heads * 8
+        if isinstance(layer.attention, DeltaSpec):
+            assert layer.attention.qkv.outputs == layer.attention.value.inputs
+        else:
+            gates = heads * layer.attention.gated
+            assert layer.attention.qkv.outputs == (heads + 2 * layer.kv.num_kv_heads + gates) * 8
+            assert layer.attention.o.inputs == heads * 8
         rows = sorted(row for start, end in layer.attention.qkv.order for row in range(start, end))
         assert rows in ([], list(range(layer.attention.qkv.outputs)))
         if isinstance(layer.mlp, DenseSpec):

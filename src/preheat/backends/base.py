@@ -18,7 +18,7 @@ import numpy as np
 from preheat.combinations import Lacks
 from preheat.limits import Limits
 from preheat.ops.kinds import NormKind
-from preheat.ops.values import Experts, Matmul, Support, Value
+from preheat.ops.values import Experts, Matmul, Recurrence, Support, Value
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from preheat.backends.cold import Watched
     from preheat.backends.rendezvous import Rendezvous
     from preheat.core import Level
+    from preheat.ops.delta import Recur
     from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
@@ -756,6 +757,9 @@ class Operations(Protocol):
 
         All are [tokens, hidden], but ``gate`` is [1, hidden]; see :func:`preheat.ops.moe.add_shared`.
         """
+
+    def recur(self, value: Recurrence) -> Recur:
+        """Return the function of a layer's recurrence, see :func:`preheat.ops.delta.recur`."""
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Return the rows ``index`` int32 of ``x``, a new tensor."""

@@ -13,6 +13,7 @@ from preheat.ops.values import (
     Latents,
     Matmul,
     Ok,
+    Recurrence,
     Refused,
     Support,
     Value,
@@ -48,7 +49,7 @@ def supports(facts: Facts, value: Value) -> Support:
                            f"{facts.plain_experts}")  # fmt: skip
         if value.down.finish.bias and any(part.terms for part in parts):
             return WithoutTerms("experts with biases are stored as one tensor, and adapters do not name its parts")
-    traits = {trait for part in parts for trait in _traits(part)}
+    traits = {"states"} if isinstance(value, Recurrence) else {trait for part in parts for trait in _traits(part)}
     found: Support = Ok()
     for names, reason in facts.lacks.items():
         if set(names) <= traits:
@@ -61,8 +62,11 @@ def supports(facts: Facts, value: Value) -> Support:
 
 
 def matmuls(value: Value) -> tuple[Matmul, ...]:
-    """Return the layers of ``value``: itself, or the layers of its experts or of a head; a cache has none."""
-    if isinstance(value, Cache):
+    """Return the layers of ``value``: itself, or the layers of its experts or of a head.
+
+    A cache and a recurrence have none.
+    """
+    if isinstance(value, Cache | Recurrence):
         return ()
     if isinstance(value, Matmul):
         return (value,)

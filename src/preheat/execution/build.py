@@ -15,6 +15,7 @@ from preheat.execution.encoder import Encoder, Given, Tower
 from preheat.execution.executor import Executor, attention_layers, layer_parts
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
+from preheat.execution.mixers import Mixers
 from preheat.execution.pooler import Pooler
 from preheat.execution.sleep import CACHE, sleepable
 from preheat.model.decoder import Decoder
@@ -108,11 +109,15 @@ def build(
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
     layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
     norm, others = model.weights.final_norm, [*model.outer_linears, *(each for each, _ in _vision_linears(model, plan))]
-    decoder.functions = backend.functions(layer_parts(decoder, layers), norm, others, limits)
+    if not spec.has_states:  # no layer with a state is a function
+        decoder.functions = backend.functions(layer_parts(decoder, layers), norm, others, limits)
     if decoder.functions is None:
         attention = backend.attention(layers, limits, contiguous=contiguous)
     else:
         attention = decoder.functions.attention
+    if spec.has_states:
+        with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
+            attention = Mixers(attention, decoder, limits.max_num_seqs, model.dtype, backend)
     buffers = StepBuffers(limits, attention, backend)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)

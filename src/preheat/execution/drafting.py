@@ -47,6 +47,12 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
             param="speculative_config",
         )
     draft = load_model(own, backend)
+    if draft.spec.has_states:
+        raise SettingsError(
+            f"the draft {speculates.model} has layers with states, which cannot go back before a rejected draft: "
+            "choose a draft that has attention in all layers",
+            param="speculative_config",
+        )
     if draft.spec.vocab_size != target.spec.vocab_size:
         raise SettingsError(
             f"the draft {speculates.model} has a vocabulary of {draft.spec.vocab_size} tokens, the model one of "

@@ -39,7 +39,7 @@ from preheat.execution.pooler import Pooler
 from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.model.layers import DenseMlp, MoeMlp
-from preheat.model.specs import layer_kind
+from preheat.model.specs import AttentionSpec, layer_kind
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program
@@ -515,30 +515,33 @@ def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.n
 
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
-    """Return the input of each layer's attention."""
-    parts = cache.layers, decoder.ropes, decoder.alibi, decoder.growth, decoder.weights.layers
-    layers = zip(decoder.spec.layers, cache.group_of_layer, *parts, strict=True)
+    """Return the input of the attention of each layer that has keys."""
+    caches = zip(cache.group_of_layer, cache.layers, strict=True)
+    parts = decoder.ropes, decoder.alibi, decoder.growth, decoder.weights.layers
+    each = zip((layer.attention for layer in decoder.spec.layers), *parts, strict=True)
+    keyed = ((spec, *others) for spec, *others in each if isinstance(spec, AttentionSpec))
+    layers = ((*next(caches), *of) for of in keyed)
     return [
         AttentionLayer(
-            num_heads=spec.attention.num_heads,
-            num_kv_heads=spec.kv.num_kv_heads,
-            head_dim=spec.kv.head_dim,
-            scale=spec.attention.scale,
-            window=spec.attention.window,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
             cache=layer_cache,
             dtype=decoder.dtype,
             rope=rope,
             qk_norm=weights.attention.qk_norm,
             alibi=alibi,
             kv_scales=spec.kv.scales,
-            causal=spec.attention.causal,
+            causal=spec.causal,
             growth=growth,
             sinks=weights.attention.sinks,
             distances=decoder.distances,
-            still=spec.attention.head_dim - spec.attention.rope_dim,
+            still=spec.head_dim - spec.rope_dim,
             group=group,
         )
-        for spec, group, layer_cache, rope, alibi, growth, weights in layers
+        for group, layer_cache, spec, rope, alibi, growth, weights in layers
     ]
 
 

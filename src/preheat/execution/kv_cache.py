@@ -44,6 +44,7 @@ class BlockCache:
 class KVCache(BlockCache):
     """Keys and values: ``data`` [layers of a group, blocks, 2, kv heads, slots, dim].
 
+    Layers with a state have no keys; the others are numbered among themselves.
     Keys are at index 0 of the third axis, values at 1. Where a key is the value too, the axis has one
     index. Their dtype is ``dtype``, the model's, or the spec's dtype of eight bits; a model in float16 has a cache in
     bfloat16. Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole
@@ -63,10 +64,10 @@ class KVCache(BlockCache):
         *,
         groups: Sequence[CacheGroup] = WHOLE,
     ) -> None:
-        width = width_of(groups, spec.num_layers)
-        shape = (width, num_blocks, spec.kv_sides, spec.num_kv_heads, block_size, spec.head_dim)
+        count = len(spec.attentions)
+        shape = (width_of(groups, count), num_blocks, spec.kv_sides, spec.num_kv_heads, block_size, spec.head_dim)
         super().__init__(torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, CACHED.get(dtype, dtype)), device=device))
-        self.group_of_layer, places = zip(*(group_of(groups, layer) for layer in range(spec.num_layers)), strict=True)
+        self.group_of_layer, places = zip(*(group_of(groups, layer) for layer in range(count)), strict=True)
         self.layers = [self.layers[place] for place in places]
 
 

@@ -60,7 +60,7 @@ def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
 
 
 def with_scales(spec: ModelSpec, scales: Sequence[Scales]) -> ModelSpec:
-    """Return ``spec`` with these scales, one pair for each layer."""
+    """Return ``spec`` with these scales, one pair for each layer with keys."""
     layers = iter(scales)
     return _with_kv(spec, lambda layer: replace(layer.kv, scales=next(layers)))
 
@@ -68,6 +68,8 @@ def with_scales(spec: ModelSpec, scales: Sequence[Scales]) -> ModelSpec:
 def _with_kv(spec: ModelSpec, kv: Callable[[LayerSpec], object]) -> ModelSpec:
     layers = tuple(
         replace(layer, attention=replace(layer.attention, kv=kv(layer)))  # type: ignore[arg-type]
+        if isinstance(layer.attention, AttentionSpec)
+        else layer
         for layer in spec.layers
     )
     return replace(spec, layers=layers)
@@ -111,9 +113,9 @@ def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[
     scales, or if a tensor is no scale.
     """
     layers, missing = [], []
-    for layer in spec.layers:
-        found = [next((name for name in each if name in stored), None) for each in names(layer.attention)]
-        missing += [each[0] for each, name in zip(names(layer.attention), found, strict=True) if name is None]
+    for attention in spec.attentions:
+        found = [next((name for name in each if name in stored), None) for each in names(attention)]
+        missing += [each[0] for each, name in zip(names(attention), found, strict=True) if name is None]
         layers.append([1.0 if name is None else _positive(name, read(name)) for name in found])
     if len(missing) == 2 * len(layers):
         return None
@@ -153,7 +155,7 @@ def identity(spec: ModelSpec) -> dict[str, str] | None:
     """
     if spec.kv_dtype == "auto":
         return None
-    text = json.dumps([layer.kv.scales for layer in spec.layers])
+    text = json.dumps([each.kv.scales for each in spec.attentions])
     return {"dtype": spec.kv_dtype, "scales": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
 
 

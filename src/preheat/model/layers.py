@@ -12,6 +12,7 @@ from torch import Tensor
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
 from preheat.model.pooled_head import HeadLayer, HeadNorm
+from preheat.ops.delta import DeltaWeights
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
@@ -53,6 +54,27 @@ class AttentionWeights:
         yield "o", self.o
         if self.latent is not None:
             yield from below("latent", self.latent.linears())
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceWeights:
+    """The weights of a layer with a state in place of attention."""
+
+    qkv: Linear
+    o: Linear
+    delta: DeltaWeights
+    qk_norm: None = None
+    whole_qk_norm: None = None
+    sinks: None = None
+    latent: None = None
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the recurrence's inputs of ``x`` [tokens, hidden], side by side."""
+        return self.qkv(x)
+
+    def linears(self) -> Linears:
+        yield "qkv", self.qkv
+        yield "o", self.o
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +157,7 @@ Mlp = DenseMlp | MoeMlp
 class DecoderLayer:
     """One decoder layer."""
 
-    attention: AttentionWeights
+    attention: AttentionWeights | RecurrenceWeights
     mlp: Mlp
     input_norm: Norm
     post_norm: Norm

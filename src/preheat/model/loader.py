@@ -48,6 +48,7 @@ from preheat.model.layers import (
     HiddenStates,
     Mlp,
     MoeMlp,
+    RecurrenceWeights,
     SharedExpert,
     Weights,
 )
@@ -59,6 +60,7 @@ from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, TensorSo
 from preheat.model.specs import (
     TIED_HEAD,
     AttentionSpec,
+    DeltaSpec,
     DenseSpec,
     DistanceSpec,
     EmbeddingSpec,
@@ -81,6 +83,7 @@ from preheat.model.stated import stated_spec
 from preheat.model.ties import with_stored_head
 from preheat.model.values import check_supported, embedding_of, experts_of, latents_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
+from preheat.ops.delta import DeltaWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.norm import ReplacingNorm
 from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
@@ -467,18 +470,29 @@ class WeightLoader:
         input_norm = self.norm(spec.input_norm)
         return DecoderLayer(
             input_norm=input_norm,
-            attention=AttentionWeights(
-                self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention),
-                self.whole_qk_norm(spec.attention),
-                None if spec.attention.sinks is None else self.sinks(spec.attention.sinks),
-                None if spec.attention.latent is None else self.latent(spec.attention.latent),
-            ),
+            attention=self.attention(spec.attention),
             post_norm=self.norm(spec.post_norm) if spec.post_norm else input_norm,
             mlp=self.mlp(spec.mlp),
             attention_out_norm=self.norm(spec.attention_out_norm) if spec.attention_out_norm else None,
             mlp_out_norm=self.norm(spec.mlp_out_norm) if spec.mlp_out_norm else None,
             parallel=spec.parallel,
         )  # fmt: skip
+
+    def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionWeights | RecurrenceWeights:
+        qkv, o = self.linear(spec.qkv), self.linear(spec.o)
+        if isinstance(spec, DeltaSpec):
+            return RecurrenceWeights(qkv, o, self.delta(spec))
+        sinks = None if spec.sinks is None else self.sinks(spec.sinks)
+        latent = None if spec.latent is None else self.latent(spec.latent)
+        return AttentionWeights(qkv, o, self.qk_norm(spec), self.whole_qk_norm(spec), sinks, latent)
+
+    def delta(self, spec: DeltaSpec) -> DeltaWeights:
+        """Return the weights of a recurrence besides its linear layers, fp32."""
+        taps, rate, bias, norm = (
+            self._place(self.read(f"{each.name}.weight", *each.shape))
+            for each in (spec.conv, spec.rate, spec.bias, spec.norm)
+        )
+        return DeltaWeights(spec.value, taps.squeeze(1), -rate.exp(), bias, norm, spec.norm.eps)
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):
@@ -517,7 +531,7 @@ class WeightLoader:
     def norm(self, spec: NormSpec) -> Norm:
         if spec.kind == "identity":
             return self.backend.norm(torch.ones(spec.shape, dtype=self.dtype, device=self._device), spec.eps, spec.kind)
-        weight = self.tensor(f"{spec.name}.weight", *spec.shape)
+        weight = self._ordered(spec, self.tensor(f"{spec.name}.weight", *spec.shape))
         bias = self.tensor(f"{spec.name}.bias", *spec.shape) if spec.bias else None
         norm = self.backend.norm(weight, spec.eps, spec.kind, bias)
         return ReplacingNorm(norm) if spec.replaces else norm
@@ -529,9 +543,14 @@ class WeightLoader:
         """
         if spec.qk_norm is None:
             return None
-        q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
+        q, k = (self._ordered(norm, self.tensor(f"{norm.name}.weight", *norm.shape)) for norm in spec.qk_norm)
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
+
+    @staticmethod
+    def _ordered(spec: NormSpec, weight: Tensor) -> Tensor:
+        """Return the stored ``weight`` in the layer's order."""
+        return torch.cat([weight[first:last] for first, last in spec.order]) if spec.order else weight
 
     def whole_qk_norm(self, spec: AttentionSpec) -> tuple[Norm, Norm] | None:
         """Return the norms of all query heads together, and of all key heads together, if there are any."""

@@ -46,7 +46,7 @@ def quantize(settings: Settings, spec: ModelSpec, facts: Facts) -> tuple[ModelSp
     kernel = facts.quantized.get(inc.SCHEME.kind)
     spec = inc.with_inc(spec, scales, coded=kernel is not None and kernel.keeps_codes)
     if settings.kv_cache_dtype == "fp8_inc":
-        modules = [attention_module(layer.attention) for layer in spec.layers]
+        modules = [attention_module(each) for each in spec.attentions]
         spec = with_scales(spec, inc.cache_scales(config, modules, ranges))
     text = json.dumps([config.method, config.traits, sorted(scales.items())])
     numerics = {"inc": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}

@@ -19,6 +19,7 @@ from preheat.errors import ModelError
 from preheat.model.formats import FORMATS
 from preheat.model.specs import (
     AttentionSpec,
+    DeltaSpec,
     DenseSpec,
     ExpertsSpec,
     LatentSpec,
@@ -68,7 +69,11 @@ class _Cut:
     def layer(self, spec: LayerSpec) -> LayerSpec:
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
-    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+    def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionSpec:
+        if isinstance(spec, DeltaSpec):
+            raise _not_yet("layers with states")
+        if spec.gated:
+            raise _not_yet("attention with gates")
         if spec.sinks is not None:
             raise _not_yet("attention with sinks")
         if spec.whole_qk_norm is not None:

@@ -320,6 +320,8 @@ class DummyTensors:
             _fill_code(name, out, generator)
         elif out.itemsize == 1:
             out.copy_(torch.empty_like(out, dtype=torch.bfloat16).normal_(std=DUMMY_CODES, generator=generator))
+        elif name.endswith(".A_log.weight"):  # decays of some tokens to some hundred, as trained ones
+            out.normal_(mean=-3.0, std=1.5, generator=generator)
         elif name.endswith((".bias", "_bias")):
             out.normal_(std=0.1, generator=generator)
         elif out.dim() == 1:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
 from preheat.ops.kinds import Activation, NormKind, Scheme, Scoring
+from preheat.ops.values import Recurrence
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -110,7 +111,8 @@ class NormSpec:
     """A norm of rows of ``size`` numbers; ``name`` is the checkpoint's module.
 
     A norm of kind identity has no module. ``replaces``: the residual stream goes on from the norm, as in a layer that
-    norms its outputs.
+    norms its outputs. ``order`` lists ranges of the stored numbers [from, to) in the layer's order; empty: the stored
+    order.
     """
 
     name: str
@@ -119,6 +121,7 @@ class NormSpec:
     kind: NormKind = "rms"
     bias: bool = False
     replaces: bool = False
+    order: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -294,7 +297,8 @@ class AttentionSpec:
     scores. Then ``alibi`` adds each head's slope times the distance of the positions, key less query. A ``causal``
     token sees itself and the ``window`` - 1 tokens before it; any other token sees as many tokens behind it, too.
     ``sinks`` are scores without a key, one for each head, that join the softmax. With ``latent``, ``qkv`` returns the
-    inputs of the queries and then the latent vector.
+    inputs of the queries and then the latent vector. ``gated``: behind the values, ``qkv`` returns a gate of each
+    output, and the outputs are multiplied by the sigmoids of the gates.
     """
 
     num_heads: int
@@ -311,6 +315,7 @@ class AttentionSpec:
     causal: bool = True
     sinks: VectorSpec | None = None
     latent: LatentSpec | None = None
+    gated: bool = False
 
     @property
     def rope_dim(self) -> int:
@@ -336,6 +341,71 @@ class AttentionSpec:
         own = self.latent
         more = 0 if own is None else 2 * self.attended + self.head_dim + (own.q.outputs if own.q else 0)
         return self.qkv.outputs + self.o.inputs + more
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A convolution of each of ``channels`` over the last ``taps`` tokens; ``name`` is the checkpoint's module."""
+
+    name: str
+    channels: int
+    taps: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.channels, 1, self.taps
+
+    @property
+    def params(self) -> int:
+        return self.channels * self.taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta rule in place of attention, see :mod:`preheat.ops.delta`.
+
+    ``qkv`` returns queries, keys, values, gates, betas and decays in this order. ``rate`` are the logarithms of the
+    negative rates of decay. A sequence has a state of ``value``, and neither keys nor values in the KV cache.
+    """
+
+    value: Recurrence
+    qkv: LinearSpec
+    o: LinearSpec
+    conv: ConvSpec
+    rate: VectorSpec
+    bias: VectorSpec
+    norm: NormSpec
+
+    kv: ClassVar[KVSpec] = KVSpec(0, 0)
+    window: ClassVar[None] = None
+    rope: ClassVar[None] = None
+    alibi: ClassVar[None] = None
+    growth: ClassVar[None] = None
+    sinks: ClassVar[None] = None
+    qk_norm: ClassVar[None] = None
+    whole_qk_norm: ClassVar[None] = None
+    latent: ClassVar[None] = None
+    causal: ClassVar[bool] = True
+
+    @property
+    def attended(self) -> int:
+        """Numbers of a token's output."""
+        return self.value.value_size
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers that may turn: none of them do."""
+        return self.head_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a token behind the projection, as one head."""
+        return self.value.inputs
+
+    @property
+    def activations(self) -> int:
+        """Intermediate numbers per token: the projection, the convolution and the output."""
+        return self.qkv.outputs + self.value.channels + self.o.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -649,7 +719,7 @@ class LayerSpec:
     one, by the ``input_norm``.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | DeltaSpec
     mlp: MlpSpec
     input_norm: NormSpec
     post_norm: NormSpec | None
@@ -700,6 +770,12 @@ class LayerSpec:
     @property
     def kv(self) -> KVSpec:
         return self.attention.kv
+
+
+def attention_of(layer: LayerSpec) -> AttentionSpec:
+    """Return the attention of ``layer``, which has no state."""
+    assert isinstance(layer.attention, AttentionSpec)
+    return layer.attention
 
 
 @dataclass(frozen=True)
@@ -831,6 +907,24 @@ class ModelSpec:
         """
         return sum(layer.kv.bytes(itemsize) for layer in self.layers)
 
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Attention of the layers that have keys and values."""
+        return tuple(each.attention for each in self.layers if isinstance(each.attention, AttentionSpec))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of a sequence in place of keys and values."""
+        return len(self.attentions) < len(self.layers)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sequence's state in all layers.
+
+        ``itemsize`` are the bytes of the model's dtype.
+        """
+        states = (each.attention.value for each in self.layers if isinstance(each.attention, DeltaSpec))
+        return sum(each.state_bytes(itemsize) for each in states)
+
     # For code that supports only one kind of layer.
 
     @property
@@ -839,19 +933,19 @@ class ModelSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        return _one("num_key_value_heads", [layer.kv.num_kv_heads for layer in self.layers])
+        return _one("num_key_value_heads", [each.kv.num_kv_heads for each in self.attentions])
 
     @property
     def head_dim(self) -> int:
-        return _one("head_dim", [layer.kv.head_dim for layer in self.layers])
+        return _one("head_dim", [each.kv.head_dim for each in self.attentions])
 
     @property
     def kv_sides(self) -> int:
-        return _one("rows of a head's entry", [layer.kv.sides for layer in self.layers])
+        return _one("rows of a head's entry", [each.kv.sides for each in self.attentions])
 
     @property
     def kv_dtype(self) -> KVDtype:
-        return _one("the KV cache's dtypes", [layer.kv.dtype for layer in self.layers])
+        return _one("the KV cache's dtypes", [each.kv.dtype for each in self.attentions])
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -893,6 +987,7 @@ Leaf = (
     | GateSpec
     | PatchSpec
     | VectorSpec
+    | ConvSpec
     | HeadSpec
     | DistanceSpec
     | UpSpec
@@ -941,7 +1036,9 @@ def layer_kind(layer: LayerSpec) -> LayerSpec:
 
     These are all fields but names in the checkpoint and the cache's scales. Layers of one kind run the same kernels.
     """
-    attention = replace(layer.attention, kv=replace(layer.kv, scales=(1.0, 1.0)))
+    attention = layer.attention
+    if isinstance(attention, AttentionSpec):
+        attention = replace(attention, kv=replace(layer.kv, scales=(1.0, 1.0)))
     return with_leaves(replace(layer, attention=attention), lambda _, leaf: _unnamed(leaf))
 
 

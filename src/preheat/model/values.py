@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
-from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, UpSpec, leaves
+from preheat.model.specs import (
+    DeltaSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    LinearSpec,
+    ModelSpec,
+    MoeSpec,
+    PatchSpec,
+    UpSpec,
+    leaves,
+)
 from preheat.ops.values import (
     Cache,
     Dtype,
@@ -138,7 +148,7 @@ def _order(inputs: int, own: int, columns: tuple[int, int] | None, stored: int) 
 
 
 def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Iterator[tuple[str, Value]]:
-    """Yield all linear layers and routed experts as values, by path.
+    """Yield all linear layers, routed experts and recurrences as values, by path.
 
     Paths are the spec's. Layers of a vision tower have no adapter slots.
     """
@@ -154,12 +164,17 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
             yield path, experts_of(block, dtype, room)
         elif room is not None and path == "embedding":
             yield path, embedding_of(spec.embedding, dtype, room)
+    for number, layer in enumerate(spec.layers):
+        if isinstance(layer.attention, DeltaSpec):
+            yield f"layers.{number}.attention", layer.attention.value
 
 
 def caches_of(spec: ModelSpec, dtype: Dtype) -> Iterator[tuple[str, Cache]]:
     """Yield the KV caches of all layers by path."""
     for number, layer in enumerate(spec.layers):
         kv = layer.attention.kv
+        if not kv.num_kv_heads:
+            continue
         stored = dtype if kv.dtype == "auto" else kv.dtype
         yield f"layers.{number}.attention", Cache(head_dim=kv.head_dim, dtype=stored, model=dtype)
 

@@ -231,7 +231,46 @@ class Latents:
     values: Matmul
 
 
-Value = Matmul | Experts | Cache | Latents
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """A gated delta rule with its convolution, see :mod:`preheat.ops.delta`.
+
+    A sequence has a state in place of keys and values: the last ``taps`` - 1 inputs of the convolution, and a matrix of
+    ``key_dim`` rows and ``value_dim`` columns for each value head. Neighboring value heads share a key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers in all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that a token brings: the channels, a gate of each value, a beta and a decay of each value head."""
+        return self.channels + self.value_size + 2 * self.value_heads
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sequence's state, in a model whose dtype has ``itemsize`` bytes."""
+        return (self.taps - 1) * self.channels * itemsize + 4 * self.value_size * self.key_dim
+
+
+Value = Matmul | Experts | Cache | Latents | Recurrence
 
 
 class Ok(NamedTuple):

@@ -251,6 +251,7 @@ CHECKS: Mapping[str, Callable[[BootCheck], int | None]] = {
     "offloaded": OfContexts(paths.offloaded),
     "decode": OfContexts(paths.decode),
     "poisoned": OfContexts(paths.poisoned),
+    "states": OfContexts(paths.states),
     "resumed": OfContexts(paths.resumed),
     "fp8 cache": OfContexts(paths.fp8_cache),
     "long context": OfContexts(paths.long_context, "long"),

@@ -18,6 +18,7 @@ from torch import Tensor
 from preheat.core import OWN_ID, Request, Schedule, Segment, Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
+from preheat.execution.mixers import Mixers
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import SWAP_SIZES, NothingToRun
 from preheat.plan.plan import Plan
@@ -230,6 +231,19 @@ class CheckRunner:
     def encodes(self) -> bool:
         """Whether a text is computed in one step alone."""
         return self.executor.decoder.spec.encodes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state of each sequence."""
+        return self.executor.decoder.spec.has_states
+
+    def fill_states(self, number: float) -> None:
+        """Overwrite the states of all slots."""
+        attention = self.executor.attention
+        assert isinstance(attention, Mixers), "no layer has states"
+        for each in attention.states:
+            each.window.fill_(number)
+            each.matrix.fill_(number)
 
     def draw(self, slot: int) -> int:
         """Return the token behind all tokens of ``slot``, as :func:`preheat.core.marked` marks it."""

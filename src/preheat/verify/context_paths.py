@@ -277,10 +277,33 @@ def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 def compaction(runner: CheckRunner, tokens: np.ndarray, *, every: bool = False) -> Ways:
     """Compute the last token again after swaps of the blocks, one of each of :meth:`CheckRunner.swap_sizes`."""
     with _all_but(runner, tokens, 1) as slot:
-        for size in runner.swap_sizes(slot, every=every):
+        sizes = runner.swap_sizes(slot, every=every)
+        for size in sizes if not runner.has_states else ():
             runner.move(slot, size)
             yield runner.step(slot)
             runner.slots.cached_len[slot] -= 1
+    for size in sizes if runner.has_states else ():  # a state never goes back to an earlier token
+        with _all_but(runner, tokens, 1) as slot:
+            runner.move(slot, size)
+            yield runner.step(slot)
+
+
+def states(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Compute it in slots whose states are NaN, as a whole and in small chunks, beside another row.
+
+    Another sequence may have left any state in a slot. The chunks end beside each place where a convolution's inputs
+    come from its window.
+    """
+    for sizes in ((len(tokens),), (1, 2, 3, 64)):
+        runner.fill_states(float("nan"))
+        with runner.sequence(tokens) as slot, runner.neighbours([Row(0, 3)]) as others:
+            left, again = len(tokens), itertools.cycle(sizes)
+            while left > (size := next(again)):
+                runner.read(slot, size)
+                left -= size
+            fits = runner.bucket_of([Row(len(tokens) - left, left), Row(0, 3)])
+            yield runner.step(slot, behind=others if fits else ())
+    runner.fill_states(0.0)
 
 
 def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:

@@ -24,6 +24,7 @@ class Asked(NamedTuple):
     """The facts that decide the checks of an engine.
 
     ``windows`` are the model's; ``pools``: it has no head. ``encodes``: each text is read in one step.
+    ``states``: layers keep a state of each sequence.
     """
 
     settings: Settings
@@ -33,6 +34,7 @@ class Asked(NamedTuple):
     pools: bool
     windows: Collection[int]
     encodes: bool = False
+    states: bool = False
 
     @property
     def longest(self) -> int:
@@ -81,6 +83,7 @@ CHECKS: tuple[Check, ...] = (
     Check("offloaded", lambda asked: asked.settings.kv_offloading_size and asked.longest > asked.limits.block_size),
     Check("decode", lambda asked: asked.longest > 1 and not asked.encodes),
     Check("poisoned"),
+    Check("states", lambda asked: asked.states and asked.settings.enable_chunked_prefill and asked.neighbours),
     Check("resumed", lambda asked: asked.longest > 1),
     Check("fp8 cache", lambda asked: asked.settings.kv_cache_dtype in FP8 and asked.longest > 1
           and not asked.encodes),
@@ -113,6 +116,7 @@ def check_names(
     pools: bool = False,
     windows: Collection[int] = (),
     encodes: bool = False,
+    states: bool = False,
 ) -> tuple[str, ...]:
     """Return the checks of a boot, in order; none with ``boot_check`` off.
 
@@ -123,7 +127,7 @@ def check_names(
         return ()
     if not settings.batch_invariant:
         return ("finite", "later run")
-    asked = Asked(settings, limits, mode, facts, pools, windows, encodes)
+    asked = Asked(settings, limits, mode, facts, pools, windows, encodes, states)
     return tuple(check.name for check in CHECKS if check.needs(asked))
 
 

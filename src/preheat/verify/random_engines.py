@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.verify.random_models import EVEN, WHOLE_NORMS, write_draft
+from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_STATES, write_draft
 
 HOST_GIB = 0.02
 
@@ -31,6 +31,8 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     A draft model goes into ``folder``.
     """
     both, loaded = dict[str, Any](), dict[str, Any]()
+    if config is not None and config["architectures"][0] in WITH_STATES:
+        return Features({"kv_cache_dtype": "fp8"} if draw.random() < 0.2 else both, loaded)
     if config is not None and "quantization_config" not in config and draw.random() < 0.15:
         both["quantization"] = "fp8"
     if draw.random() < 0.2:

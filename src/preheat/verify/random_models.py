@@ -31,6 +31,9 @@ WITH_EXPERTS = (
 )
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 WITH_LATENTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Families with a state in most layers."""
+
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
 SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 """Families with a field for attention biases or windows.
@@ -38,7 +41,7 @@ SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 A field that a family does not read is an error.
 """
 
-FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, *WITH_LATENTS, WITH_WINDOWS, WITH_ALIBI)
+FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, *WITH_LATENTS, WITH_WINDOWS, WITH_ALIBI, *WITH_STATES)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
@@ -100,6 +103,8 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
             "attn_config": {"alibi": True}, "expansion_ratio": 2, "tie_word_embeddings": True,
         }  # fmt: skip
     found: dict[str, Any] = {"rope_theta": draw.choice((10_000.0, 1e6))}
+    if family in WITH_STATES:
+        return found | _states(draw, family, dim, even)
     if family in BIASED:
         found["attention_bias"] = draw.random() < 0.3
     if family == "LlamaForCausalLM":
@@ -150,6 +155,25 @@ def _beside_llama(draw: random.Random, family: str, dim: int, layers: int) -> di
         "StableLmForCausalLM": {**half, "use_parallel_residual": flip, "use_qkv_bias": draw.random() < 0.5},
     }
     return own.get(family, {})
+
+
+def _states(draw: random.Random, family: str, dim: int, even: bool) -> dict[str, Any]:
+    """Return the fields of a model with states; at least one layer has keys."""
+    layers, heads = draw.randint(2, 4), draw.randint(1, 3)
+    kinds = ["linear_attention"] * layers
+    kinds[draw.randrange(layers)] = "full_attention"
+    found: dict[str, Any] = {
+        "num_hidden_layers": layers, "layer_types": kinds, "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * draw.randint(1, 3), "linear_key_head_dim": draw.choice((8, 16, 32, 64)),
+        "linear_value_head_dim": draw.choice((8, 16, 32, 64)), "linear_conv_kernel_dim": draw.randint(2, 5),
+        "partial_rotary_factor": 0.25 if dim % 8 == 0 else 1.0, "attention_bias": draw.random() < 0.3,
+    }  # fmt: skip
+    if family != "Qwen3_5ForCausalLM":
+        count = draw.choice((4, 6, 8))
+        found |= {"num_experts": count, "num_experts_per_tok": draw.randint(1, 3),
+                  "moe_intermediate_size": _width(draw, 200, even),
+                  "shared_expert_intermediate_size": _width(draw, 200, even)}  # fmt: skip
+    return found
 
 
 def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[str, Any]:
@@ -203,7 +227,10 @@ def write_draft(folder: Path, target: dict[str, Any], draw: random.Random) -> No
 
     It knows the same tokens.
     """
-    config = random_config(draw) | {"vocab_size": target["vocab_size"]}
+    config = random_config(draw)
+    while config["architectures"][0] in WITH_STATES:  # such a model cannot draft
+        config = random_config(draw)
+    config["vocab_size"] = target["vocab_size"]
     config.pop("quantization_config", None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -92,6 +92,8 @@ class Fitting:
                 plan = self._plan_again(plan, limits, count)
         log_division(self.settings, self.mode, split, limits.num_blocks)
         memory = {"usable": split.usable, "kv_cache": limits.num_blocks * self.model.bytes_per_block}
+        if self._state_bytes:
+            memory["states"] = self._state_bytes
         return Fitted(plan, split, memory | more, misses, first[0] if first else None)
 
     def _free(self) -> int:
@@ -112,9 +114,15 @@ class Fitting:
         sized = settings.num_gpu_blocks_override or settings.kv_cache_memory_bytes or self.backend.kv_cache_memory()
         return not (settings.skip_warmup and sized)
 
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of the states of all sequences, and of padding."""
+        spec, sequences = self.model.spec, self.settings.max_num_seqs or 0
+        return (sequences + 1) * spec.state_bytes(self.model.dtype.itemsize)
+
     def _divide(self, free: int) -> tuple[MemorySplit, Limits]:
         block_bytes = self.model.bytes_per_block
-        split = divide_memory(self.settings, self.mode, free, block_bytes)
+        split = divide_memory(self.settings, self.mode, max(free - self._state_bytes, 0), block_bytes)
         limits = resolve_limits(
             self.settings,
             self.model.spec.max_position_embeddings,

@@ -60,12 +60,13 @@ from preheat.backends.layer import Layer as ProductLayer
 from preheat.backends.support import matmuls, supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.ops.delta import Recur
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
-from preheat.ops.values import Experts, Matmul, Refused, Support, Value
+from preheat.ops.values import Experts, Matmul, Recurrence, Refused, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
 from preheat.utils.processors import physical_cores
@@ -274,6 +275,12 @@ class CpuBackend:
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)
+
+    def recur(self, value: Recurrence) -> Recur:
+        """Return a compiled function, in every mode: torch would run an operation for each step of each token."""
+        from preheat.backends.cpu.llvm.delta import CompiledRecur
+
+        return CompiledRecur(value, self._cache)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)

@@ -63,8 +63,9 @@ from preheat.backends.cuda.upload import Upload
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.ops.delta import Recur, recur
 from preheat.ops.kinds import NormKind
-from preheat.ops.values import Experts, Matmul, Ok, Refused, Support, Value, WithoutTerms
+from preheat.ops.values import Experts, Matmul, Ok, Recurrence, Refused, Support, Value, WithoutTerms
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -288,6 +289,10 @@ class CudaBackend:
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)
+
+    def recur(self, value: Recurrence) -> Recur:
+        """Return the reference: :meth:`supports` refuses layers with states, which have no kernel here."""
+        return recur
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return take_rows(x, index)

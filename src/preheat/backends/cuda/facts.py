@@ -33,6 +33,7 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     lacks={
         ("groups",): "its attention kernels read one block table",
+        ("states",): "it has no kernel for layers with states yet",
         ("encoder",): "its attention kernels read no key behind a token",
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",

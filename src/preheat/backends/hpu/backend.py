@@ -53,12 +53,13 @@ from preheat.backends.layer import Layer
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.ops.delta import Recur, recur
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
-from preheat.ops.values import Experts, Matmul, Support, Value
+from preheat.ops.values import Experts, Matmul, Recurrence, Support, Value
 from preheat.settings import Settings
 from preheat.utils.environment import warn
 
@@ -290,6 +291,10 @@ class HpuBackend:
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
         return add_shared(routed, x, gate, shared)
+
+    def recur(self, value: Recurrence) -> Recur:
+        """Return the reference: :meth:`supports` refuses layers with states, which have no kernel here."""
+        return recur
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Take rows of the whole static tensor that ``x`` begins.

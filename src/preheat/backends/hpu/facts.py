@@ -34,6 +34,7 @@ FACTS = Facts(
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
         ("groups",): "its attention kernels read one block table",
+        ("states",): "it has no kernel for layers with states yet",
         ("encoder",): "its attention kernels read no key behind a token",
         ("adapters",): "it has no kernels for adapters yet",
         ("sleep",): "graphs hold the addresses of weights and cache, so these cannot move",

@@ -31,6 +31,7 @@ from preheat.model.families import (
     olmo,
     phi,
     qwen,
+    qwen_next,
     stablelm,
 )
 from preheat.model.families.heads import classifying_decoder, with_classifier, with_token_head
@@ -79,6 +80,11 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Qwen2MoeForCausalLM": moe.qwen2_moe,
     "Qwen3ForCausalLM": qwen.qwen3,
     "Qwen3MoeForCausalLM": moe.qwen3_moe,
+    "Qwen3NextForCausalLM": qwen_next.qwen3_next,
+    "Qwen3_5ForCausalLM": qwen_next.qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen_next.text_of,
+    "Qwen3_5MoeForCausalLM": qwen_next.qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen_next.text_of,
     "SeedOssForCausalLM": llama.seed_oss,
     "SmolLM3ForCausalLM": llama.smollm3,
     "StableLmForCausalLM": stablelm.stablelm,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from preheat.model.config import Config
 from preheat.model.families.common import llama_like, with_layer_norms, with_layers, with_logit_factor
-from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.specs import LayerSpec, ModelSpec, attention_of
 
 
 def cohere(config: Config) -> ModelSpec:
@@ -27,7 +27,7 @@ def cohere2(config: Config) -> ModelSpec:
     windows = config.windows(every=config.size("sliding_window_pattern"))
 
     def turned(index: int, layer: LayerSpec) -> LayerSpec:
-        return layer if windows[index] else replace(layer, attention=replace(layer.attention, rope=None))
+        return layer if windows[index] else replace(layer, attention=replace(attention_of(layer), rope=None))
 
     return with_layers(_parallel(config, windows), turned)
 

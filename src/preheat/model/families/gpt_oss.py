@@ -17,6 +17,7 @@ from preheat.model.specs import (
     MoeSpec,
     Rename,
     VectorSpec,
+    attention_of,
 )
 
 _CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -61,7 +62,7 @@ def gpt_oss(config: Config) -> ModelSpec:
 
 def _with_sinks(layer: LayerSpec, index: int) -> LayerSpec:
     """Return ``layer`` with a sink for each head."""
-    attention = layer.attention
+    attention = attention_of(layer)
     sinks = VectorSpec(f"model.layers.{index}.self_attn.sinks", attention.num_heads)
     return replace(layer, attention=replace(attention, sinks=sinks))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from preheat.model.config import Config
 from preheat.model.families.common import llama_like, multiplied, with_layers, with_logit_factor
-from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.specs import LayerSpec, ModelSpec, attention_of
 
 
 def granite(config: Config) -> ModelSpec:
@@ -16,7 +16,7 @@ def granite(config: Config) -> ModelSpec:
     scale, factor = config.positive("attention_multiplier", 1.0), config.positive("residual_multiplier", 1.0)
 
     def layer(_: int, made: LayerSpec) -> LayerSpec:
-        return multiplied(replace(made, attention=replace(made.attention, scale=scale)), factor)
+        return multiplied(replace(made, attention=replace(attention_of(made), scale=scale)), factor)
 
     made = with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias")), layer)
     embedded = config.positive("embedding_multiplier", 1.0)

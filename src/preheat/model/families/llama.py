@@ -7,7 +7,7 @@ from dataclasses import replace
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, llama_like, norms_after, squared_mlp, with_layers
-from preheat.model.specs import LayerSpec, ModelSpec, QueryGrowth
+from preheat.model.specs import LayerSpec, ModelSpec, QueryGrowth, attention_of
 
 
 def llama(config: Config) -> ModelSpec:
@@ -66,7 +66,7 @@ def smollm3(config: Config) -> ModelSpec:
         windows = tuple(None if turn else each for each, turn in zip(windows, turns, strict=False))
 
     def layer(index: int, made: LayerSpec) -> LayerSpec:
-        return made if turns[index] else replace(made, attention=replace(made.attention, rope=None))
+        return made if turns[index] else replace(made, attention=replace(attention_of(made), rope=None))
 
     mlp_bias = config.flag("mlp_bias")
     return with_layers(llama_like(config, windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias), layer)
@@ -92,7 +92,7 @@ def exaone4(config: Config) -> ModelSpec:
 
     def layer(index: int, made: LayerSpec) -> LayerSpec:
         if any(windows) and not windows[index]:
-            made = replace(made, attention=replace(made.attention, rope=None))
+            made = replace(made, attention=replace(attention_of(made), rope=None))
         return norms_after(config, made, LLAMA.layer.format(index))
 
     return with_layers(llama_like(config, windows=windows, qk_norm=True), layer)
@@ -116,6 +116,6 @@ def ministral3(config: Config) -> ModelSpec:
     growth = QueryGrowth(float(rate), rope.original_length) if rate else None
 
     def layer(_: int, made: LayerSpec) -> LayerSpec:
-        return replace(made, attention=replace(made.attention, growth=growth))
+        return replace(made, attention=replace(attention_of(made), growth=growth))
 
     return with_layers(llama_like(config, windows=config.windows(), rope=rope), layer)

@@ -17,6 +17,7 @@ from preheat.model.specs import (
     MoeSpec,
     Rename,
     SharedSpec,
+    attention_of,
 )
 
 
@@ -88,7 +89,7 @@ def _olmoe(config: Config) -> ModelSpec:
         )  # fmt: skip
 
     def layer(index: int, made: LayerSpec) -> LayerSpec:
-        return replace(made, attention=normed_whole(config, made.attention, LLAMA.layer.format(index)))
+        return replace(made, attention=normed_whole(config, attention_of(made), LLAMA.layer.format(index)))
 
     return with_layers(llama_like(config, qkv_bias=bias, o_bias=bias, mlp=mlp, renames=STACKED), layer)
 
@@ -110,22 +111,28 @@ def qwen2_moe(config: Config) -> ModelSpec:
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
     )  # fmt: skip
     config.refuse("use_sliding_window")
-    hidden, inner = config.size("hidden_size"), config.size("shared_expert_intermediate_size")
+    renormalize = config.flag("norm_topk_prob")
     every, dense_layers = config.size("decoder_sparse_step", 1), config.ids("mlp_only_layers")
-    names = replace(LLAMA, **{each: f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")})
 
     def mlp(prefix: str, index: int) -> MlpSpec:
         if index in dense_layers or (index + 1) % every:
             return dense(config, LLAMA, prefix, bias=False)
-        block = dense(config, names, prefix, bias=False, inner=inner)
-        routed = experts(
-            config, f"{prefix}mlp.gate", modules(prefix), count=config.size("num_experts"),
-            inner=config.size("moe_intermediate_size"), top_k=config.size("num_experts_per_tok"),
-            renormalize=config.flag("norm_topk_prob"), round_weights=True,
-        )  # fmt: skip
-        return replace(routed, shared=SharedSpec(block=block, gate=GateSpec(f"{prefix}mlp.shared_expert_gate", hidden)))
+        return with_shared_expert(config, prefix, renormalize=renormalize)
 
     return llama_like(config, qkv_bias=config.flag("qkv_bias"), mlp=mlp, renames=STACKED)
+
+
+def with_shared_expert(config: Config, prefix: str, *, renormalize: bool) -> MoeSpec:
+    """Return a Qwen layer's experts, with one behind a gate that all tokens visit."""
+    names = replace(LLAMA, **{each: f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")})
+    block = dense(config, names, prefix, bias=False, inner=config.size("shared_expert_intermediate_size"))
+    routed = experts(
+        config, f"{prefix}mlp.gate", modules(prefix), count=config.size("num_experts"),
+        inner=config.size("moe_intermediate_size"), top_k=config.size("num_experts_per_tok"),
+        renormalize=renormalize, round_weights=True,
+    )  # fmt: skip
+    gate = GateSpec(f"{prefix}mlp.shared_expert_gate", config.size("hidden_size"))
+    return replace(routed, shared=SharedSpec(block=block, gate=gate))
 
 
 STACKED = (

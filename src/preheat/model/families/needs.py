@@ -39,7 +39,7 @@ NEEDS: Mapping[str, str] = {
     "BailingHybrid": _STATES, "Bamba": _STATES, "FalconH1": _STATES, "FalconMamba": _STATES,
     "GraniteMoeHybrid": _STATES, "Jamba": _STATES, "KimiLinear": _STATES, "Lfm": _STATES, "Mamba": _STATES,
     "MiniMaxFor": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES, "Nemotron_H": _STATES, "NemotronH": _STATES,
-    "OlmoHybrid": _STATES, "Plamo2": _STATES, "Qwen3Next": _STATES, "Qwen3_5": _STATES, "Qwen4Exp": _STATES,
+    "OlmoHybrid": _STATES, "Plamo2": _STATES, "Qwen4Exp": _STATES,
     "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES, "Zaya": _STATES, "xLSTM": _STATES,
     "Inkling": _STATES,
     "AXK1": _LATENT, "AXK2": _SPARSE, "Deepseek": _LATENT, "DeepseekV32": _SPARSE, "DeepseekV4": _SPARSE,

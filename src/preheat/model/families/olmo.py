@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, llama_like, normed_whole, norms_after, with_layers
-from preheat.model.specs import LayerSpec, ModelSpec, RopeSpec
+from preheat.model.specs import LayerSpec, ModelSpec, RopeSpec, attention_of
 
 
 def olmo2(config: Config) -> ModelSpec:
@@ -26,7 +26,7 @@ def olmo3(config: Config) -> ModelSpec:
         local = config.rope("sliding_attention", theta=500000.0)
 
     def turned(index: int, layer: LayerSpec) -> LayerSpec:
-        return replace(layer, attention=replace(layer.attention, rope=local if windows[index] else whole))
+        return replace(layer, attention=replace(attention_of(layer), rope=local if windows[index] else whole))
 
     return with_layers(_olmo(config, whole, windows), turned)
 
@@ -36,6 +36,6 @@ def _olmo(config: Config, rope: RopeSpec, windows: tuple[int | None, ...] | None
 
     def layer(index: int, made: LayerSpec) -> LayerSpec:
         prefix = LLAMA.layer.format(index)
-        return norms_after(config, replace(made, attention=normed_whole(config, made.attention, prefix)), prefix)
+        return norms_after(config, replace(made, attention=normed_whole(config, attention_of(made), prefix)), prefix)
 
     return with_layers(llama_like(config, windows=windows, qkv_bias=bias, o_bias=bias, rope=rope), layer)

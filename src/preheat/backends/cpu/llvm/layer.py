@@ -15,7 +15,7 @@ from preheat.backends.cpu.llvm.pages import in_large_pages
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
-from preheat.ops.values import Experts, Latents, Matmul, Ok, Refused, Support, Value
+from preheat.ops.values import Experts, Latents, Matmul, Ok, Recurrence, Refused, Support, Value
 
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,6 +25,8 @@ SMALL_TABLE = 1 << 24
 
 def supports(value: Value) -> Support:
     """Return whether compiled functions run the layer of ``value``."""
+    if isinstance(value, Recurrence):
+        return Refused("execution mode llvm: layers with states have no function; use --execution-mode eager")
     reason = next((reason for part in matmuls(value) for reason in _missing(part)), _missing_around(value))
     return Ok() if reason is None else Refused(f"execution mode llvm: {reason}; use --execution-mode eager")
 

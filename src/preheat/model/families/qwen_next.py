@@ -1,0 +1,230 @@
+"""Qwen3-Next and Qwen3.5: most layers keep a state, the others have attention with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from preheat.errors import ModelError
+from preheat.model.config import Config
+from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order
+from preheat.model.families.moe import STACKED, with_shared_expert
+from preheat.model.specs import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    Rename,
+    RopeSpec,
+    VectorSpec,
+)
+from preheat.ops.values import Recurrence
+
+Ranges = tuple[tuple[int, int], ...]
+Parts = tuple[tuple[str, int], ...]
+Stored = Callable[[str, Recurrence], tuple[Parts, Ranges]]
+"""Returns the modules of a layer's projection, and the order of their rows."""
+
+_STATE, _FULL = "linear_attention", "full_attention"
+_OWN = (*STACKED, Rename(r"(.*\.linear_attn\.(?:A_log|dt_bias))", (r"\1.weight",)))
+_PART = Rename(r"(.+)", (r"\1",))
+_RENAMES = (
+    *(Rename(rf"model\.language_model\.{own.stored}", tuple(f"model.{name}" for name in own.names))
+      for own in (*_OWN, _PART)),
+    *_OWN,
+)  # fmt: skip
+"""Names of the text part of a larger model, and numbers that are no module's weight."""
+
+_IGNORED = (r"mtp\..+", r"model\.visual\..+")
+"""Layers that draft tokens, and an encoder of images. None of them is loaded."""
+
+
+def qwen3_next(config: Config) -> ModelSpec:
+    """All layers have experts, unless the config names others. Projections are stored by key heads."""
+    config = _defaults(config, num_key_value_heads=2, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True)
+    every, dense_layers = config.size("decoder_sparse_step", 1), config.ids("mlp_only_layers")
+    renormalize = config.flag("norm_topk_prob")
+
+    def mlp(prefix: str, index: int) -> MlpSpec:
+        if index in dense_layers or (index + 1) % every:
+            return dense(config, LLAMA, prefix, bias=False)
+        return with_shared_expert(config, prefix, renormalize=renormalize)
+
+    return _hybrid(config, mlp, _by_key_heads)
+
+
+def qwen3_5(config: Config) -> ModelSpec:
+    """Dense layers; each projection is a module."""
+    config = _defaults(config, num_key_value_heads=4)
+    return _hybrid(config, lambda prefix, _: dense(config, LLAMA, prefix, bias=False), _side_by_side)
+
+
+def qwen3_5_moe(config: Config) -> ModelSpec:
+    """All layers have experts. The weights of the chosen experts sum to one."""
+    config = _defaults(config, num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
+    return _hybrid(config, lambda prefix, _: with_shared_expert(config, prefix, renormalize=True), _side_by_side)
+
+
+_TEXTS: Mapping[str, Callable[[Config], ModelSpec]] = {"qwen3_5_text": qwen3_5, "qwen3_5_moe_text": qwen3_5_moe}
+_SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+
+
+def text_of(config: Config) -> ModelSpec:
+    """Text only: the encoder of images is not loaded, and images are refused."""
+    text = Config(config.architecture, config.mapping("text_config"))
+    text.require_unquantized()
+    if (kind := text.get("model_type")) not in _TEXTS:
+        raise ModelError(f"text_config of model_type {kind!r} is not supported, only {', '.join(_TEXTS)} are")
+    text = text.updated({name: config.get(name) for name in _SHARED if config.has(name) and not text.has(name)})
+    spec = _TEXTS[str(kind)](text)
+    text.refuse_unread("text_config")
+    return spec
+
+
+def _defaults(config: Config, **more: object) -> Config:
+    """Return ``config`` with the defaults of the reference's config classes."""
+    return config.with_defaults(
+        head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+        full_attention_interval=4, moe_intermediate_size=512, shared_expert_intermediate_size=512, **more,
+    )  # fmt: skip
+
+
+def _hybrid(config: Config, mlp: Callable[[str, int], MlpSpec], stored: Stored) -> ModelSpec:
+    """Return a whole model of layers with feed-forward blocks ``mlp(prefix, index)``."""
+    config.require_silu()
+    if config.get("attn_output_gate") is False:
+        raise ModelError("config.json: attn_output_gate False is not supported, only True is")
+    hidden, bias = config.size("hidden_size"), config.flag("attention_bias")
+    rope = config.rope(partial=True, read=("mrope_section", "mrope_interleaved"))
+    value = _recurrence(config)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        prefix = LLAMA.layer.format(index)
+        if kind == _FULL:
+            mixer: AttentionSpec | DeltaSpec = _gated_attention(config, prefix, rope, bias=bias)
+        else:
+            mixer = _delta(config, f"{prefix}linear_attn.", value, stored)
+        return LayerSpec(
+            attention=mixer,
+            mlp=mlp(prefix, index),
+            input_norm=_plus_one(config, prefix + LLAMA.input_norm, hidden),
+            post_norm=_plus_one(config, prefix + LLAMA.post_norm, hidden),
+        )
+
+    layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
+    return model(
+        config, LLAMA, layers, final_norm=_plus_one(config, LLAMA.final_norm, hidden),
+        max_positions=config.max_positions(rope), renames=_RENAMES, ignored=_IGNORED,
+    )  # fmt: skip
+
+
+def _kinds(config: Config) -> list[str]:
+    """Return the kind of each layer. Raises ModelError for an unknown kind, or without any attention."""
+    count, every = config.num_layers(), config.size("full_attention_interval")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [_STATE if (index + 1) % every else _FULL for index in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {_STATE, _FULL}:
+        raise ModelError(
+            f"config.json: layer_types must be {count} times {_STATE} or {_FULL}, as many as num_hidden_layers; got "
+            f"{kinds!r}"
+        )
+    if _FULL not in kinds:
+        raise ModelError(f"config.json: layer_types without {_FULL} are not supported: a cache needs a layer with keys")
+    return kinds
+
+
+def _recurrence(config: Config) -> Recurrence:
+    """Return the sizes of a layer's state. Raises ModelError for sizes that the recurrence does not take."""
+    sizes = {
+        name: config.size(f"linear_{field}")
+        for name, field in {
+            "key_heads": "num_key_heads", "value_heads": "num_value_heads", "key_dim": "key_head_dim",
+            "value_dim": "value_head_dim", "taps": "conv_kernel_dim",
+        }.items()
+    }  # fmt: skip
+    value = Recurrence(**sizes)
+    for name, size in ("linear_key_head_dim", value.key_dim), ("linear_value_head_dim", value.value_dim):
+        if size & (size - 1):
+            raise ModelError(f"config.json: {name} {size} is not supported, only powers of two are")
+    if value.value_heads % value.key_heads:
+        raise ModelError(
+            f"config.json: {value.value_heads} linear_num_value_heads cannot share {value.key_heads} "
+            "linear_num_key_heads evenly"
+        )
+    if value.taps < 2:
+        raise ModelError(f"config.json: linear_conv_kernel_dim {value.taps} is not supported, only 2 or more is")
+    return value
+
+
+def _delta(config: Config, at: str, value: Recurrence, stored: Stored) -> DeltaSpec:
+    """Return the recurrence of the module ``at``."""
+    hidden, heads = config.size("hidden_size"), value.value_heads
+    parts, order = stored(at, value)
+    return DeltaSpec(
+        value=value,
+        qkv=LinearSpec(parts=parts, inputs=hidden, order=order),
+        o=LinearSpec(parts=((f"{at}out_proj", hidden),), inputs=value.value_size),
+        conv=ConvSpec(f"{at}conv1d", value.channels, value.taps),
+        rate=VectorSpec(f"{at}A_log", heads),
+        bias=VectorSpec(f"{at}dt_bias", heads),
+        norm=norm(config, f"{at}norm", value.value_dim),
+    )
+
+
+def _side_by_side(at: str, value: Recurrence) -> tuple[Parts, Ranges]:
+    """Return four modules in the layer's order."""
+    sizes = {"qkv": value.channels, "z": value.value_size, "b": value.value_heads, "a": value.value_heads}
+    return tuple((f"{at}in_proj_{name}", size) for name, size in sizes.items()), ()
+
+
+def _by_key_heads(at: str, value: Recurrence) -> tuple[Parts, Ranges]:
+    """Return two modules with the rows of a key head, and of its value heads, beside each other."""
+    share = value.value_heads // value.key_heads
+    first = value.channels + value.value_size
+    widths = {"q": value.key_dim, "k": value.key_dim, "v": share * value.value_dim, "z": share * value.value_dim}
+    parts = (f"{at}in_proj_qkvz", first), (f"{at}in_proj_ba", 2 * value.value_heads)
+
+    def ranges() -> Iterator[tuple[int, int]]:
+        step, begin = sum(widths.values()), 0
+        for width in widths.values():
+            yield from ((at * step + begin, at * step + begin + width) for at in range(value.key_heads))
+            begin += width
+        for begin in (0, share):
+            heads = range(first + begin, first + 2 * value.value_heads, 2 * share)
+            yield from ((at, at + share) for at in heads)
+
+    return parts, tuple(ranges())
+
+
+def _gated_attention(config: Config, prefix: str, rope: RopeSpec, *, bias: bool) -> AttentionSpec:
+    """Return attention with a gate of each output, and norms of heads before a part of each head turns.
+
+    A checkpoint has the rows of a query head and of its gates beside each other.
+    """
+    made = attention(config, LLAMA, prefix, None, rope, qkv_bias=bias, o_bias=bias, qk_norm=False)
+    heads, dim, size = made.num_heads, made.head_dim, made.o.inputs
+    order = made.qkv.order or tuple((at, at + dim) for at in range(0, made.qkv.outputs, dim))
+    own = tuple((a + a // dim * dim, b + a // dim * dim) if a < size else (a + size, b + size) for a, b in order)
+    gates = tuple((at + dim, at + 2 * dim) for at in range(0, 2 * size, 2 * dim))
+    (q, _), *others = made.qkv.parts
+    head = turning_order(rope, 1, replace(made.kv, num_kv_heads=1))
+    norms = (
+        replace(_plus_one(config, prefix + name, dim), order=tuple(each for each in head if each[1] <= dim))
+        for name in (LLAMA.q_norm, LLAMA.k_norm)
+    )
+    return replace(
+        made,
+        gated=True,
+        qkv=replace(made.qkv, parts=((q, 2 * heads * dim), *others), order=(*own, *gates)),
+        qk_norm=(next(norms), next(norms)),
+    )
+
+
+def _plus_one(config: Config, name: str, size: int) -> NormSpec:
+    return replace(norm(config, name, size), kind="rms_plus_one")

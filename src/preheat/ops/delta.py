@@ -1,0 +1,234 @@
+"""The gated delta rule with its short convolution, as one recurrence over tokens.
+
+A layer keeps two things of a sequence in a state slot: the last inputs of its convolution, and a matrix for each value
+head. Both are values like a block of keys. They depend on the tokens before them, and on nothing else. Prompts and
+decoding run the same recurrence, so a prompt may be cut anywhere.
+
+Contract. Inputs are a token's queries, keys, values, gates, betas and decays, of the model's dtype. Everything below is
+fp32, one operation after the other, none fused; each is rounded once. ``tree`` is the sum of 2^n numbers: the first
+half plus the second half, element by element, until one number is left.
+
+1. Convolution, for each channel of queries, keys and values: the oldest input times the first tap, plus the next input
+   times the next tap, and so on to the token's own input. Inputs before position 0 are zero. y / (1 + exp(-y)) follows.
+2. Each head of queries and of keys is multiplied by the reciprocal square root of tree(squares) + 1e-6, and queries
+   then by 1 / sqrt(key dim).
+3. beta = 1 / (1 + exp(-b)). decay = exp(rate * softplus(a + bias)) with rate = -exp(A_log). Up to 20, softplus(x) is
+   log1p(exp(x)), else x.
+4. With the matrix S [key dim, value dim] of a value head, which is zero before position 0, and its key head's k and q:
+   S = S * decay; m = tree over the key dim of S * k; n = tree over the key dim of S * q; d = (value - m) * beta;
+   S = S + k * d; out = n + tree(k * q) * d.
+5. Each head of out is multiplied by the reciprocal square root of tree(squares) / value dim + eps, by the norm's
+   weight, and by z / (1 + exp(-z)) of the gate z. The result is rounded to the model's dtype.
+
+No step mixes tokens, sequences or columns of S, but for the stated sums. So a row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.ops.values import Recurrence
+
+EPS = 1e-6
+"""Added to the sum of squares of a query or key head."""
+
+LINEAR = 20.0
+"""The greatest number whose softplus is not the number itself."""
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """The sizes of a layer, and its weights besides linear layers, all fp32.
+
+    ``taps`` are [channels, taps], the oldest first; channels are queries, keys and values. ``rate`` and ``bias`` are
+    [value heads], ``norm`` is [value dim].
+    """
+
+    value: Recurrence
+    taps: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class DeltaStates:
+    """The states of one layer, by state slot.
+
+    ``window`` [slots, taps - 1, channels] holds the last inputs of the convolution in the model's dtype, the oldest
+    first. ``matrix`` is fp32 [slots, value heads, key dim, value dim].
+    """
+
+    window: Tensor
+    matrix: Tensor
+
+    @classmethod
+    def of(cls, value: Recurrence, slots: int, dtype: torch.dtype, device: torch.device) -> DeltaStates:
+        """Return the zero states of ``slots`` slots."""
+        window = torch.zeros(slots, value.taps - 1, value.channels, dtype=dtype, device=device)
+        shape = slots, value.value_heads, value.key_dim, value.value_dim
+        return cls(window, torch.zeros(shape, dtype=torch.float32, device=device))
+
+
+class DeltaRows:
+    """The rows of a step, for all layers.
+
+    Row i computes ``extend[i]`` >= 1 tokens of the sequence with state slot ``read[i]``, and leaves its state in slot
+    ``write[i]``. The tokens of a row are neighbors, and rows follow one another. No slot is written by two rows, or
+    written by one and read by another.
+    """
+
+    def __init__(
+        self, read: np.ndarray, write: np.ndarray, extend: np.ndarray, taps: int, device: torch.device
+    ) -> None:
+        rows, kept = len(extend), taps - 1
+        ends = extend.astype(np.int64).cumsum()
+        starts = ends - extend
+        self.count = int(ends[-1]) if rows else 0
+        self.read, self.write, self.first, self.extend = (
+            torch.from_numpy(each.astype(np.int64)).to(device) for each in (read, write, starts, extend)
+        )
+        row = np.repeat(np.arange(rows), extend)
+        place = np.arange(self.count) - starts[row]
+        inputs = _inputs(row, place, starts, kept, taps)
+        last = np.arange(rows)
+        windows = _inputs(last, extend.astype(np.int64), starts, kept, kept + 1)[:, :kept]
+        self.inputs, self.windows = (torch.from_numpy(each).to(device) for each in (inputs, windows))
+
+    def steps(self) -> tuple[Tensor, list[Tensor]]:
+        """Return the rows from the longest on, and for each place in a row the tokens there, in the order of the rows.
+
+        All are int64.
+        """
+        order = self.extend.argsort(descending=True, stable=True)
+        extend, first = self.extend[order], self.first[order]
+        counts = (int((extend > step).sum()) for step in range(int(self.extend.max())))
+        return order, [first[:count] + step for step, count in enumerate(counts)]
+
+
+def _inputs(row: np.ndarray, place: np.ndarray, starts: np.ndarray, kept: int, taps: int) -> np.ndarray:
+    """Return where the inputs of a convolution lie: int64 [len(row), taps], the oldest first.
+
+    The window of each row comes first, ``kept`` inputs each, then the tokens of the step. A convolution belongs to the
+    token ``place`` of its ``row``.
+    """
+    at = place[:, None] - kept + np.arange(taps)
+    own = len(starts) * kept + starts[row][:, None] + at
+    found: np.ndarray = np.where(at >= 0, own, row[:, None] * kept + kept + at)
+    return found
+
+
+def tree(x: Tensor, dim: int) -> Tensor:
+    """Return the sum of ``x`` over ``dim``, of a power of two numbers.
+
+    The first half is added to the second half until one number is left.
+    """
+    while (size := x.shape[dim] // 2) > 0:
+        x = x.narrow(dim, 0, size) + x.narrow(dim, size, size)
+    return x.squeeze(dim)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x / (1 + exp(-x)), a new tensor."""
+    return x / x.neg().exp_().add_(1.0)
+
+
+def convolved(history: Tensor, rows: DeltaRows, taps: Tensor) -> Tensor:
+    """Return the convolution of each token in fp32 [tokens, channels], with its activation.
+
+    ``history`` [inputs, channels] has the taps - 1 inputs before each row, then the inputs of the step's tokens.
+    """
+    found = history.index_select(0, rows.inputs[:, 0]).float() * taps[:, 0]
+    for tap in range(1, taps.shape[1]):
+        found += history.index_select(0, rows.inputs[:, tap]).float() * taps[:, tap]
+    return silu(found)
+
+
+def decays(a: Tensor, weights: DeltaWeights) -> Tensor:
+    """Return the factor of each value head's matrix, fp32 [tokens, value heads]."""
+    x = a.float() + weights.bias
+    soft = torch.where(x > LINEAR, x, x.clamp(max=LINEAR).exp_().log1p_())
+    return (soft * weights.rate).exp_()
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return ``x`` [..., dim] divided by its length."""
+    return x * (tree(x * x, -1) + EPS).rsqrt_().unsqueeze(-1)
+
+
+class Heads(NamedTuple):
+    """The inputs of step 4, fp32.
+
+    ``q`` and ``k`` are [tokens, key heads, key dim], ``v`` is [tokens, value heads, value dim], ``decay`` and ``beta``
+    are [tokens, value heads].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+Recur = Callable[[Heads, Tensor, DeltaRows, Tensor], Tensor]
+"""A function with the results of :func:`recur`."""
+
+
+def recur(heads: Heads, matrix: Tensor, rows: DeltaRows, begins: Tensor) -> Tensor:
+    """Run step 4 of the contract for all tokens: return out fp32 [tokens, value heads, value dim].
+
+    ``matrix`` [slots, value heads, key dim, value dim] is updated in place. Rows that ``begins`` bool [rows] names read
+    zeros.
+    """
+    q, k, v, decay, beta = heads
+    share, out = v.shape[1] // k.shape[1], torch.empty_like(v)
+    both = tree(k * q, -1).repeat_interleave(share, 1)
+    order, steps = rows.steps()
+    states = matrix.index_select(0, rows.read[order]).masked_fill_(begins[order][:, None, None, None], 0)
+    for at in steps:
+        state = states[: len(at)]
+        key, query = (x.index_select(0, at).repeat_interleave(share, 1).unsqueeze(-1) for x in (k, q))
+        state.mul_(decay.index_select(0, at)[:, :, None, None])
+        seen = tree(torch.stack((state * key, state * query)), -2)
+        delta = (v.index_select(0, at) - seen[0]) * beta.index_select(0, at).unsqueeze(-1)
+        state.add_(key * delta.unsqueeze(-2))
+        out.index_copy_(0, at, seen[1] + both.index_select(0, at).unsqueeze(-1) * delta)
+    matrix.index_copy_(0, rows.write[order], states)
+    return out
+
+
+def delta_rule(
+    x: Tensor, begins: Tensor, rows: DeltaRows, weights: DeltaWeights, states: DeltaStates, *, by: Recur = recur
+) -> Tensor:
+    """Return the layer's output [tokens, value heads * value dim] of the model's dtype, and move the states on.
+
+    ``x`` [tokens, inputs] are queries, keys, values, gates, betas and decays, side by side; padding may follow the
+    tokens of the ``rows``. ``begins`` bool [rows]: the row begins its sequence, so its state is zero whatever its slot
+    holds. ``by`` runs step 4.
+    """
+    value, x = weights.value, x[: rows.count]
+    mixed, z, b, a = x.split_with_sizes([value.channels, value.value_size, value.value_heads, value.value_heads], 1)
+    window = states.window.index_select(0, rows.read).masked_fill_(begins[:, None, None], 0)
+    history = torch.cat((window.flatten(0, 1), mixed))
+    sizes = [value.key_size, value.key_size, value.value_size]
+    q, k, v = convolved(history, rows, weights.taps).split_with_sizes(sizes, 1)
+    q, k = (unit(part.reshape(-1, value.key_heads, value.key_dim)) for part in (q, k))
+    heads = Heads(
+        q=q * value.key_dim**-0.5,
+        k=k,
+        v=v.reshape(-1, value.value_heads, value.value_dim),
+        decay=decays(a, weights),
+        beta=1.0 / b.float().neg().exp_().add_(1.0),
+    )
+    out = by(heads, states.matrix, rows, begins)
+    states.window.index_copy_(0, rows.write, history[rows.windows])
+    scale = (tree(out * out, -1) * (1.0 / value.value_dim)).add_(weights.eps).rsqrt_()
+    gate = silu(z.float()).view_as(out)
+    return (out * scale.unsqueeze(-1) * weights.norm * gate).flatten(1).to(x.dtype)
