@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -176,3 +178,12 @@ def test_the_document_describes_them(adapted: Server) -> None:
     paths = adapted.get("/openapi.json").json["paths"]
     assert {"200", "400", "401", "404", "409"} <= paths[LOAD]["post"]["responses"].keys()
     assert UNLOAD in paths
+
+
+def test_an_engine_that_starts_again_reads_the_adapters_loaded_meanwhile(adapted: Server, root: Path) -> None:
+    assert load(adapted, "kept", root / "more").status == 200
+    os.kill(adapted.engine_pids[0], signal.SIGKILL)
+    assert until(lambda: adapted.get("/ready", Authorization="Bearer k").status != 200)
+    assert until(lambda: adapted.get("/ready", Authorization="Bearer k").status == 200)
+    assert post(adapted, COMPLETIONS, {**PROMPT, "model": "kept"}).json["choices"][0]["text"] == BACKWARD
+    assert unload(adapted, "kept").status == 200
