@@ -146,7 +146,7 @@ class EmbeddingList(Struct):
 
 class PooledData(Struct):
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
     object: Literal["pooling"] = "pooling"
 
 

@@ -79,6 +79,8 @@ class Fleet:
             return False
         if not self._may_restart(member):
             member.state = State.GONE
+            if self._service.draining:
+                return False
             logger.error("%s", self._replicas.named(replica, "The engine ended too often, and is not started again"))
             self._end_if_alone(EngineDead("The last engine has ended"))
             return False
