@@ -317,8 +317,8 @@ def test_an_engine_with_infinite_products_does_not_become_ready(monkeypatch):
     """An engine with finite weights but infinite products does not become ready."""
     right = boot.load_model
 
-    def load(*args):
-        model = right(*args)
+    def load(*args, **more):
+        model = right(*args, **more)
         weight = model.weights.layers[2].post_norm.weight
         weight.fill_(torch.finfo(weight.dtype).max)
         return model

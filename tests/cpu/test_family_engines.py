@@ -34,9 +34,12 @@ ONLY_DATA = {
 }  # fmt: skip
 """Models that differ from others by tables alone, or in the shapes and parts of their layers that others have."""
 
+EAGER_ALONE = {"kv_lora_rank", "linear_num_value_heads"}
+"""Fields of models that compiled layers do not run: latent vectors and states."""
+
 DENSE: dict[str, Model] = {
     name: model for name, model in MODELS.items()
-    if "mix" not in name and "moe" not in name and "kv_lora_rank" not in model[1] and name not in ONLY_DATA
+    if "mix" not in name and "moe" not in name and not model[1].keys() & EAGER_ALONE and name not in ONLY_DATA
 } | {
     "llama of odd sizes": ("Llama", ODD | {"mlp_bias": True}),
     "gemma 3 of odd sizes": ("Gemma3", MODELS["gemma 3"][1] | ODD),
