@@ -20,6 +20,7 @@ from preheat.core import (
     Ask,
     Cancel,
     Delta,
+    Died,
     Drain,
     Finish,
     LoadAdapter,
@@ -31,12 +32,12 @@ from preheat.core import (
     TokenLogprobs,
     UnloadAdapter,
 )
-from preheat.errors import AdapterError, PreheatError, WireError
+from preheat.errors import AdapterError, MemoryFault, PreheatError, WireError
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from tests import records
 
-HANG, FAIL, DIE = 3, 4, 9
+HANG, FAIL, DIE, FLIP = 3, 4, 9, 8
 MAX_MODEL_LEN, BLOCKS = 4096, 1000
 STEP_SECONDS = 0.002
 
@@ -215,7 +216,10 @@ class ChangingEngine(ScriptedEngine):
 
 
 def run_mortal_engine(settings: Settings, address: str) -> None:
-    """Die of a prompt that begins with DIE. In a folder with a file named changed, compute other bits."""
+    """Die of a prompt that begins with DIE, and find a fault of the memory at one that begins with FLIP.
+
+    In a folder with a file named changed, compute other bits.
+    """
     transport = EngineTransport(address)
     MortalEngine(transport, step_seconds=0.01, changed=Path(settings.model, "changed").exists()).run()
     transport.close()
@@ -228,6 +232,10 @@ class MortalEngine(ScriptedEngine):
 
     def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
         if sequence.request.prompt[0] == DIE:
+            os._exit(3)
+        if sequence.request.prompt[0] == FLIP:
+            self.transport.put(Died(WireError.of(MemoryFault.at("a weight"))))
+            self.transport.close()
             os._exit(3)
         super().advance(id, sequence, delta)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.conftest import Server, serving, write_model
-from tests.api.scripted import DIE
+from tests.api.scripted import DIE, FLIP
 from tests.api.test_faults import ask
 
 MORTAL = "tests.api.scripted:run_mortal_engine"
@@ -144,6 +144,22 @@ def test_a_stream_waits_for_its_only_engine(lone: Server) -> None:
     streams = [answer for answer in answers if b"text/event-stream" in answer]
     assert all(b"\n: an engine starts again" in stream for stream in streams)
     lone.wait_for_engines(1)
+
+
+def test_requests_of_an_engine_with_faulty_memory_end_and_it_starts_again(lone: Server) -> None:
+    async def scenario() -> tuple[list[bytes], bytes]:
+        running = [asyncio.create_task(ask(lone.port, body)) for body in bodies(400)]
+        await until_running(lone, 1, len(running) + 1)
+        flipped = await ask(lone.port, {"prompt": [FLIP, 30, 31], "max_tokens": 5})
+        return await asyncio.gather(*running), flipped
+
+    restarts = lone.metric("engine_restarts_total", reason="memory_fault")
+    answers, flipped = asyncio.run(asyncio.wait_for(scenario(), 120))
+    assert all(b"The audit found a fault: a weight" in answer for answer in [*answers, flipped])
+    lone.wait_for_engines(1)
+    assert lone.metric("engine_restarts_total", reason="memory_fault") == restarts + 1
+    assert lone.metric("request_moves_total", reason="memory_fault") == 0
+    assert lone.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 2}).status == 200
 
 
 def test_an_engine_that_comes_back_with_other_bits_is_refused(lone: Server) -> None:

@@ -214,3 +214,14 @@ def test_only_regular_files_are_read_and_the_size_is_bounded(tmp_path: Path) -> 
     found.close()
     with pytest.raises(SettingsError, match="answer_cache_dir"):
         folder_of(right)
+
+
+def test_all_answers_may_be_forgotten(llm: LLM, tmp_path: Path) -> None:
+    cache = llm.frontend.answers = AnswerCache(10**7, 10**9, AnswerCacheFigures(), folder_of(tmp_path))
+    assert ask(llm, PLAIN)[1] > 0
+    cache.forget()
+    assert ask(llm, PLAIN)[1] > 0
+    cache.forget()
+    assert cache._folder is not None
+    cache._folder.close()
+    assert not [*tmp_path.iterdir()] and cache._folder.bytes == 0 and cache.figures.bytes == 0

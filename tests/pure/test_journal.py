@@ -240,3 +240,12 @@ def test_a_started_request_goes_on_behind_its_tokens_and_names_its_adapter() -> 
     tested.seen(Delta([1], [9], started={1: 0}, adapters={1: "a"}))
     [again] = tested.lost(module.ALONE).again
     assert again.delivered == [9] and again.resume is not None and again.resume.adapter == "a"
+
+
+def test_requests_of_a_member_with_wrong_results_wait_for_no_other() -> None:
+    tested, faulty, sound = Journal(), Owner(0, 0), Owner(1, 0)
+    for id, owner in enumerate((faulty, sound, faulty)):
+        tested.sent(Request(id, [1, 2], SamplingParams(), 0, LENGTH), owner)
+    assert tested.drop(faulty) == [0, 2]
+    assert tested.drop(faulty) == [] and not tested.waiting()
+    assert [each.id for each in tested.resumed()] == [1]

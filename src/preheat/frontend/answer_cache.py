@@ -118,6 +118,13 @@ class AnswerCache:
         if self._folder is not None:
             self._folder.put(pending.key, entry)
 
+    def forget(self) -> None:
+        """Forget all answers: some may be wrong."""
+        self._entries.clear()
+        self.figures.bytes = 0
+        if self._folder is not None:
+            self._folder.clear()
+
     def _find(self, key: bytes) -> bytes | None:
         """Return the kept answer in memory, or from the folder."""
         entry = self._entries.get(key)

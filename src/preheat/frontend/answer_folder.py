@@ -15,6 +15,7 @@ import re
 import stat
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
 from preheat.errors import SettingsError
@@ -82,6 +83,17 @@ class AnswerFolder:
         except queue.Full:
             self.lost += 1
 
+    def clear(self) -> None:
+        """Remove all answers, also the ones that wait for the disk."""
+        with suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+        with self._lock:
+            for name in self._sizes:
+                (self._folder / name).unlink(missing_ok=True)
+            self._sizes.clear()
+            self.bytes = 0
+
     def close(self) -> None:
         """Wait until all answers are written."""
         if self._thread.is_alive():
@@ -112,14 +124,13 @@ class AnswerFolder:
         name, data = _name(key), _digest(answer) + answer
         if len(data) > self._size:
             return
-        with self._lock:
+        with self._lock:  # a folder that is cleared meanwhile would keep this answer
             self.bytes -= self._sizes.pop(name, 0)
             while self.bytes + len(data) > self._size:
                 old, size = self._sizes.popitem(last=False)
                 self.bytes -= size
                 (self._folder / old).unlink(missing_ok=True)
-        write_whole(self._folder / name, data)
-        with self._lock:
+            write_whole(self._folder / name, data)
             self._sizes[name] = len(data)
             self.bytes += len(data)
 

@@ -113,6 +113,13 @@ class Journal:
                 found.again.append(self._resumed(id))
         return found
 
+    def drop(self, owner: Owner) -> list[int]:
+        """Forget all requests of ``owner``, whose results may be wrong, and return their ids."""
+        ids = sorted(self._owned.get(owner, ()))
+        for id in ids:
+            self.forget(id)
+        return ids
+
     def waiting(self) -> list[Request]:
         """Return the requests that wait for an owner, each as it goes on, in the order of their arrival."""
         return [self._resumed(id) for id in sorted(self._owned.get(None, ()))]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from preheat.core import Drain
-from preheat.errors import EngineDead, PreheatError
+from preheat.errors import EngineDead, MemoryFault, PreheatError
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.journal import MOST_MOVES
 from preheat.server.member import EngineMember, State
@@ -55,20 +55,24 @@ class Fleet:
         if not (self._others(replica) or self._may_restart(member)):
             self._die(error)
             return
-        self._reasons[replica] = reason = "drained" if asked_to else reason
+        reason = error.code if isinstance(error, MemoryFault) else "drained" if asked_to else reason
+        self._reasons[replica] = reason
         logger.log(logging.INFO if asked_to else logging.ERROR, "%s", error.message)
-        self._move(replica, reason)
+        self._move(replica, reason, error)
 
-    def _move(self, replica: int, reason: str) -> None:
-        frontend = self.frontend
+    def _move(self, replica: int, reason: str, error: PreheatError) -> None:
+        """Move the requests of a member; with a fault of its memory, end them and forget kept answers."""
+        frontend, trusted = self.frontend, not isinstance(error, MemoryFault)
         assert frontend is not None
-        moved = self._replicas.lose(replica)
+        moved = self._replicas.lose(replica, trusted=trusted)
         self._service.metrics.moves[reason] += moved.requests
         if moved.requests:
             logger.warning("%d requests go on behind the tokens that their clients have", moved.requests)
         frontend.interrupt("The engine ended before it had carried out the command")
         said = f"The engines of this request have ended {MOST_MOVES + 1} times, so it may be the reason"
-        frontend.fail(moved.ended, EngineDead(said))
+        frontend.fail(moved.ended, EngineDead(said) if trusted else error)
+        if not trusted and frontend.answers is not None:
+            frontend.answers.forget()
         self._service.live.lose(replica)
         self._note()
 

@@ -32,7 +32,7 @@ from preheat.core import (
     ToEngine,
 )
 from preheat.errors import PreheatError, WireError
-from preheat.frontend.journal import Journal
+from preheat.frontend.journal import Journal, Lost
 from preheat.server.member import EngineMember, State
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
@@ -42,7 +42,7 @@ from preheat.warmup.record import Record
 
 
 class Moved(NamedTuple):
-    """The outcome of a lost member: the number of requests that go on, and the ids that have moved too often."""
+    """The outcome of a lost member: the number of requests that go on, and the ids that end."""
 
     requests: int
     ended: list[int]
@@ -133,12 +133,15 @@ class Replicas:
         for member in self.members:
             watched(member)
 
-    def lose(self, replica: int) -> Moved:
-        """Take a member out, kill its process, and let its requests go on at others."""
+    def lose(self, replica: int, *, trusted: bool) -> Moved:
+        """Take a member out, kill its process, and let its requests go on at others.
+
+        Requests that have moved too often end. All end if the member's results are not ``trusted``.
+        """
         member = self.members[replica]
         member.state = State.DEAD
         self.router.clear(replica)
-        lost = self.journal.lost(member.owner)
+        lost = self.journal.lost(member.owner) if trusted else Lost(ended=self.journal.drop(member.owner))
         member.process.kill()
         for request in lost.again:
             self._give(request)
